@@ -70,16 +70,16 @@ def compile(
         batch: an example of one global batch: a tuple for positional, a mapping for keyword arguments; dim 0 is the batch.
         loss_fn: ``loss_fn(output, targets)`` returns the loss, a 0-d tensor; ``batch`` is then the pair ``(inputs, targets)``.
         plan: a plan, or the path of its file, to use instead of a search.
-        pin: pinned decisions of the plan, of all layers or of named ones: ``{"pipeline": 4, "layers.0-7.tensor": 8}``.
+        pin: pinned decisions of the plan, of all layers or of named layers: ``{"pipeline": 4, "layers.0-7.tensor": 8}``.
         folder: the program's folder; by default a temporary one that lives as long as the ``Program``.
-        progress: called with the name of a stage and a short text, when the stage begins and for updates.
+        progress: a function that is called with a stage's name and a short text, when the stage begins and for updates.
 
     Keywords:
         PINS: the pins of the plan, and of every layer, by name (``docs/guide/pins.md``).
         precision: ``"bfloat16"``, ``"float32"`` etc.; by default the model's.
         local_batch_norm: batch norm uses the statistics of each rank's part of a microbatch.
-        allow: allowed deviations from exact training (some of ``autopar.plan.ALLOWED``).
-        memory_limit_bytes: the memory of a device that a plan may use.
+        allow: allowed numerical deviations from exact training (of ``autopar.plan.ALLOWED``).
+        memory_limit_bytes: the bytes of each device's memory that a plan may use.
         calibration: a file of ``autopar profile``; by default the one at the default path, if any.
         time_limit_s: the time limit of the search.
         capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
@@ -89,7 +89,7 @@ def compile(
             ``initial.safetensors``, without ever materialising the full model (``autopar.run.initialise``). A function: applied to each
             module, like ``model.apply``. A path: safetensors, such as a folder of transformers; each rank reads its own shards.
 
-    A model on the CPU keeps its values as initial values. Under ``torchrun`` every process calls this, and rank 0 searches.
+    A model on the CPU keeps its values as initial values. Under ``torchrun`` every process calls this function, and rank 0 searches.
 
     Raises:
         UsageError: invalid devices, batch or pins, or a folder with other files; exit status 2 on the command line.
@@ -124,7 +124,7 @@ def emit_program(
     type_check: bool = True,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Run stage ``emit``: write the program into ``folder`` and check it. ``state`` is a state dict with the initial values."""
+    """Run stage ``emit``: write the program into ``folder`` and check it. ``state`` is a state dict of initial values."""
     report(progress, "emit")
     if not type_check:
         plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
@@ -152,11 +152,10 @@ def start_program(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Program:
-    """Emit the program, load it, and set its parameters: to the values of ``model``'s parameters if it has any, or to those that
-    ``request.init`` gives.
+    """Emit the program, load it, and set its parameters: to the values of ``model``'s parameters, or as ``request.init`` says.
 
-    Without ``folder`` the program is written to a temporary folder. With it, one process per machine writes ``folder``; the others write
-    the same text to temporary folders of their own.
+    Without ``folder`` the program is written to a temporary folder. With ``folder``, one process per machine writes it; the other processes
+    write the same text to temporary folders of their own.
     """
     request, training = request or Request(), training or Training()
     init = request.init

@@ -15,26 +15,26 @@ MOST_LEVELS = 100
 
 
 class MalformedFileError(ValueError):
-    """A file has invalid content; the message continues a sentence that begins with the file."""
+    """A file has invalid content; the message is the end of a sentence about the file."""
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
     """Read a JSON file.
 
     Raises:
-        MalformedFileError: it is larger than ``most_bytes``, or ``parse_json`` refuses its text.
-        OSError: it can't be read.
+        MalformedFileError: the file is larger than ``most_bytes``, or ``parse_json`` refuses its text.
+        OSError: the file can't be read.
     """
     with Path(path).open("rb") as file:
-        content = file.read(most_bytes + 1)  # devices and pipes have no size
+        content = file.read(most_bytes + 1)  # devices and pipes don't report a size
     if len(content) > most_bytes:
         raise MalformedFileError(f"it has more than {most_bytes:,} bytes")
     return parse_json(content)
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ``MalformedFileError`` if it isn't UTF-8 JSON, has duplicate keys, is nested deeper than ``MOST_LEVELS``, or has
-    a number that isn't finite or a lone surrogate."""
+    """Parse JSON. Raises ``MalformedFileError`` if the content isn't UTF-8 JSON, has duplicate keys, is nested deeper than ``MOST_LEVELS``,
+    or has an infinite number, a NaN or a lone surrogate."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
         found = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
@@ -91,7 +91,7 @@ def _finite(text: str) -> float:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether nesting exceeds ``levels``."""
+    """Return whether objects and lists are nested deeper than ``levels``."""
     within = [value]
     for _ in range(levels):
         inner = (each for outer in within for each in (outer.values() if isinstance(outer, dict) else outer))

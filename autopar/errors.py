@@ -13,10 +13,10 @@
     ├── ProgramError             an emitted folder that cannot be loaded or is ill-typed
     ├── CheckpointError          a checkpoint that cannot be written or read
     ├── NonFiniteLossError       a loss that is NaN or infinite
-    └── LaunchError              a process that died, a port that is taken
+    └── LaunchError              a process that died, a port that is in use
 
-A message says what is wrong with names and values, and why; ``hint`` says what to do. Broken invariants of autopar
-itself are assertions, not members of this tree.
+A message says what is wrong, with names and values, and why; ``hint`` says what to do. Broken invariants of autopar are assertions, not
+members of this tree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SuggestedChange(Protocol):
 
 
 class AutoparError(Exception):
-    """The base class: ``message`` is one or two sentences, the optional ``hint`` says what to do."""
+    """The base class. ``message`` is one or two sentences; the optional ``hint`` says what to do."""
 
     exit_status = 1
 
@@ -67,7 +67,7 @@ class BatchError(UsageError):
 
 
 class RuleError(UsageError):
-    """A sharding rule does not parse, or its execution on shards disagrees with the whole op."""
+    """A sharding rule does not parse, or its execution on shards disagrees with the unsharded op."""
 
 
 class CaptureError(AutoparError):
@@ -75,9 +75,9 @@ class CaptureError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits; the message names the stage, the layer and the bytes, the hint the nearest change that fits.
+    """No plan fits. The message names the stage, the layer and the bytes; the hint names the smallest change with which a plan fits.
 
-    ``changes`` are alternative changes of the request, found by search, under which a plan fits.
+    ``changes`` are alternative changes of the request with which a search finds a plan that fits.
     """
 
     def __init__(self, message: str, hint: str | None = None, changes: Sequence[SuggestedChange] = ()) -> None:
@@ -97,7 +97,7 @@ class CheckpointError(AutoparError):
 
 
 class NonFiniteLossError(AutoparError):
-    """A loss is NaN or infinite; the message names the step and the first such value. No update was made."""
+    """A loss is NaN or infinite; the message names the step and the first such value. The parameters were not updated."""
 
 
 class LaunchError(AutoparError):

@@ -18,7 +18,7 @@ def placeholders(cls: LayerClass) -> list[fx.Node]:
 
 
 def parameter_nodes(cls: LayerClass) -> list[fx.Node]:
-    """The placeholders of the layer's parameters, in order."""
+    """Return the placeholders of the layer's parameters, in order."""
     nodes = placeholders(cls)
     return nodes[len(nodes) - len(cls.parameters) :]
 
@@ -52,17 +52,17 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
 
 
 def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-    """Whether a gradient flows through a call; ``known`` tells it for its operands."""
+    """Return whether a gradient flows back through a call; ``known`` answers this for its operands."""
     floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
     return floating and facts(call).kind is not OpKind.DETACH and any(map(known, call.all_input_nodes))
 
 
 def run_again(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return the nodes that a backward pass recomputes from the first ones' operands: the leading ``nodes``, in graph order, up to the last
-    one whose operands or result autograd may save.
+    """Return the ops that full recomputation runs again: ``nodes``, in graph order, up to the last op whose operands or result autograd may
+    save.
 
-    ``flows``: whether a gradient flows through a node's value. A matrix product only saves its operands, so a last product isn't
-    recomputed.
+    ``flows`` says whether a gradient flows back through a node's value. A matrix product saves only its operands, so a product at the end
+    isn't recomputed.
     """
     ops = [node for node in nodes if node.op == "call_function"]
     while ops and (facts(ops[-1]).saves_nothing or not flows(ops[-1])):

@@ -25,7 +25,7 @@ _emptied: list[Callable[[], None]] = []
 
 
 def cached_for_graphs(maxsize: int) -> Callable[[F], F]:
-    """``functools.lru_cache`` for functions of graphs, which it would keep alive: ``forget_graphs`` clears it."""
+    """``functools.lru_cache`` for functions of graphs; ``forget_graphs`` clears the cache, which would keep the graphs alive."""
 
     def decorate(function: F) -> F:
         cached: Any = functools.lru_cache(maxsize=maxsize)(function)
@@ -71,9 +71,9 @@ class Value:
 class Parameter:
     """A parameter, or a slice of a fused one.
 
-    ``original`` and ``original_shape`` are its name and shape in the user's model. A fused projection that the model splits afterwards is
-    stored as slices: ``dim``, ``start`` and ``shape[dim]`` of the original (``dim`` is ``None`` for a full parameter). ``tied`` has the
-    user's other names of the parameter.
+    ``original`` and ``original_shape`` are the name and shape in the user's model. A fused projection whose result the model splits is
+    stored as slices: each starts at ``start`` of the original's ``dim``, and has ``shape[dim]`` elements there (``dim`` is ``None`` for a
+    full parameter). ``tied`` has the other names of the parameter in the user's model.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A parameter or buffer of the user's model, by a name in its state dict. ``alias`` is the first name of the same tensor."""
+    """A parameter or buffer under one of its names in the user's state dict. ``alias`` is the first name of the same tensor, if another."""
 
     name: str
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A value of the batch that the model reads at ``line`` (file, number and text) and for which the graph is specialised."""
+    """A data-dependent value that the model reads at ``line`` (file, number and text) and for which the graph is specialised."""
 
     line: str
     value: Any
@@ -132,7 +132,8 @@ class LayerClass:
     (``self_attn.q_proj.weight``); placeholder names are identifiers. Every node has ``meta["val"]``, a meta tensor at global shapes.
 
     ``buffers`` are the buffers that the layer reads or writes, by class-local dotted names. A buffer that it reads is also among the
-    ``constants``, under that name. The new values of ``updates`` (some of the buffers' names) follow the outputs in the graph's tuple.
+    ``constants``, with the same name. ``updates`` names the buffers that the layer writes: their new values follow the outputs in the
+    graph's tuple.
     """
 
     name: str
@@ -149,17 +150,17 @@ class LayerClass:
 
     @property
     def gives_loss(self) -> bool:
-        """Whether it is the last layer, which computes the loss."""
+        """Whether this is the last layer, which computes the loss."""
         return bool(self.outputs) and all(value.shape == () for value in self.outputs)
 
     @property
     def experts(self) -> int:
-        """The number of experts of its mixtures (the greatest common divisor if they differ); 0 without mixtures."""
+        """The number of experts of the layer's mixtures (their greatest common divisor if they differ); 0 without mixtures."""
         mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
         return math.gcd(*(mixture.count for mixture in mixtures))
 
     def batched(self, value: Value) -> bool:
-        """Whether dim 0 of a border value is the batch; not for a table that only depends on parameters."""
+        """Return whether dim 0 of a border value is the batch dim; false for a table that depends on parameters alone."""
         rows = self.rows or max(
             (v.shape[0] for v in (*self.activations, *self.inputs, *self.outputs) if v.shape), default=1
         )
@@ -168,7 +169,7 @@ class LayerClass:
 
 @dataclass(frozen=True, slots=True)
 class GraphLayer:
-    """A use of a layer class: the names in ``Graph`` of the values at its borders, in the class's order."""
+    """An instance of a layer class: the names of its border values in ``Graph``, in the class's order."""
 
     name: str
     cls: str
@@ -185,20 +186,23 @@ class GraphLayer:
 class Graph:
     """A captured model.
 
-    ``inputs`` are the batch's tensors by name (dim 0 is the batch); ``structure`` tells how a user's batch maps to those names (see
-    ``capture.flatten_batch``). ``prelude`` maps the global batch's inputs to ``scalars``: 0-d values that only depend on inputs, such as
-    the number of valid tokens. ``constants`` are folded tensors, on the CPU. ``values`` describes every activation by name.
-    ``replicated`` names ops without rules. ``unmicrobatchable`` is the reason why microbatches aren't exact, or empty.
-    ``accumulated`` is the number of microbatches of the global batch if the graph is that of one microbatch, each of which counts as a
-    separate batch (``autopar.capture.separate_microbatches``); otherwise 1. ``opaque`` has the opaque modules by the name of their op
-    (``"autopar.opaque_0"``). ``buffers`` are the buffers that the forward pass writes: each belongs to one layer. Buffers that it only
-    reads are ``constants``. ``valueless`` names the constants without values (of a model on meta): such a graph can be planned, but no
-    program can be emitted from it. ``narrow`` lists what its plans may store in lower precision (of ``autopar.plan.NARROW``), ``FP8`` if
-    its products are in FP8, and ``TF32`` if float32 products use TF32. ``state`` has the parameters and buffers of the user's model, in its
-    order, whether the loss depends on them or not. ``guards`` are the values of the batch that the graph is specialised for; the prelude
-    computes their tensors, after the scalars. ``assumed`` has assumptions that only a comparison with the model can confirm, each with a
-    hint, such as that later forward passes don't need state that the first one stores. ``refused`` has, by technique that rewrites classes
-    and by class, the reason why the class can't be rewritten, or an empty string.
+    - ``inputs``: the batch's tensors by name (dim 0 is the batch); ``structure``: the map from a user's batch to these names
+      (``capture.flatten_batch``).
+    - ``prelude``: the graph that computes ``scalars`` from the global batch: 0-d values that depend on inputs alone, such as the number of
+      valid tokens. ``constants``: folded tensors, on the CPU. ``values``: every activation by name.
+    - ``replicated``: the names of ops without rules. ``unmicrobatchable``: why microbatches aren't exact, or empty.
+    - ``accumulated``: the number of microbatches in the global batch if each counts as a separate batch and the graph is that of one
+      microbatch (``autopar.capture.separate_microbatches``); otherwise 1.
+    - ``opaque``: the opaque modules by the name of their op (``"autopar.opaque_0"``).
+    - ``buffers``: the buffers that the forward pass writes; each belongs to one layer. Buffers that are only read are ``constants``.
+    - ``valueless``: the names of constants without values (of a model on meta). Such a graph can be planned, but not emitted.
+    - ``narrow``: what plans may store in lower precision (of ``autopar.plan.NARROW``), ``FP8`` if matrix products are in FP8, ``TF32`` if
+      float32 products use TF32.
+    - ``state``: all parameters and buffers of the user's model in its order, also those on which the loss does not depend.
+    - ``guards``: the data-dependent values for which the graph is specialised; the prelude computes their tensors, after the scalars.
+    - ``assumed``: assumptions that only a comparison with the model can confirm, such as that later forward passes don't need state that
+      the first one stores; each with a hint.
+    - ``refused``: why a class can't be rewritten, or an empty string, by technique and class.
     """
 
     name: str
@@ -234,17 +238,17 @@ class Graph:
 
     @property
     def allow(self) -> tuple[str, ...]:
-        """The allowed deviations from exact training in plans of this graph (see ``Plan.allow``)."""
+        """The allowed numerical deviations in plans of this graph (see ``Plan.allow``)."""
         return (*((MICROBATCH_STATISTICS,) if self.accumulated > 1 else ()), *self.narrow)
 
     def parts(self, microbatches: int) -> int:
-        """Return into how many parts a plan's microbatches divide this graph's batch."""
+        """Return the number of parts into which a plan's microbatches divide this graph's batch."""
         return microbatches if self.accumulated == 1 else 1
 
     @cached_property
     def chains(self) -> dict[str, int]:
-        """Return by class how many layers may be recomputed together: the longest run in which each passes its only value to the next; 1 if
-        some neighbours don't, because the other values that they read would have to be saved, too."""
+        """The maximum number of layers per recomputed segment, by class: the longest run in which each layer passes its only output to the
+        next. It is 1 if some adjacent layers exchange other values, which would have to be saved, too."""
         readers = Counter(name for layer in self.layers for name in layer.activations)
         longest = dict.fromkeys(self.classes, 1)
         broken, run = set(), 1
@@ -263,7 +267,7 @@ class Graph:
 
     @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Map parameters of several layers to the layers' indices."""
+        """The parameters that several layers use, with the indices of these layers."""
         uses: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             for name in layer.parameters:

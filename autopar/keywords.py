@@ -80,8 +80,8 @@ def as_keywords(record: Request | Training) -> dict[str, Any]:
 
 
 def with_explicit_signature(function: F) -> F:
-    """Replace ``**keywords`` in the function's signature by all of ``keywords``, for ``help`` and editors, and ``PINS`` in its docstring by
-    the names of the pins."""
+    """Replace ``**keywords`` in the function's signature with all of ``keywords``, for ``help`` and editors, and ``PINS`` in its docstring
+    with the names of the pins."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

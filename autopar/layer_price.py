@@ -10,7 +10,7 @@ from autopar.plan import Strategy
 
 
 class Tried(Protocol):
-    """The candidates of a layer: all of them, and those that take the fewest seconds for a microbatch."""
+    """The candidate strategies of a layer: ``every`` one, and the ``quickest``, one of which is the fastest for a microbatch."""
 
     @property
     def every(self) -> Iterable[Strategy]: ...
@@ -27,7 +27,7 @@ class LayerPrice:
     ===================  =============================================================================================
     ``forward_s``        the forward pass
     ``backward_s``       the backward pass
-    ``communication_s``  the exposed part of both: not hidden under compute
+    ``communication_s``  the exposed communication in both
     ``weight_s``         the part of ``backward_s`` that computes parameter gradients only (``price.split``)
     ``step_s``           once per step, not per microbatch: gradient reduction, ZeRO's gathers, the optimizer
     ===================  =============================================================================================
@@ -44,10 +44,10 @@ class LayerPrice:
     ``nvme_bytes``       on NVMe
     ``host_saved_bytes`` in host memory, per microbatch in flight
     ``segment``          the number of consecutive layers that are recomputed as one
-    ``kept_bytes``       saved by the first layer of such a segment; ``saved_bytes`` is then one layer's share of it, rounded down,
-                         and ``transient_bytes`` the peak after all layers of the segment have run again
-    ``flops``            the model's arithmetic for one microbatch, forward and backward, over all devices of the stage: replicated
-                         work counts once, recomputation does not count
+    ``kept_bytes``       saved by the first layer of a segment; ``saved_bytes`` is one layer's share of it, rounded down, and
+                         ``transient_bytes`` the peak after the whole segment is recomputed
+    ``flops``            model FLOPs of one microbatch, forward and backward, over all devices of the stage: replicated work
+                         counts once, recomputation does not count
     ===================  =============================================================================================
     """
 

@@ -13,12 +13,12 @@ EXACT = 1e-9
 """Gradients of two float64 programs that differ by less than this are equal: rounding alone gives 1e-14 to 1e-12."""
 
 ROUNDINGS = 16
-"""How many times the reference's own rounding error a gradient may differ from it: sums in another order round differently."""
+"""The multiple of the reference's rounding error that still counts as exact: sums in another order round differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The largest error of the loss and all gradients, and where it is."""
+    """The largest relative error of the loss and all gradients, and the name of the value that has it."""
 
     value: float
     where: str
@@ -36,12 +36,12 @@ def compare(
     floor: float = 1e-6,
     rounding: Mapping[str, float] | None = None,
 ) -> Error:
-    """``max|g - g0| / max(max|g0|, floor max|all gradients|)`` over all parameters, and the loss's relative error.
+    """Return the larger of the loss's relative error and, over all parameters, ``max|g - g0| / max(max|g0|, floor max|all gradients|)``.
 
-    The second term of the maximum is for gradients that are zero in exact arithmetic, like that of an attention key's bias. ``rounding``
-    has the reference's rounding error by parameter, if known: where terms cancel, as in the gradient of a convolution's bias before batch
-    norm, it exceeds the second term. A difference of up to ``ROUNDINGS`` of these is exact. A parameter that one side lacks is an infinite
-    error.
+    The second term of the maximum is for gradients that are zero in exact arithmetic, such as that of an attention key's bias. ``rounding``
+    has the reference's rounding error by parameter, if known: if terms cancel, as in the gradient of a convolution's bias before batch
+    norm, it exceeds the second term. A difference of up to ``ROUNDINGS`` times this error counts as exact. A parameter that is missing on
+    one side is an infinite error.
     """
     largest = max((float(g.abs().max()) for g in gradients0.values() if g.numel()), default=0.0)
     worst = Error(abs(loss - loss0) / max(abs(loss0), 1e-300), "loss")

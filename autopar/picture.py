@@ -9,7 +9,7 @@ from autopar.errors import UsageError
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot``, drawing into files only.
+    """Return ``matplotlib.pyplot``, set to draw into files only.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -27,10 +27,10 @@ def pyplot() -> Any:
 def save(figure: Any, path: Path, **options: Any) -> None:
     """Write ``figure`` (``.png``, ``.svg`` or ``.pdf``) and close it; ``options`` are those of ``savefig``.
 
-    The same figure gives the same SVG file, without a date and with the same identifiers.
+    Equal figures give equal SVG files, because the file has no date and reproducible identifiers.
 
     Raises:
-        UsageError: the file cannot be written, or its ending is not known.
+        UsageError: the file cannot be written, or its suffix is unknown.
     """
     figure.tight_layout()
     if path.suffix == ".svg":

@@ -1,12 +1,12 @@
 """The table of pins: every decision that a user may fix for the search.
 
-A pin is a key and a value. The fields of ``PlanPins`` are pins of the plan, those of ``LayerPins`` of all layers, or of those that a
-selector before the last dot names::
+A pin is a key and a value. The fields of ``PlanPins`` are pins of the plan. The fields of ``LayerPins`` are pins of all layers, or of the
+layers that a selector before the last dot names::
 
     {"pipeline": 4, "schedule": "1f1b", "layers.0-7.tensor": 8, "lm_head.zero": 3}
 
-A selector is a layer's name or the end of one (``layers.3`` is ``model.layers.3``), or a layer class. A range of numbers (``0-7``, both
-ends included) may stand for a number, and ``*`` for any text. A pin on named layers overrides a pin on all layers.
+A selector is a layer's name or the end of one (``layers.3`` is ``model.layers.3``), or a layer class. A range (``0-7``, inclusive) may
+replace a number, and ``*`` any text. A pin on named layers overrides a pin on all layers.
 
 Each field has its values, its meaning and an example. The keywords of ``autopar.compile``, ``autopar help pins``, the checks and the table
 in ``docs/guide/pins.md`` are generated from ``PINS``.
@@ -35,7 +35,7 @@ def _pin(meaning: str, example: str, **values: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ParallelPins:
-    """The pins of a layer that aren't a technique's; ``None`` leaves the decision to the search."""
+    """The pins of a layer besides those of techniques; ``None`` leaves the decision to the search."""
 
     data: int | None = _pin("the data-parallel degree", "data=8")
     tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
@@ -48,7 +48,7 @@ class ParallelPins:
     )
 
     def of(self, name: str) -> Any:
-        """Return a pin by its name."""
+        """Return the value of the pin ``name``."""
         return getattr(self, name)
 
     @property
@@ -58,14 +58,14 @@ class ParallelPins:
 
     @property
     def group(self) -> int:
-        """Return the product of the pinned degrees, which must divide the devices of a stage."""
+        """The product of the pinned degrees, which must divide the devices of a stage."""
         product = 1
         for n in self.degrees.values():
             product *= n
         return product
 
     def check(self, layer: str, plan: PlanPins) -> None:
-        """Raise ``UsageError`` if the pins of ``layer``, and those of the plan, contradict each other."""
+        """Raise ``UsageError`` if the pins of ``layer`` contradict each other or the pins of the plan."""
         for technique in LAYER:
             if not technique.admitted(self.of):
                 raise UsageError(
@@ -111,7 +111,7 @@ _PINS = {pin.name: pin for technique in ALL for pin in (technique.pin, *techniqu
 """The pins of techniques, including former ones, by name."""
 
 OWNERS = {pin.name: technique for technique in ALL for pin in (technique.pin, *technique.former_pins)}
-"""The technique that a pin determines, alone or with others, by the pin's name."""
+"""The technique whose value a pin determines, alone or with other pins, by the pin's name."""
 
 
 def _with_techniques(name: str, base: type, of_layer: bool) -> type:
@@ -127,7 +127,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True, slots=True)
     class LayerPins(ParallelPins):
-        """The pins of one layer: ``ParallelPins``, and one for each pin of a technique."""
+        """The pins of one layer: the fields of ``ParallelPins``, and a field for each pin of a technique."""
 
 else:
     LayerPins = _with_techniques("LayerPins", ParallelPins, of_layer=True)
@@ -135,7 +135,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePins(LayerPins):
-    """The pins of the plan that aren't a technique's, and those of all layers."""
+    """The pins of the plan besides those of techniques, and the pins of all layers."""
 
     pipeline: int | None = _pin("the pipeline-parallel degree", "pipeline=4")
     chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
@@ -150,7 +150,7 @@ if TYPE_CHECKING:
 
     @dataclass(frozen=True, slots=True)
     class PlanPins(PipelinePins):
-        """The pins of the plan, and those of all layers."""
+        """The pins of the plan, and the pins of all layers."""
 
 else:
     PlanPins = _with_techniques("PlanPins", PipelinePins, of_layer=False)
@@ -160,7 +160,7 @@ OF_PLAN = tuple(f.name for f in fields(PlanPins) if f.name not in OF_LAYER)
 
 _metadata = {f.name: f.metadata for f in fields(PlanPins)}
 PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) for name in (*OF_PLAN, *OF_LAYER)}
-"""All pins by name, those of the plan first."""
+"""All pins by name, beginning with the pins of the plan."""
 
 
 def checked(key: str, value: Value) -> Value:
@@ -179,7 +179,7 @@ def checked(key: str, value: Value) -> Value:
 
 
 def read_pin(text: str) -> tuple[str, Value]:
-    """Parse ``"layers.0-7.tensor=8"`` to key and value. Raises ``UsageError`` for other forms."""
+    """Parse ``"layers.0-7.tensor=8"`` into key and value. Raises ``UsageError`` for other forms."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not (key and equals and value):
         raise UsageError(f"{text!r} is not a pin", FORM)
@@ -190,7 +190,7 @@ def read_pin(text: str) -> tuple[str, Value]:
 
 
 def read_pins(texts: Sequence[str]) -> dict[str, Value]:
-    """Parse pins; return their values by key. Raises ``UsageError`` for an invalid pin, or a key with two values."""
+    """Parse pins and return their values by key. Raises ``UsageError`` for an invalid pin, or for a key with two values."""
     pins: dict[str, Value] = {}
     for key, value in map(read_pin, texts):
         if pins.setdefault(key, value) != value:

@@ -1,4 +1,4 @@
-"""The plan: plain frozen data, JSON in and out. The search creates it; the passes, the emitter and people read it."""
+"""The plan: frozen dataclasses with a JSON form. The search creates it; the passes, the emitter and people read it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from autopar.units import seconds
 
 
 class Role(Enum):
-    """The use of one axis for one layer; the value is the text form."""
+    """What one mesh axis does for one layer; the value is the text form."""
 
     DATA = "data"
     TENSOR = "tensor"
     TENSOR_SEQUENCE = "tensor+sequence"
-    # on grids of devices, see autopar.shard.grid
-    TENSOR_WEIGHTS = "tensor+weights"  # activations sharded along the batch, parameters gathered for use
+    # 2D, 2.5D and 3D tensor parallelism, see autopar.shard.grid
+    TENSOR_WEIGHTS = "tensor+weights"  # activations sharded along the batch, parameters gathered for products
     TENSOR_HIDDEN = "tensor+hidden"  # activations sharded along their last dim, gathered for products
-    TENSOR_ROWS = (
-        "tensor+rows"  # activations sharded along their last dim, not gathered for products: partial sums scattered
-    )
+    TENSOR_ROWS = "tensor+rows"  # activations sharded along their last dim; products reduce-scatter partial sums
     ULYSSES = "ulysses"  # activations sharded along the sequence, attention along the heads
     RING = "ring"  # activations sharded along the sequence, keys and values rotate
     EXPERT = "expert"  # activations sharded along the batch, experts distributed
@@ -38,7 +36,7 @@ class Role(Enum):
 
     @property
     def replicates_parameters(self) -> bool:
-        """Whether every parameter of the layer is R on the axis: ZeRO may shard it there, and the loss is a term of a sum."""
+        """Whether every parameter of the layer has type R on the axis: ZeRO may shard it there, and the loss is a partial sum."""
         return self in (Role.DATA, Role.ULYSSES, Role.RING)
 
     @property
@@ -47,7 +45,7 @@ class Role(Enum):
 
     @property
     def gathers_parameters(self) -> bool:
-        """Whether a layer gathers sharded parameters for its products, on a grid of devices."""
+        """Whether a layer gathers sharded parameters for its products, as 2D, 2.5D and 3D tensor parallelism do."""
         return self in (Role.TENSOR_WEIGHTS, Role.TENSOR_HIDDEN, Role.TENSOR_ROWS)
 
     @property
@@ -74,7 +72,7 @@ ALLOWED = {
     FP8: "products with weights multiply 8-bit floating-point numbers, in models in bfloat16",
     TF32: "matrix products of float32 round their operands to 10 bits of mantissa",
 } | {mode.gives_up: mode.inexact for technique in (*LAYER, *PLAN) for mode in technique.modes if mode.gives_up}
-"""The kinds of exactness that a user may allow a plan to give up, and what is not exact then."""
+"""The numerical deviations from exact training that a user may allow, each with what is then not exact."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -91,7 +89,7 @@ SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
 
 def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
-    """The exactness (of ``ALLOWED``) that a synchronisation and the layers' strategies give up."""
+    """Return the numerical deviations (of ``ALLOWED``) that a synchronisation and the layers' strategies cause."""
     given = {technique.mode(value).gives_up for s in strategies for technique, value in s.options.chosen}
     given.add(SYNC.mode(sync).gives_up)
     return tuple(name for name in GIVEN_UP if name in given)
@@ -108,11 +106,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Strategy:
-    """For one layer: the role of each axis of the mesh (same order), the ZeRO stage over its data axes, and a value of every technique
-    (``autopar.techniques``), the default of those that are not named.
+    """How one layer is parallelised: the role of each mesh axis (in the mesh's order), the ZeRO stage over its data axes, and a value of
+    every technique (``autopar.techniques``), by default the technique's default.
 
-    ZeRO shards over the ranks whose parameters are equal. With ``replicate`` (hybrid sharding, HSDP) there are that many copies of the
-    sharded state: ZeRO shards over the innermost of those axes alone, and the product of the outermost ones' sizes is ``replicate``.
+    ZeRO shards over the axes on which the layer's parameters are equal. With ``replicate`` (hybrid sharding, HSDP) it shards over the
+    innermost of these axes alone; the sizes of the others multiply to ``replicate``, the number of copies of the sharded state.
     """
 
     roles: tuple[Role, ...]
@@ -131,32 +129,32 @@ class Strategy:
             object.__setattr__(self, name, value)
 
     def but(self, **changes: str) -> Strategy:
-        """The same strategy with other values of techniques."""
+        """Return the strategy with other values of techniques."""
         return Strategy(self.roles, self.zero, self.replicate, self.options, **changes)
 
     @property
     def uninterrupted(self) -> bool:
-        """Whether nothing is done before and after the layer as a whole, by ZeRO or by a technique."""
+        """Whether neither ZeRO nor a technique does anything before or after the layer's call."""
         return self.zero < 2 and not self.options.wraps_layer
 
     @property
     def unsplit(self) -> Strategy:
-        """The same strategy, with microbatches that are not computed in parts."""
+        """The strategy without microbatches that are computed in parts."""
         return dataclasses.replace(self, options=self.options.unsplit)
 
     def under(self, schedule: Schedule) -> Strategy:
-        """The same strategy for a pipeline of this schedule: a schedule that splits the backward pass computes the weights' gradients in a
-        later action, and leaves some techniques no choice."""
+        """Return the strategy for a pipeline of this schedule: a schedule that splits the backward pass computes weight gradients in a
+        later action, and so determines the value of some techniques."""
         return self.but(**UNDER_SPLIT) if schedule.split else self
 
     @property
     def dense(self) -> Strategy:
-        """The same strategy for a layer without experts: axes of expert parallelism are data-parallel there."""
+        """The strategy for a layer without experts, in which expert axes are data-parallel."""
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
 
     def data_axes(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-        """The axes on which the layer's parameters are equal, outermost first: those that replicate ZeRO's shards, and those over which
-        ZeRO shards."""
+        """Return the axes on which the layer's parameters are equal, outermost first: those that replicate ZeRO's shards, and those over
+        which ZeRO shards."""
         axes = tuple(axis for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters)
         copies = 1
         for i, axis in enumerate(axes):
@@ -167,12 +165,12 @@ class Strategy:
         return (), axes
 
     def replicas(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-        """The data axes, whose ranks have different samples, and the other axes on which the layer's parameters are equal."""
+        """Return the data axes, whose ranks have different samples, and the other axes on which the layer's parameters are equal."""
         axes = [(axis, role) for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters]
         return tuple(a for a, r in axes if r is Role.DATA), tuple(a for a, r in axes if r is not Role.DATA)
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
-        """The product of the sizes of the axes whose role is one of ``roles``."""
+        """Return the product of the sizes of the axes whose role is one of ``roles``."""
         n = 1
         for axis, role in zip(mesh, self.roles, strict=True):
             if role in roles:
@@ -180,20 +178,20 @@ class Strategy:
         return n
 
     def degrees(self, mesh: tuple[Axis, ...]) -> dict[str, int]:
-        """The degrees as plans show them: data, tensor, expert, and ``sequence`` for Ulysses and ring together."""
+        """Return the degrees as plans show them: data, tensor, expert, and ``sequence``, which includes Ulysses and ring attention."""
         own = {name: self.degree(mesh, *DEGREES[name]) for name in ("data", "tensor", "expert")}
         return own | {"sequence": self.degree(mesh, *SEQUENCES)}
 
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
-    """``sync``, or the default if every layer has one replica alone: there is nothing to synchronise."""
+    """Return ``sync``, or the default if no layer has several replicas to synchronise."""
     roles = (Role.DATA,) if SYNC.mode(sync).gives_up else REPLICATING
     return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else SYNC.default
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """A layer of the model, by its index in ``Graph.layers``, with its strategy."""
+    """A layer of the model with its strategy; plans list layers in the order of ``Graph.layers``."""
 
     name: str
     cls: str
@@ -217,9 +215,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory and its limit, and the time
-    of one microbatch (forward plus backward, seconds). ``host_bytes`` and ``nvme_bytes`` are the host memory and the room on NVMe that
-    a device uses, ``optimizer_s`` the seconds that the stage adds once a step."""
+    """A pipeline stage: layers ``start`` to ``stop`` (exclusive), its devices, predicted memory and its limit, and the seconds of one
+    microbatch (forward plus backward). ``host_bytes`` and ``nvme_bytes`` are the host memory and the NVMe space that a device uses,
+    ``optimizer_s`` the seconds that the stage adds once per step."""
 
     start: int
     stop: int
@@ -247,7 +245,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PinPrice:
-    """The cost of a pin: the step time of the best plan found without it, with all other pins, and a lower bound of all such plans."""
+    """The cost of a pin: without it but with all other pins, the step time of the best plan found, and a lower bound for all plans."""
 
     pin: str
     value: int | str | bool
@@ -255,7 +253,7 @@ class PinPrice:
     bound_without_s: float
 
     def gain(self, step_time_s: float) -> tuple[float, float]:
-        """The share of ``step_time_s`` saved without the pin: by the plan found, and the upper limit for any plan."""
+        """Return the share of ``step_time_s`` that the plan without the pin saves, and an upper bound of what any such plan saves."""
         return 1 - self.step_time_without_s / step_time_s, 1 - self.bound_without_s / step_time_s
 
 
@@ -266,12 +264,12 @@ GIVEN = "given"
 class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
 
-    The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first).
-    If each device has several stages (``chunks``), ``Schedule.device`` gives a stage's device; a stage's memory is then the sum over its
+    The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first). If each device has
+    several stages (``chunks``), ``Schedule.device`` maps a stage to its device; the memory of each of them is then the sum over the
     device's stages.
     ``bound_s`` is a proved lower bound of the step time over the searched candidates; ``gap`` is ``1 - bound_s/step_time_s``.
-    ``pins`` are the user's decisions, if the user requested their prices. ``allow`` names the kinds of exactness that this plan gives
-    up, which the user allowed (some of ``ALLOWED``).
+    ``pins`` are the user's decisions with their prices, if the user requested prices. ``allow`` names the numerical deviations (of
+    ``ALLOWED``) that the plan causes and the user allowed.
     """
 
     model: str
@@ -286,15 +284,14 @@ class Plan:
     prediction: Prediction
     bound_s: float
     gap: float
-    solver: str = ""  # what proved the bound; ``GIVEN``: the user wrote the plan down, and nothing was searched
+    solver: str = ""  # what proved the bound; ``GIVEN``: the user wrote the plan, without a search
     notes: tuple[str, ...] = ()
-    imports: tuple[
-        str, ...
-    ] = ()  # modules that the program imports besides torch and spmd-types: a user's ops and opaque modules
+    # modules that the program imports besides torch and spmd-types: a user's ops and opaque modules
+    imports: tuple[str, ...] = ()
     wall_time_s: float = 0.0
     planning_memory_bytes: int = 0
     chunks: int = 1
-    prefetch: int = 1  # layers whose parameters FSDP gathers ahead of the computation, under ZeRO 2 and 3
+    prefetch: int = 1  # the number of layers whose parameters FSDP prefetches, under ZeRO 2 and 3
     sync: str = SYNC.default
     pins: tuple[PinPrice, ...] = ()
     allow: tuple[str, ...] = ()
@@ -310,7 +307,7 @@ class Plan:
         assert all(layer.strategy.zero <= SYNC.mode(self.sync).max_zero for layer in self.layers), self.sync
 
     def __str__(self) -> str:
-        """The plan in a sentence; ``autopar price`` prints all of it."""
+        """Return the plan in one sentence; ``autopar price`` prints all of it."""
         mesh = " x ".join(f"{axis.name} {axis.size}" for axis in self.mesh)
         stages = f"{len(self.stages)} stages ({self.schedule}) of mesh" if len(self.stages) > 1 else "mesh"
         return (
@@ -325,17 +322,17 @@ class Plan:
 
     @property
     def sized_schedule(self) -> Schedule:
-        """The schedule with its numbers of devices, microbatches and chunks."""
+        """The schedule with its number of devices, microbatches and chunks."""
         return Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks)
 
     @property
     def too_full(self) -> tuple[int, ...]:
-        """The stages that need more memory than a device may use; a plan that was searched has none."""
+        """The indices of stages that exceed their memory limit; a plan from a search has none."""
         return tuple(i for i, stage in enumerate(self.stages) if stage.memory.total > stage.memory_limit_bytes)
 
     @property
     def unwritten(self) -> str:
-        """The reason why this plan can only be priced and has no program; empty if it has one."""
+        """Why no program can be emitted for this plan, which can then only be priced; empty if one can."""
         if any(name in self.allow for name in NARROW):
             return f"no program is written with {' and '.join(name for name in NARROW if name in self.allow)}"
         return ""
@@ -355,7 +352,7 @@ class Plan:
         return next(i for i, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with the fields that programs rely on (``docs/reference/plan-json.md``); ``from_json`` reads it back."""
+        """Return a JSON object with the documented fields (``docs/reference/plan-json.md``); ``from_json`` reads it back."""
         layers = []
         for layer in self.layers:
             s = layer.strategy
@@ -416,7 +413,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The inverse of ``to_json``, for objects that it made; ``autopar.plan_files.read_plan`` checks a file from elsewhere first."""
+        """Read an object that ``to_json`` returned; ``autopar.plan_files.read_plan`` checks untrusted files first."""
         return Plan(
             model=data["model"],
             devices=data["devices"],

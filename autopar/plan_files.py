@@ -20,7 +20,7 @@ _WRITTEN_BY = "`autopar plan MODEL --devices ... -o FILE` writes one"
 def read_plan(path: str | Path) -> Plan:
     """Read a plan that ``Plan.dumps`` or ``autopar plan -o`` wrote; the file is untrusted data.
 
-    Raises ``UsageError`` if there is no such file, or it isn't a valid plan (``plan_schema``).
+    Raises ``UsageError`` if the file can't be read, or isn't a valid plan (``plan_schema``).
     """
     try:
         data = read_json(path)
@@ -49,7 +49,7 @@ def check_model(plan: Plan, graph: Graph) -> None:
 
 
 def check_devices(plan: Plan, cluster: Cluster, may_be_idle: bool = False) -> None:
-    """Raise ``UsageError`` if the plan is for more devices, or without ``may_be_idle`` for fewer."""
+    """Raise ``UsageError`` if the plan is for more devices than the cluster has or, unless devices ``may_be_idle``, for fewer."""
     if plan.device_count > cluster.count or (plan.device_count < cluster.count and not may_be_idle):
         made_for = "" if plan.devices == str(plan.device_count) else f" ({plan.devices})"
         raise UsageError(

@@ -1,6 +1,6 @@
 """The schema of plan files: fields, types, and consistency between fields. ``docs/reference/plan-json.md`` describes the fields.
 
-A plan file is untrusted data, so everything is checked here first (not by assertions, which ``python -O`` drops).
+A plan file is untrusted data, so this module checks all of it before it is read (without assertions, which ``python -O`` drops).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_DEVICES = 2**20
 MOST_LAYERS = 2**14
 MOST_ROWS = 2**32
 MOST_ACTIONS = 2**22
-"""Maximum number of forward actions of a step: stages times microbatches."""
+"""Maximum number of forward actions per step: stages times microbatches."""
 _MOST_AXES = 21  # more would exceed MOST_DEVICES, or have axes of size 1
 _BYTES = 2**60
 _TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes of every program
@@ -41,7 +41,7 @@ class FieldKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextField:
-    """A line of printable characters that matches ``pattern``, which ``form`` describes."""
+    """A line of at most ``most`` printable characters that matches ``pattern``; ``form`` describes the pattern in messages."""
 
     most: int = 1000
     pattern: str = ""
@@ -95,7 +95,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A value of a technique."""
+    """A valid value of a technique."""
 
     technique: Technique
 
@@ -106,7 +106,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A value that the table of pins allows."""
+    """A value that the table of pins allows for the pin ``name``."""
 
     name: str
 
@@ -126,7 +126,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class PinValue:
-    """A pin's value whose key may select layers: a word, an integer or a boolean."""
+    """The value of any pin, whose key may select layers: a word, an integer or a boolean."""
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, str):
@@ -145,7 +145,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of ``least`` to ``most`` values of one kind."""
+    """A list of ``least`` to ``most`` values of the same kind."""
 
     kind: FieldKind
     least: int
@@ -214,7 +214,7 @@ def _former(form: Any) -> FieldKind:
 
 
 _FORMER = {name: _former(form) for technique in LAYER for name, form in technique.former_fields.items()}
-"""Fields of layers in older plan files."""
+"""Fields of layers that only older plan files have."""
 
 _LAYER = Fields(
     {
@@ -285,7 +285,7 @@ _PLAN = Fields(
 
 
 def check_plan(data: Any) -> None:
-    """Raise ``MalformedFileError`` if a field of ``data`` is missing, unknown, of another type, or inconsistent with others."""
+    """Raise ``MalformedFileError`` if a field of ``data`` is missing, unknown, of the wrong type, or inconsistent with others."""
     if isinstance(data, dict) and data.get("feasible") is False:
         raise MalformedFileError("it says that nothing fits")
     _PLAN.check("", data)
@@ -383,7 +383,7 @@ def _check_stages(data: Mapping[str, Any]) -> None:
 
 
 def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[str, Any]]) -> None:
-    """Check that there is a role per axis, that degrees follow from them, and that the strategy is valid."""
+    """Check that there is a role per axis, that degrees agree with the roles, and that the strategy is valid."""
     roles = [Role(value) for value in layer["roles"]]
     if len(roles) != len(mesh):
         raise MalformedFileError(f"{where} has {len(roles)} roles, and the mesh has {len(mesh)} axes")

@@ -1,4 +1,4 @@
-"""The stages up to the plan: capture, which makes a workload's graph, and search, which finds its plan."""
+"""The stages before emission: capture, which creates a workload's graph, and search, which finds a plan."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def plan_model(
 ) -> tuple[Graph, Plan]:
     """Run stages ``capture`` and ``search``: return the graph and its plan, or the given ``plan``, which must fit the graph.
 
-    ``recapture`` captures the graph with other sizes; by default with a slice of the example batch. The plan's ``wall_time_s`` and
-    ``planning_memory_bytes`` are those of this process from the call on. If the plan treats microbatches as separate batches, the graph is
-    that of a microbatch.
+    ``recapture`` captures the graph with other sizes; by default it slices or repeats the example batch. The plan's ``wall_time_s`` counts
+    from this call; ``planning_memory_bytes`` is the peak memory of this process. If the plan treats microbatches as separate batches, the
+    graph is that of one microbatch.
     """
     start_s = time.perf_counter()
     check_schedule(options)
@@ -62,7 +62,7 @@ def plan_model(
 
 
 def check_schedule(options: SearchOptions) -> None:
-    """Raise ``UsageError`` if a schedule is pinned without a pipeline; called before capture, which may take minutes."""
+    """Raise ``UsageError`` if a schedule is pinned without a pipeline. This runs before capture, which may take minutes."""
     if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
             f"schedule={options.schedule} orders the microbatches of a pipeline, but pipeline=1 has no pipeline",
@@ -101,7 +101,7 @@ def plan_graph(
 def write_plan(
     graph: Graph, cluster: Cluster, options: SearchOptions, *, microbatch: int | None = None, sequence: bool = False
 ) -> Plan:
-    """Return the plan that the pins of ``options`` describe, without search and prices (``autopar.search.filled_plan``).
+    """Return the plan that the pins of ``options`` describe, without a search or prices (``autopar.search.filled_plan``).
 
     Raises:
         UsageError: pins of named layers, or pins that are invalid for the devices or the model.
@@ -138,7 +138,7 @@ def capture_model(workload: Workload, progress: Progress | None = None) -> Graph
 
 
 def compared_graph(workload: Workload, wanted: bool = True, progress: Progress | None = None) -> Graph:
-    """Run stage ``capture`` and compare the graph with the model if ``wanted``; a note on the graph has the result."""
+    """Run stage ``capture``, and compare the graph with the model if ``wanted``; one of the graph's notes has the result."""
     graph = capture_model(workload, progress)
     if not ranks.is_rank_0():
         return graph
@@ -154,7 +154,7 @@ def compared_graph(workload: Workload, wanted: bool = True, progress: Progress |
 def search_model(
     graph: Graph, cluster: Cluster, options: SearchOptions, recapture: Recapture, progress: Progress | None = None
 ) -> Plan:
-    """Run stage ``search`` over all allowed deviations from exactness.
+    """Run stage ``search`` over all allowed numerical deviations.
 
     Raises ``InfeasibleError`` with changes that would make the request feasible.
     """
@@ -181,8 +181,8 @@ def find_plan(
     progress: Progress | None = None,
     may_be_idle: bool = False,
 ) -> Plan:
-    """Run stage ``search`` for one graph. ``pricer`` may have cached prices. If devices ``may_be_idle``, a plan on fewer devices is chosen
-    if it is faster, or the only one that fits, with a note."""
+    """Run stage ``search`` for one graph. ``pricer`` may have cached prices. If devices ``may_be_idle``, the result is a plan on fewer
+    devices if that is faster or no other plan fits; a note then says so."""
     start_s = time.perf_counter()
     report(progress, "search")
     options = dataclasses.replace(
@@ -209,8 +209,9 @@ def find_plan(
 
 
 def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:
-    """Return the sequence parallelism to try in all layers: none unless a batch has fewer rows than there are devices, so that data
-    parallelism can't use all of them. Of long sequences each layer decides for itself. A degree spans at most four nodes."""
+    """Return the sequence parallelism to try in all layers: none unless the batch has fewer rows than there are devices, so that data
+    parallelism can't use all devices. For long sequences there is none either, because the search decides per layer. A degree spans at most
+    ``MOST_NODES`` nodes."""
     length = graph.tokens // graph.batch_size
     if graph.batch_size >= cluster.count or length >= LONG_SEQUENCE or not _has_attention(graph):
         return ()
@@ -252,7 +253,7 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
 def _on_the_best_devices(
     graph: Graph, cluster: Cluster, options: SearchOptions, pricer: PriceSource, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
-    """Return the fastest plan on the cluster or a part of it, and the devices that it uses."""
+    """Return the fastest plan on the cluster or on a part of it, and the devices that it uses."""
     deadline = time.monotonic() + options.time_limit_s
     whole: Plan | None = None
     refused: InfeasibleError | None = None

@@ -1,4 +1,4 @@
-"""Precisions: names, aliases, and bytes per element. Imports torch only for dtypes."""
+"""Precisions: names, aliases, and bytes per element. Only ``torch_dtype`` imports torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPELLINGS = {name: name for name in PRECISIONS} | {
 
 
 def normalise(name: str | torch.dtype) -> str:
-    """Return one of ``PRECISIONS`` for an alias or a dtype. Raises ``UsageError`` if there is none."""
+    """Return the name in ``PRECISIONS`` of an alias or a dtype. Raises ``UsageError`` if there is none."""
     spelling = str(name).removeprefix("torch.").lower()
     if spelling not in SPELLINGS:
         raise UsageError(f"there is no precision {name!r}", f"the precisions are {', '.join(PRECISIONS)}")

@@ -15,7 +15,7 @@ log = logging.getLogger("autopar")
 
 
 def report(progress: Progress | None, stage: str, text: str = "") -> None:
-    """Log a stage's beginning (without a text) or update, and pass it to ``progress``."""
+    """Log the beginning of a stage (without a text) or an update, and pass it to ``progress``."""
     assert stage in STAGES, stage
     log.info("%s: %s", stage, text or "begins")
     if progress is not None:

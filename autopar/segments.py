@@ -1,9 +1,10 @@
 """Groups layers into segments that are recomputed together.
 
-A run consists of consecutive layers of one class in a stage, with equal strategies, each of which passes its only value to the next. If
-their strategy combines N layers (``Options.segment_layers``), a run is cut into segments of N layers; the last may be shorter. A segment
-saves its first layer's input, and its backward recomputes the segment, so that the activations of all its layers are in memory at once: for
-n layers, segments of about sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
+A run is a sequence of consecutive layers of one stage and class, with equal strategies, in which each layer passes its only output to the
+next. If the strategy combines N layers (``Options.segment_layers``), a run is cut into segments of N layers; the last may be shorter. A
+segment saves its first layer's input, and its backward recomputes the segment, so that the activations of all its layers are in memory at
+once. For n layers, segments of about sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost",
+arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int
 
 
 def _runs(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> Iterator[range]:
-    """Yield runs that a segment may span: consecutive layers of equal class and strategy in a stage. Layers that aren't recomputed
-    together are separate runs."""
+    """Yield the runs that segments divide. A layer that isn't recomputed together with others is a run of its own."""
     for start, stop in pairwise(bounds):
         first = start
         for i in range(start + 1, stop + 1):

@@ -1,6 +1,6 @@
-"""Every use of torch's private names, each with the versions on which it was tried.
+"""Every use of torch's private names, each with the torch versions on which it was tested.
 
-They are in one module so that a new torch release is checked in one place.
+They are in one module so that a new torch release can be checked in one place.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 
 
 def overload_name(target: Any) -> str | None:
-    """``"aten::add.Tensor"`` for an operator overload, ``None`` for any other callable. (torch 2.11, 2.13)"""
+    """Return the name of an operator overload (``"aten::add.Tensor"``), ``None`` for any other callable. (torch 2.11, 2.13)"""
     return target.name() if isinstance(target, torch._ops.OpOverload) else None
 
 
 def overload_schema(target: Any) -> tuple[tuple[str, Any], ...] | None:
-    """Names and defaults of an overload's arguments, in order; ``None`` for any other callable. (torch 2.11, 2.13)"""
+    """Return (name, default) of an overload's arguments, in order; ``None`` for any other callable. (torch 2.11, 2.13)"""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
 
 
 def is_overload(target: Any) -> bool:
-    """Whether ``target`` is an operator overload, whose schema describes it. (torch 2.11, 2.13)"""
+    """Return whether ``target`` is an operator overload, which has a schema. (torch 2.11, 2.13)"""
     return isinstance(target, torch._ops.OpOverload)
 
 
 @functools.lru_cache(maxsize=4096)
 def written_arguments(target: Any) -> tuple[str, ...]:
-    """Names of the arguments that an overload writes to, by its schema; none for any other callable. (torch 2.11, 2.13)"""
+    """Return the names of the arguments that an overload mutates; none for any other callable. (torch 2.11, 2.13)"""
     if not isinstance(target, torch._ops.OpOverload):
         return ()
     written = (a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -43,8 +43,8 @@ def written_arguments(target: Any) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def functional_twin(target: Any) -> Any:
-    """torch's overload that computes the value that ``target`` writes and takes the same arguments, without ``out``; ``None`` if there is
-    none. (torch 2.11, 2.13)"""
+    """Return the functional overload of a mutating one: it has the same arguments, except ``out``, and returns what ``target`` writes;
+    ``None`` if there is none. (torch 2.11, 2.13)"""
     schema = target._schema
     name = schema.name.removeprefix("aten::")
     if name == schema.name:
@@ -68,24 +68,24 @@ def functional_twin(target: Any) -> Any:
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """A number that all views of one memory share, while one of them lives; also on meta. (torch 2.11, 2.13)"""
+    """Return a number that identifies a tensor's storage while a view of it exists, also on meta. (torch 2.11, 2.13)"""
     return int(tensor.untyped_storage()._cdata)
 
 
 def place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A value that is equal for tensors of one memory that have the same elements in the same order."""
+    """Return a value that is equal for tensors of the same storage if they have the same elements in the same order."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its memory, and the first after its last."""
+    """Return the start and the end (exclusive) of a tensor in its storage, in bytes."""
     last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has one memory with strides: not a sparse one, nor one without a shape yet (lazy modules). (torch 2.11, 2.13)"""
+    """Return whether a tensor has a storage and strides, unlike sparse tensors and uninitialised lazy parameters. (torch 2.11, 2.13)"""
     from torch.nn.parameter import is_lazy
 
     if tensor.layout is not torch.strided or is_lazy(tensor):
@@ -97,8 +97,8 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def custom_op_module(target: Any) -> str | None:
-    """The name of the Python module that defines an operator: with ``torch.library.custom_op``, or else the module that registers its
-    fake implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
+    """Return the name of the Python module that defines an operator with ``torch.library.custom_op``, or else of the module that registers
+    its fake implementation; ``None`` if neither is known. (torch 2.11, 2.13)"""
     import sys
 
     from torch._library.custom_ops import OPDEFS
@@ -113,29 +113,29 @@ def custom_op_module(target: Any) -> str | None:
 
 
 def fake_tensors() -> Any:
-    """A mode under which tensors have shapes, dtypes and a device, but no memory. (torch 2.11, 2.13)"""
+    """Return a mode under which tensors have shapes, dtypes and a device, but no memory. (torch 2.11, 2.13)"""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether ``tensor`` has no values: on the meta device, or created under ``fake_tensors``. (torch 2.11, 2.13)"""
+    """Return whether ``tensor`` has no values: it is on the meta device, or was created under ``fake_tensors``. (torch 2.11, 2.13)"""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
 
 
 def is_stray(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` requires a gradient and has values, which no tensor of a trace has; modes that watch torch's functions do not
-    see this check. (torch 2.11, 2.13)"""
+    """Return whether ``tensor`` requires a gradient and has values, unlike the tensors of a trace. A ``TorchFunctionMode`` does not see
+    this check. (torch 2.11, 2.13)"""
     with torch._C.DisableTorchFunction():
         return tensor.requires_grad and not is_fake(tensor)
 
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Inside, no ``TorchFunctionMode`` from outside is active: it would see every access to a shape. (torch 2.11, 2.13)"""
+    """Disable any active ``TorchFunctionMode``, which would see every access to a shape. (torch 2.11, 2.13)"""
     with torch._C.DisableTorchFunction():
         yield
 
@@ -143,14 +143,14 @@ def without_function_modes() -> Iterator[None]:
 def target_of_to(
     *args: Any, **kwargs: Any
 ) -> tuple[torch.device | None, torch.dtype | None, torch.memory_format | None]:
-    """The device, the dtype and the memory format that the arguments of ``Module.to`` request. (torch 2.11, 2.13)"""
+    """Return the device, the dtype and the memory format that the arguments of ``Module.to`` request. (torch 2.11, 2.13)"""
     device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, layout
 
 
 def gradient_hooks(thing: torch.nn.Module | torch.Tensor) -> tuple[list[Any], list[Any]] | None:
-    """The hooks that the gradients of a module's inputs, or of a parameter, pass through, and those of a module's outputs; ``None`` if
-    there are hooks of another kind. (torch 2.11, 2.13)"""
+    """Return the hooks on the gradients of a module's inputs, or of a parameter, and those on the gradients of a module's outputs; ``None``
+    if there are hooks of another kind. (torch 2.11, 2.13)"""
     inputs, outputs = (
         list((getattr(thing, n, None) or {}).values()) for n in ("_backward_hooks", "_backward_pre_hooks")
     )
@@ -166,8 +166,8 @@ def remove_gradient_hooks(module: torch.nn.Module) -> None:
 
 @contextmanager
 def patch_backward(refuse: Callable[[str], None], engine: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``engine`` replaces torch's engine for ``Tensor.backward`` and ``torch.autograd.grad``; and ``refuse``, called with a name,
-    replaces forward-mode derivatives and function transforms (``torch.vmap``, ``torch.func``). (torch 2.11, 2.13)
+    """Replace torch's engine for ``Tensor.backward`` and ``torch.autograd.grad`` with ``engine``. Forward-mode derivatives and function
+    transforms (``torch.vmap``, ``torch.func``) call ``refuse`` with their name instead. (torch 2.11, 2.13)
 
     ``engine(outputs, seeds, retain_graph, create_graph, inputs, allow_unused, accumulate_grad)`` returns the gradients of ``inputs``."""
     from contextlib import ExitStack
@@ -190,12 +190,12 @@ def patch_backward(refuse: Callable[[str], None], engine: Callable[..., Any]) ->
 
 
 def backward_decompositions(names: Collection[str]) -> dict[Any, Callable[..., Any]]:
-    """Torch's own decompositions of ``aten.<name>_backward`` into other ops. (torch 2.11, 2.13)"""
+    """Return torch's decompositions of ``aten.<name>_backward`` into other ops. (torch 2.11, 2.13)"""
     return torch._decomp.get_decompositions([getattr(torch.ops.aten, f"{name}_backward") for name in sorted(names)])
 
 
 def is_traced() -> bool:
-    """Whether calls are currently written into a graph. (torch 2.11, 2.13)"""
+    """Return whether a tracer currently records calls in a graph. (torch 2.11, 2.13)"""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
@@ -203,7 +203,7 @@ def is_traced() -> bool:
 
 @contextmanager
 def autograd_in_op() -> Iterator[None]:
-    """Makes functions differentiable again inside the implementation of a custom op, where torch disables autograd. (torch 2.11, 2.13)"""
+    """Enable autograd in the implementation of a custom op, where torch disables it. (torch 2.11, 2.13)"""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
@@ -211,7 +211,7 @@ def autograd_in_op() -> Iterator[None]:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """Inside, ``with torch.inference_mode():`` is ``with torch.no_grad():``, which torch.export supports. (torch 2.11, 2.13)"""
+    """Turn ``with torch.inference_mode():`` into ``with torch.no_grad():``, which torch.export supports. (torch 2.11, 2.13)"""
     from unittest import mock
 
     kind = torch.inference_mode
@@ -229,10 +229,10 @@ def inference_as_no_grad() -> Iterator[None]:
 
 @contextmanager
 def masks_as_given() -> Iterator[None]:
-    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` add a mask unchanged. (torch 2.11, 2.13)
+    """Keep ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` from reading a mask's values. (torch 2.11, 2.13)
 
-    Unless the caller passes ``is_causal``, they check the mask's values for the causal mask, and pass the answer to the
-    attention below: a hint for its speed, on which no result depends. Export has no values to check.
+    Unless the caller passes ``is_causal``, they compare the mask with the causal one, and tell attention whether it is: a hint for speed,
+    on which no result depends. During export a mask has no values.
     """
     from torch.nn.modules import transformer
 
@@ -250,8 +250,8 @@ def masks_as_given() -> Iterator[None]:
 
 @contextmanager
 def plain_averages() -> Iterator[None]:
-    """Inside, a batch norm with ``momentum=None`` (the mean over all batches so far) weights a batch by its counter as a tensor; torch
-    converts the counter to a Python number, which export cannot. (torch 2.11, 2.13)"""
+    """Make a batch norm with ``momentum=None`` (the mean over all batches so far) compute a batch's weight from its counter as a tensor.
+    Torch converts the counter to a Python number, which export does not support. (torch 2.11, 2.13)"""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     given = _BatchNorm.forward
@@ -278,7 +278,7 @@ def plain_averages() -> Iterator[None]:
 
 @contextmanager
 def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Inside, ``found`` is called with every tensor that an ATen op returns. (torch 2.11, 2.13)"""
+    """Call ``found`` with every tensor that an ATen op returns. (torch 2.11, 2.13)"""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -295,7 +295,7 @@ def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
 @contextmanager
 def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Inside, ``run`` is called with every ATen op and its arguments, and returns its result. (torch 2.11, 2.13)"""
+    """Run ATen ops by ``run``, which receives the op and its arguments and returns the result. (torch 2.11, 2.13)"""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -307,14 +307,14 @@ def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> It
 
 
 def awaited_at_first_use(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, for which torch waits when it is first used. (torch 2.11, 2.13)"""
+    """Wrap the result of a functional collective, so that torch waits for it at its first use. (torch 2.11, 2.13)"""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return AsyncCollectiveTensor(tensor)
 
 
 def fake_store() -> Any:
-    """The store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
+    """Return the store of the fake process group, whose collectives only compute shapes (private through torch 2.13)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -322,7 +322,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def without_kept_sources() -> Iterator[None]:
-    """Afterwards the texts of graph modules that were made inside are gone, which torch keeps for tracebacks. (torch 2.11, 2.13)"""
+    """Delete at the end the sources of graph modules created in this context, which torch keeps for tracebacks. (torch 2.11, 2.13)"""
     import linecache
 
     from torch.fx import graph_module
@@ -340,8 +340,8 @@ def without_kept_sources() -> Iterator[None]:
 def forget_meshes() -> None:
     """Clear DTensor's caches of its ops' results, which contain device meshes.
 
-    A process that destroys its process groups and creates a mesh like an earlier one would get the earlier mesh from the cache, whose
-    groups no longer exist. (torch 2.13; a torch without the function cannot clear the caches)
+    Otherwise a process that destroys its process groups and creates an equal mesh would get the earlier mesh from the cache, whose groups
+    no longer exist. (torch 2.13; a torch without the function cannot clear the caches)
     """
     from torch.distributed.tensor import debug
 
@@ -351,12 +351,12 @@ def forget_meshes() -> None:
 
 
 class RedistributionRefusedError(Exception):
-    """DTensor would have to change the placements of an op's inputs first."""
+    """DTensor would have to redistribute an op's inputs."""
 
 
 @contextmanager
 def dtensor_as_placed() -> Iterator[None]:
-    """Inside, DTensor ops run on their inputs with the given placements, or raise ``RedistributionRefusedError``. (torch 2.13)"""
+    """Keep DTensor ops from redistributing their inputs: they raise ``RedistributionRefusedError`` instead. (torch 2.13)"""
     from torch.distributed.tensor import DTensor
 
     dispatcher = DTensor._op_dispatcher
@@ -374,15 +374,15 @@ def dtensor_as_placed() -> Iterator[None]:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested containers, including those that are registered with torch (``ModelOutput``), and their structure, which can
-    be compared. (torch 2.11, 2.13)"""
+    """Return the leaves of nested containers, including containers registered with torch (``ModelOutput``), and their structure, which
+    supports comparison. (torch 2.11, 2.13)"""
     from torch.utils import _pytree
 
     return _pytree.tree_flatten(tree)
 
 
 def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
-    """The inverse of ``tree_flatten``. (torch 2.11, 2.13)"""
+    """Rebuild the containers that ``tree_flatten`` flattened. (torch 2.11, 2.13)"""
     from torch.utils import _pytree
 
     return _pytree.tree_unflatten(leaves, structure)
@@ -390,8 +390,8 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
 
 @contextmanager
 def traces_of_functions() -> Iterator[None]:
-    """Inside, nodes note the lines of the functions that ``forward`` methods call too, except torch's and ours: torch notes the lines of
-    methods called ``forward`` alone. (torch 2.11, 2.13)"""
+    """Record in traced nodes also the lines of functions that ``forward`` methods call, except functions of torch and autopar; torch
+    records only the lines of methods named ``forward``. (torch 2.11, 2.13)"""
     from torch.fx.experimental.symbolic_shapes import uninteresting_files
     from torch.fx.proxy import TracerBase
 
@@ -421,7 +421,7 @@ def traces_of_functions() -> Iterator[None]:
 
 @contextmanager
 def as_if_exported() -> Iterator[None]:
-    """Inside, ``torch.compiler.is_exporting()`` and ``is_compiling()`` are true, as for a model that is exported. (torch 2.11, 2.13)"""
+    """Make ``torch.compiler.is_exporting()`` and ``is_compiling()`` true, as during an export. (torch 2.11, 2.13)"""
     flags = ("_is_exporting_flag", "_is_compiling_flag")
     before = {flag: getattr(torch.compiler, flag) for flag in flags}
     for flag in flags:
@@ -436,10 +436,10 @@ def as_if_exported() -> Iterator[None]:
 def pipeline_order(
     schedule: str, line: int, chunks: int, microbatches: int
 ) -> list[list[tuple[tuple[str, int, int], ...]]]:
-    """The actions of torch's schedule of that name on each of ``line`` pipeline ranks, in order: ("F", "B", "I" or "W", stage,
-    microbatch), alone or as the pair that torch calls overlapped.
+    """Return the actions of a torch schedule on each of ``line`` pipeline ranks, in order: ("F", "B", "I" or "W", stage, microbatch), alone
+    or as the pair that torch calls overlapped.
 
-    ``schedule`` is a name for ``get_schedule_class``. "B" is a whole backward, "I" that of the inputs and "W" that of the weights; the
+    ``schedule`` is a name for ``get_schedule_class``. "B" is a full backward, "I" its input gradients and "W" its weight gradients; the
     lists of GPipe and 1F1B also have a "REDUCE_GRAD". (torch 2.13)
     """
     from types import SimpleNamespace
@@ -473,7 +473,7 @@ def pipeline_order(
 
 
 def object_tensor(value: Any) -> torch.Tensor:
-    """A Python object as torch's collectives of objects send it: bytes. (torch 2.11, 2.13)"""
+    """Pickle a Python object into a tensor of bytes, as torch's object collectives do. (torch 2.11, 2.13)"""
     from torch.distributed.distributed_c10d import _object_to_tensor
 
     data, _ = _object_to_tensor(value, torch.device("cpu"), None)
@@ -481,7 +481,7 @@ def object_tensor(value: Any) -> torch.Tensor:
 
 
 def tensor_object(data: torch.Tensor) -> Any:
-    """The object of ``object_tensor``. It is pickled: only for bytes from processes of the same call. (torch 2.11, 2.13)"""
+    """Unpickle the object in a tensor from ``object_tensor``. Only bytes from processes of the same run are safe. (torch 2.11, 2.13)"""
     from torch.distributed.distributed_c10d import _tensor_to_object
 
     return _tensor_to_object(data, data.numel(), None)

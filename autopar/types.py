@@ -43,7 +43,7 @@ class SpmdType:
 
     @staticmethod
     def parse(text: str) -> SpmdType:
-        """The inverse of ``str``: ``"I"``, ``"R"``, ``"P"``, ``"S(0)"``."""
+        """Parse the text that ``str`` returns: ``"I"``, ``"R"``, ``"P"``, ``"S(0)"``."""
         if text.startswith("S(") and text.endswith(")"):
             return S(int(text[2:-1]))
         return SpmdType(text)
@@ -55,15 +55,15 @@ P = SpmdType("P")
 
 
 def S(dim: int) -> SpmdType:  # noqa: N802  the type system's own name
-    """Sharded on dim ``dim``."""
+    """Return the type that is sharded on dim ``dim``."""
     return SpmdType("S", dim)
 
 
 class Collective(Enum):
     """The collective of a type conversion or a kernel; ``NONE`` and ``LOCAL`` (slice, zero, pad) communicate nothing.
 
-    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice passes all ranks of a ring, or goes to one other rank. ``REDUCE`` and
-    ``BROADCAST`` are for parameter servers, not for conversions.
+    ``ROTATE`` and ``SHIFT`` are point to point: every rank's slice goes around a ring of all ranks, or to one other rank. Only parameter
+    servers use ``REDUCE`` and ``BROADCAST``.
     """
 
     NONE = "none"
@@ -103,7 +103,7 @@ _CONVERSIONS: dict[str, tuple[Collective, Collective]] = {
 def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collective] | None:
     """Return the collectives (forward, backward) that convert ``source`` to ``target``; ``None`` if there is no conversion.
 
-    Equal types need no collective and give ``(NONE, NONE)``.
+    Equal types need no collective: the result is ``(NONE, NONE)``.
     """
     if source == target:
         return Collective.NONE, Collective.NONE
@@ -111,10 +111,10 @@ def conversion(source: SpmdType, target: SpmdType) -> tuple[Collective, Collecti
 
 
 def legal_over_microbatches(source: SpmdType, target: SpmdType, gradient: bool) -> bool:
-    """Return whether a conversion is possible on the axis of microbatches, which run one after the other: without communication.
+    """Return whether a conversion is possible on the microbatch axis, where nothing communicates because microbatches run in sequence.
 
     For a value without ``gradient``, I and R are the same. A value that is equal in every microbatch (a weight penalty) becomes a partial
-    sum when it is divided by the number of microbatches, if its type is R; if it is I, its gradient would not be divided.
+    sum by division by the number of microbatches, but only from type R: from type I, its gradient would not be divided.
     """
     if source == target:
         return True

@@ -41,7 +41,7 @@ def size(count: int) -> str:
 
 
 def gigabytes(count: float, up: bool = False) -> str:
-    """Format bytes of a memory limit, at most in GB, with two decimals; rounded ``up`` for a limit that must suffice."""
+    """Format the bytes of a memory limit in GB or smaller units, with two decimals; rounded ``up`` for a limit that must suffice."""
     for unit, factor in _DECIMAL[1:]:
         if count >= factor:
             value = count / factor
@@ -50,7 +50,7 @@ def gigabytes(count: float, up: bool = False) -> str:
 
 
 def parse_count(text: str) -> int:
-    """Parse a number such as ``"70B"`` (1e9), ``"350M"`` (1e6), ``"7e9"``. Raises ``UsageError`` for others, and below one."""
+    """Parse a number such as ``"70B"`` (1e9), ``"350M"`` (1e6), ``"7e9"``. Raises ``UsageError`` for other text and numbers below one."""
     match = re.fullmatch(r"([0-9.]+(?:[eE]\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     try:
         found = int(float(match[1]) * 1000 ** " KMBT".index(match[2].upper() or " ")) if match else 0
@@ -62,7 +62,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Parse bytes such as ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``. Raises ``UsageError`` for others, and below one."""
+    """Parse bytes such as ``"40GB"`` (1e9), ``"37GiB"`` (2**30), ``"4e10"``. Raises ``UsageError`` for other text and sizes below one."""
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
     factor = _FACTORS.get(match[2].upper()) if match else None
     try:

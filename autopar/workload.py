@@ -1,6 +1,6 @@
 """A workload: the training step to plan, its capture, and its capture with other sizes.
 
-If model and batch can't be created with another size, the example batch is sliced or repeated.
+For other sizes, the example batch is sliced or repeated if model and batch can't be created anew.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from autopar.techniques import OF_LAYERS
 class Workload:
     """A model with an example of a global batch.
 
-    With ``loss_fn`` the batch is the pair (inputs, targets). ``precision`` is that of parameters and activations, by default the model's.
-    With ``local_batch_norm`` batch norm uses the statistics of each rank's part of a microbatch.
+    With ``loss_fn`` the batch is the pair (inputs, targets). ``precision`` applies to parameters and activations; by default it is the
+    model's. With ``local_batch_norm`` batch norm uses the statistics of each rank's part of a microbatch.
     """
 
     model: nn.Module
@@ -77,14 +77,14 @@ class Workload:
         )
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:
-        """Return the batch by the names of the graph's inputs."""
+        """Return the batch's tensors by the names of the graph's inputs."""
         assert isinstance(graph.structure, BatchStructure)
         return flatten_batch(graph.structure, self.batch)
 
     def resized(
         self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
     ) -> Graph:
-        """Return the graph with the example batch cut (or repeated) to other sizes; the parameters don't change."""
+        """Capture the model with the example batch sliced or repeated to other sizes; the parameters don't change."""
         batch = resize_batch(self.batch, seq, global_batch)
         try:
             return dataclasses.replace(self, batch=batch, precision=precision or self.precision).capture()
@@ -97,7 +97,7 @@ class Workload:
 
 
 class Recapture(Protocol):
-    """Captures a workload with other sizes: sequence length, global batch size, precision; ``None`` keeps a size."""
+    """Captures a workload with another sequence length, global batch size or precision; ``None`` keeps the current one."""
 
     def __call__(
         self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
@@ -107,8 +107,8 @@ class Recapture(Protocol):
 
 
 def with_numerics(graph: Graph, recapture: Recapture, numerics: Numerics) -> Graph:
-    """Return the graph for plans with the numerics: of one microbatch if microbatches count as separate batches, and with FP8 products
-    if allowed."""
+    """Return the graph for plans with ``numerics``: the graph of one microbatch if microbatches count as separate batches, and with FP8
+    products if they are allowed."""
     part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), numerics.microbatches)
     narrow = tuple(name for name in numerics.narrow if name not in (FP8, *OF_LAYERS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
@@ -122,9 +122,9 @@ def sequence_length(graph: Graph) -> int | None:
 
 
 def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
-    """Resize tensors of ``batch`` to ``rows`` along dim 0, and to ``seq`` along dim 1 if that is the sequence.
+    """Resize tensors of ``batch`` to ``rows`` along dim 0, and to ``seq`` along dim 1 if that is the sequence dim.
 
-    Raises ``BatchError`` if no dim can be identified as the sequence, or it would have to grow.
+    Raises ``BatchError`` if no dim can be identified as the sequence dim, or if it would have to grow.
     """
     lengths = {t.shape[1] for t in _tensors(batch) if t.dim() == 2 and not t.is_floating_point()}
     if seq is not None and (len(lengths) != 1 or seq > max(lengths)):
@@ -133,7 +133,7 @@ def resize_batch(batch: Any, seq: int | None, rows: int | None) -> Any:
     most = max((t.shape[0] for t in _tensors(batch) if t.dim()), default=0)
 
     def resized(tensor: Tensor) -> Tensor:
-        if rows is not None and tensor.dim() and tensor.shape[0] == most:  # not what all examples share
+        if rows is not None and tensor.dim() and tensor.shape[0] == most:  # but not tensors that all samples share
             tensor = tensor.index_select(0, torch.arange(rows, device=tensor.device) % tensor.shape[0])
         if seq is not None and tensor.dim() > 1 and tensor.shape[1] == length:
             tensor = tensor.narrow(1, 0, seq).contiguous()

@@ -1,5 +1,4 @@
-"""Prices: seconds and bytes of a layer under a strategy, and seconds of resharding a value for the next layer or sending it to the next
-stage."""
+"""The cost model: seconds and bytes of a layer under a strategy, seconds of resharding between layers, and of sends between stages."""
 
 from autopar.price.collective_costs import CollectiveCost
 from autopar.price.pricer import Pricer

@@ -1,15 +1,15 @@
-"""Three textbook algorithms of a reduction, a broadcast and an all-reduce, in rounds of messages.
+"""Three textbook algorithms for a reduction, a broadcast and an all-reduce, in rounds of messages.
 
 The model is that of Thakur, Rabenseifner and Gropp (Optimization of Collective Communication Operations in MPICH, 2005): in one round a
-rank sends at most one message and receives at most one, and a message of *b* bytes takes *alpha + b / beta*. Of *n* ranks and a tensor of
+rank sends at most one message and receives at most one, and a message of *b* bytes takes *alpha + b / beta*. For *n* ranks and a tensor of
 *B* bytes:
 
-* ``sequential``: a server receives the tensor of one rank after another, and sends it to one after another::
+* ``sequential``: a server receives the tensor from each rank in turn, and sends the result to each in turn::
 
-      reduce, broadcast   (n-1) (alpha + B / beta)           all-reduce, the two together, twice as long
+      reduce, broadcast   (n-1) (alpha + B / beta)           all-reduce: both, twice as long
 
-* ``ring``: every rank passes pieces of *B / n* on to its neighbour; a reduce-scatter, then an all-gather. A reduction to one rank gathers
-  the pieces around the ring in place of the all-gather, and a broadcast scatters them in place of the reduce-scatter::
+* ``ring``: every rank passes pieces of *B / n* bytes on to its neighbour, in a reduce-scatter and then an all-gather. A reduction to one
+  rank replaces the all-gather by a gather around the ring, and a broadcast replaces the reduce-scatter by a scatter::
 
       all of them         2 (n-1) (alpha + B / n / beta)
 
@@ -18,10 +18,10 @@ rank sends at most one message and receives at most one, and a message of *b* by
 
       all of them         2 log2(n) alpha + 2 B (n-1) / n / beta
 
-  If *n* is no power of two, ranks beyond the largest one below *n* give their tensor to a neighbour first and get the result from it last,
-  each of which takes *alpha + B / beta*. A reduction has only the first, a broadcast only the last.
+  If *n* is not a power of two, the ranks beyond the largest power below *n* first send their tensor to a neighbour, and at the end receive
+  the result from it. Each takes *alpha + B / beta*; a reduction needs only the first, a broadcast only the second.
 
-The arithmetic of the sums is not counted. Emitted programs call NCCL or gloo, whose collectives ``autopar.price.collectives`` prices; this
+The additions take no time in this model. Emitted programs call NCCL or gloo, whose collectives ``autopar.price.collectives`` prices; this
 module is for comparison.
 """
 
@@ -39,8 +39,8 @@ TO_ALL = Collective.ALL_REDUCE
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """``senders`` messages of ``size`` bytes at the same time, each to a rank at most ``distance`` away (``on_ring``: to the next one on a
-    ring of all ranks); ``times`` such rounds in turn."""
+    """``times`` successive rounds of ``senders`` simultaneous messages of ``size`` bytes. Each goes to a rank at most ``distance`` away;
+    with ``on_ring`` to the next rank on a ring of all ranks."""
 
     size: float
     senders: int
@@ -58,19 +58,19 @@ class Algorithm:
 
     @property
     def messages(self) -> int:
-        """Rounds, each of which takes one latency."""
+        """The number of rounds; each takes one latency."""
         return sum(r.times for r in self.rounds)
 
     @property
     def traffic_bytes(self) -> float:
-        """The bytes that all ranks send."""
+        """The bytes that all ranks send in total."""
         return sum(r.size * r.senders * r.times for r in self.rounds)
 
     def seconds(self, members: RankGroup, cluster: Cluster) -> float:
-        """Seconds over ``members``, whose ranks fill one node after another.
+        """Return the seconds over ``members``, whose ranks fill one node after another.
 
-        A message between nodes has one device's share of the network. A ring passes each border of a node once, over the shares of all its
-        members there, as in ``autopar.price.collectives``.
+        A message between nodes has one device's share of the network. A ring crosses each node's border once, with the shares of all
+        members on that node, as in ``autopar.price.collectives``.
         """
         total_s = cluster.collective_s if self.rounds else 0.0
         for r in self.rounds:
@@ -81,14 +81,14 @@ class Algorithm:
 
 
 def sequential(collective: Collective, ranks: int, size: float) -> Algorithm:
-    """A server and one other rank at a time."""
+    """Return the rounds in which a server exchanges the tensor with one rank at a time."""
     ways = 2 if collective is TO_ALL else 1
     rounds = tuple(Round(size, 1, distance, ways) for distance in range(1, ranks))
     return Algorithm(rounds, ways * (ranks - 1) * size)
 
 
 def ring(collective: Collective, ranks: int, size: float) -> Algorithm:
-    """Pieces from neighbour to neighbour."""
+    """Return the rounds of a ring, which pass pieces from neighbour to neighbour."""
     n, piece = ranks, size / ranks
     around = Round(piece, n, n - 1, n - 1, True)  # the last rank's neighbour is the first
     if collective is TO_ALL:
@@ -99,11 +99,11 @@ def ring(collective: Collective, ranks: int, size: float) -> Algorithm:
 
 
 def halving_doubling(collective: Collective, ranks: int, size: float) -> Algorithm:
-    """Recursive halving, recursive doubling and binomial trees."""
+    """Return the rounds of recursive halving, recursive doubling and binomial trees."""
     n = 1 << (ranks.bit_length() - 1)
     extra = ranks - n
     piece, steps = size / n, [1 << i for i in range(n.bit_length() - 1)]
-    # the ranks that continue are every other one of the first, so up to twice as far from each other
+    # of the first 2 * extra ranks only every other one continues, so partners may be twice as far apart
     doubling = [Round(piece * step, n, step + min(step, extra)) for step in steps]
     to_one = [Round(piece * step, n // (2 * step), step + min(step, extra)) for step in steps]
     give = [Round(size, extra, 1)] if extra else []
@@ -121,10 +121,10 @@ ALGORITHMS: dict[str, Callable[[Collective, int, float], Algorithm]] = {
     "ring": ring,
     "halving-doubling": halving_doubling,
 }
-"""The algorithms of ``Collective.REDUCE``, ``BROADCAST`` and ``ALL_REDUCE`` by name: functions of the collective, ranks and bytes."""
+"""The algorithms for ``Collective.REDUCE``, ``BROADCAST`` and ``ALL_REDUCE``, by name; each takes the collective, ranks and bytes."""
 
 
 def algorithm(name: str, collective: Collective, ranks: int, size: float) -> Algorithm:
-    """The rounds of ``collective`` over ``ranks`` of a tensor of ``size`` bytes; none for one rank."""
+    """Return the rounds of ``collective`` over ``ranks`` on a tensor of ``size`` bytes; none for one rank."""
     assert collective in (Collective.REDUCE, Collective.BROADCAST, Collective.ALL_REDUCE), collective
     return ALGORITHMS[name](collective, ranks, size) if ranks > 1 else Algorithm((), 0.0)

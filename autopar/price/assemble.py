@@ -1,9 +1,9 @@
-"""The price of a layer: one microbatch, with ZeRO over the data axes, the optimizer, and the memory of both.
+"""The price of a layer: one microbatch plus ZeRO over the data axes, the optimizer, and their memory.
 
-Collectives of tensor parallelism are exposed, except those that ``order`` hides. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
+Collectives of tensor parallelism are exposed, except those that ``order`` overlaps. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
 gathers and reductions, overlap a layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the
-last microbatch. Not counted, though exposed in every microbatch: the first gather of a stage's forward and the last reduction of its
-backward, which belong to one of the stage's layers.
+last microbatch. A price omits the first gather of a stage's forward and the last reduction of its backward, which are exposed in every
+microbatch, because they belong to only one of the stage's layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def assemble(
     trainer: TrainerModel,
     context: PrefetchContext,
 ) -> LayerPrice:
-    """Add ZeRO over the data axes, the optimizer and offloading. ``neighbours`` are assumed to have the same strategy."""
+    """Return a microbatch's price with ZeRO over the data axes, the optimizer and offloading. Layers in ``context`` have this strategy."""
     c, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
     trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
@@ -58,9 +58,9 @@ def assemble(
     step_s = states.update_s(updated, c.counts.count, zero, numbers, cluster)
     if zero < 2:
         step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
-        if replicas.staleness:  # gradients are copied into a buffer to be summed, and the sums copied back
+        if replicas.staleness:  # gradients are copied into the reduction's buffer, and the sums are copied back
             step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
-    elif not each_time:  # the last backward is longer by the copies
+    elif not each_time:  # the copies lengthen the last backward
         last_s = exposed(back_s + parts.reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
     step_s += parts.mirror
@@ -81,7 +81,7 @@ def assemble(
         flops=replicas.flops,
         fresh_bytes=trainable * numbers.fresh,
         border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
-        # if launches take longer than the device's work, their time is divided in the same proportion
+        # if launches take longer than the device's work, the weight gradients have the same share of the launches
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
         waiting_bytes=math.ceil(c.waiting_bytes),
         segment=kept.layers,
@@ -93,24 +93,25 @@ def assemble(
 
 
 def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
-    """A lower bound of the seconds of one microbatch, forward plus backward, under any ZeRO stage and data-parallel groups, which only add
-    work and exposed communication; recomputation, too, only adds."""
+    """Return a lower bound of the seconds of one microbatch, forward plus backward, under any ZeRO stage, data-parallel groups and
+    recomputation, all of which only add work or exposed communication."""
     forward, backward = microbatch.forward, microbatch.backward
     return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
 
 
 def _exposed_s(part: Pass, trainer: TrainerModel) -> float:
-    """Seconds of exposed communication."""
+    """Return the seconds of exposed communication in a pass."""
     return trainer.exposed_tensor_s(part.wire_s) + part.exposed_s
 
 
 def _accumulate_s(replicas: ReplicaCosts, elements: float, numbers: Precision, cluster: Cluster) -> float:
-    """Seconds in which a microbatch adds ``elements`` to the gradients; the first microbatch of a step overwrites them."""
+    """Return the mean seconds per microbatch to accumulate ``elements`` of gradients; the first microbatch of a step writes without
+    adding."""
     return (1 - 1 / replicas.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
 def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
-    """Seconds of the copies of ZeRO 2 and 3: in a forward, in a backward, and once a step."""
+    """Return the seconds of FSDP's copies under ZeRO 2 and 3: in a forward, in a backward, and once per step."""
     if zero < 2:
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = replicas.copies_s
@@ -119,23 +120,23 @@ def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int)
 
 
 def gathers(kept: Kept) -> float:
-    """How often a backward gathers a layer's parameters under ZeRO 3: twice where several layers are recomputed as one, but once for the
-    last of them."""
+    """Return how often a backward gathers a layer's parameters under ZeRO 3, as a mean over the layers of a segment: twice per layer, for
+    the recomputation and the backward, but once for the last layer."""
     return 2 - 1 / kept.layers
 
 
 def _waits_s(
     microbatch: Microbatch, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float, float]:
-    """Seconds that collectives wait for the slowest member of their group (stragglers), forward and backward, if such waits were measured;
-    and what the last microbatch's backward adds if gradients are reduced once a step.
+    """Return the seconds that collectives wait for stragglers in the forward and in the backward, if such waits were measured, and the
+    additional wait in the last microbatch's backward if gradients are reduced once per step.
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """
     if cluster.wires is None:
         return 0.0, 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
-    again = microbatch.kept.layers > 1  # one gather more, except for the last of these layers
+    again = microbatch.kept.layers > 1  # one more gather, except for the segment's last layer
     gathered = gathers * (1 + again if strategy.zero == 3 else 0)
     back = microbatch.backward.group_sizes + gathered + microbatch.kept.recomputed.group_sizes
     wait_s = cluster.wires.wait_s
@@ -157,7 +158,7 @@ def _bytes(
     states: StateBytes,
     context: PrefetchContext,
 ) -> tuple[int, int, int, int, int]:
-    """Bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
+    """Return the bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
     c, kept, data = microbatch.sized, microbatch.kept, replicas.size
     parameters, trainable = c.counts.parameters, c.counts.trainable
     flat = zero < 2 and (data > 1 or numbers.master or states.device is not None)
@@ -167,7 +168,7 @@ def _bytes(
     stored, gradients, optimizer = state_bytes(
         *elements, data, zero, numbers, states.device, strategy.options.whole_gradients
     )
-    if replicas.staleness:  # besides this step's gradients: the sums in flight, this step's among them
+    if replicas.staleness:  # this step's gradients, and the reductions in flight, including this step's
         gradients *= 2 + replicas.staleness
     share = LayerMemory(
         microbatch.passes.peaks, kept, c.plain_bytes, parameters, trainable, c.largest, replicas.microbatches, context

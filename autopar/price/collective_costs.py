@@ -1,5 +1,5 @@
-"""The collectives of one layer in one step, each with its group, bytes and seconds, for reports. They are those that ``price.moves`` and
-``price.replicas`` list and that prices include."""
+"""The collectives of one layer in one step, with group, bytes and seconds, for reports: those that prices include, from ``price.moves`` and
+``price.replicas``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from autopar.types import Collective
 class CollectiveCost:
     """One collective of a layer on one device.
 
-    ``purpose`` is ``"activations"`` for the collectives inside the layer, ``"activations between layers"`` for resharding,
-    ``"parameters"`` or ``"gradients"`` for those between replicas. ``bytes`` are those of the full tensor (not sharded over ``axes``),
-    ``seconds`` those of one collective without overlap, and ``count`` is how often it runs in a step: less than 1 if it skips steps.
+    ``purpose`` is ``"activations"`` for the collectives inside the layer, ``"activations between layers"`` for resharding, ``"parameters"``
+    or ``"gradients"`` for collectives between replicas. ``bytes`` are the size of the full tensor (not sharded over ``axes``), ``seconds``
+    the time of one run without overlap, and ``count`` the runs per step: less than 1 if the collective skips steps.
     """
 
     purpose: str
@@ -36,8 +36,7 @@ class CollectiveCost:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in one of these collectives: by a ring's, a chain's or an all-to-all's formula
-        (``price.collectives``)."""
+        """Bytes that one device sends per run, by the formula of a ring, a chain or an all-to-all (``price.collectives``)."""
         n = self.members.size
         share = {
             Collective.ALL_REDUCE: 2 * (n - 1) / n,
@@ -50,7 +49,7 @@ class CollectiveCost:
 
 
 def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
-    """The collectives inside a layer; a forward collective that is recomputed counts again."""
+    """Yield the collectives inside a layer; a recomputed forward collective counts twice."""
     again = set(layer.kept.moves)
     for move in layer.sized.bound.moves:
         forwards = (1 + (move in again)) * microbatches
@@ -60,7 +59,7 @@ def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatc
 def move_collectives(
     move: Move, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
 ) -> Iterator[CollectiveCost]:
-    """The collectives of a move: the forward one runs ``forwards`` times a step, the backward one ``backwards`` times."""
+    """Yield the collectives of a move: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times."""
     sizes = move_sizes((move.axes, move.sharded), runs, cluster)
     axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
     size = move.bytes / sizes.parts * (sizes.members.size if move.per_rank else 1)
@@ -71,7 +70,7 @@ def move_collectives(
 
 
 def replica_costs(replicas: Replicas, microbatches: int, strategy: Strategy, kept: Kept) -> Iterator[CollectiveCost]:
-    """The collectives between a layer's replicas."""
+    """Yield the collectives between a layer's replicas."""
     zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
     forward, backward, once = runs(zero, strategy.options.whole_gradients, gathers(kept))
     for one in replicas.collectives[min(zero, 2)]:

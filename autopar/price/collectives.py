@@ -1,9 +1,9 @@
 r"""Seconds of a collective: latency per hop plus bytes over bandwidth, per link level.
 
-A group has *n* members on *N* nodes, and at least *k* on each of these. *B* is the bytes of the full tensor (not sharded over the axis):
-the result of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or of an all-to-all (each rank has *B / n* of it).
+A group has *n* members on *N* nodes, at least *k* per node. *B* is the bytes of the full tensor (not sharded over the axis): the result of
+an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or of an all-to-all (each rank has *B / n* bytes of it).
 
-* A ring passes *B (n-1)/n* over every link, at the speed of the slowest. Each GPU has a share of its node's network bandwidth, because
+* A ring sends *B (n-1)/n* over every link, at the speed of the slowest link. Each GPU has a share of its node's network bandwidth, because
   all groups of the node run the same collective at once; a group's ring between nodes has the shares of its *k* members::
 
       ring bandwidth  beta = intra                     if N = 1
@@ -12,16 +12,16 @@ the result of an all-gather, the input of a reduce-scatter, the tensor of an all
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
                                    t = c + 2 ((n/N - 1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
-* A reduction to one rank and a broadcast from one pass all *B* along a chain of the ranks, pipelined in pieces, as NCCL's do::
+* A reduction to one rank and a broadcast from one rank send all *B* along a chain of the ranks, pipelined in pieces, as in NCCL::
 
       reduce, broadcast            t = c + (n - N) a_intra + N a_inter + B / beta
 
-* A rotation (ring attention's) passes every rank's slice on *n - 1* times, as a ring all-gather does, and costs the same. A shift is
-  one such hop: *B / n* from every rank to another rank, at the speed of the slowest link.
-* In an all-to-all every rank sends *(n-k)/n* of its *B / n* over its share of the network and *(k-1)/n* inside its node, at once.
+* A rotation (in ring attention) passes every rank's slice on *n - 1* times, and costs as much as a ring all-gather. A shift is one such
+  hop: *B / n* from every rank to another rank, at the speed of the slowest link.
+* In an all-to-all every rank sends *(n-k)/n* of its *B / n* over its share of the network and, at the same time, *(k-1)/n* in its node.
 
-This is the textbook model of NCCL's tuner (``src/graph/tuning.cc``), without the tuner's tables for message sizes, NVLink SHARP and
-PAT; measurements calibrate it.
+This is the textbook model in NCCL's tuner (``src/graph/tuning.cc``), without the tuner's tables for message sizes, NVLink SHARP and PAT.
+Measurements calibrate it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured s
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks that run a collective together: their number ``size``, the number of ``nodes`` (or NVLink domains) with members, and the
-    members on each of these (``per_node``) and in each part of the cluster with members (``per_part``; 0: the cluster has no parts).
+    """The ranks that run a collective together: ``size`` members on ``nodes`` nodes (or NVLink domains), with ``per_node`` members on each
+    node, and ``per_part`` in each part of the cluster (0 if the cluster has no parts).
 
     The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
     group determines the time, so ``per_node`` and ``per_part`` are the minimum over all groups and ``nodes`` the maximum.
@@ -69,11 +69,11 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
 def _rank_group(
     axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int, by_part: bool
 ) -> RankGroup:
-    """Count the members of every group over ``axes`` (size, stride) on each node, and with ``by_part`` in each part. ``parts`` has the
-    number of a part's devices and of its devices per node; ``first`` is the index of rank 0's device on its node."""
+    """Count the members of every group over ``axes`` (size, stride) on each node, and with ``by_part`` in each part. ``parts`` has
+    (devices, devices per node) of each part; ``first`` is the index of rank 0's device on its node."""
     size = math.prod(size for size, _ in axes)
     count = sum(count for count, _ in parts) - first
-    if len(parts) == 1:  # the pattern repeats where a group and a node begin together
+    if len(parts) == 1:  # the pattern repeats when a group and a node start at the same rank
         count = min(count, math.lcm(parts[0][1], max(size * stride for size, stride in axes)))
     ranks = np.arange(count)
     groups = ranks - sum(ranks // stride % size * stride for size, stride in axes)
@@ -88,7 +88,7 @@ def _rank_group(
 
 
 def _fewest_and_most(groups: np.ndarray, nodes: np.ndarray) -> tuple[int, int]:
-    """Return the minimum number of members that a group has on a node where it has any, and the maximum number of nodes of a group."""
+    """Return the minimum number of a group's members on one of its nodes, and the maximum number of a group's nodes."""
     width = int(nodes.max()) + 1
     pairs, members = np.unique(groups * width + nodes, return_counts=True)
     return int(members.min()), int(np.bincount(pairs // width).max())
@@ -104,8 +104,8 @@ def group_time_s(
 ) -> float:
     """Return the seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
 
-    A ``batched`` collective is one of many in sequence, such as the buckets of gradients, which hide each other's latency. ``caller``
-    selects the measurements: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for those of ZeRO 1.
+    A ``batched`` collective is one of many in sequence, such as gradient buckets, which hide each other's latency. ``caller`` selects the
+    measurements: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for ZeRO 1's.
     """
     n = members.size
     if n == 1 or not collective.sends:
@@ -113,7 +113,7 @@ def group_time_s(
     if (measured_s := _measured(collective, bytes_total, n, cluster, caller)) is not None:
         return cluster.collective_s + measured_s
     if 0 < members.per_part < n and cluster.between is not None:
-        # the link between parts replaces the network if it is slower; every member in a part has a share of it
+        # the link between parts replaces the network if it is slower; the members in a part share it
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
         slow = Link(
             max(cluster.inter.latency_s, cluster.between.latency_s),
@@ -145,7 +145,7 @@ def group_time_s(
         return (
             cluster.collective_s + hop_s + bytes_total / n / (cluster.inter if nodes > 1 else cluster.intra).bytes_per_s
         )
-    chain = collective in (Collective.REDUCE, Collective.BROADCAST)  # every link passes the full tensor
+    chain = collective in (Collective.REDUCE, Collective.BROADCAST)  # every link carries the full tensor
     share = 1.0 if chain else (n - 1) / n  # a ring's reduce-scatter or all-gather; an all-reduce is both
     transfer_s = share * bytes_total / beta
     if network is not None:  # measured: latency and transfer overlap
@@ -173,13 +173,13 @@ def _measured(collective: Collective, size: float, n: int, cluster: Cluster, cal
 
 
 def overlapped_s(compute_s: float, communication_s: float, slowdown: float) -> float:
-    """Return the seconds that overlapped communication adds to ``compute_s``: its exposed part, and the slow-down by its hidden part."""
+    """Return the seconds that overlapped communication adds to ``compute_s``: the exposed part, and the slow-down from the hidden part."""
     hidden_s = min(compute_s, communication_s)
     return communication_s - hidden_s + slowdown * hidden_s
 
 
 def p2p_s(bytes_sent: float, cluster: Cluster, crosses_node: bool) -> float:
-    """Return the seconds of sending ``bytes_sent`` to one other rank while every device of the node does the same."""
+    """Return the seconds to send ``bytes_sent`` to one other rank while every device of the node does the same."""
     if cluster.wires is not None and (measured_s := cluster.wires.seconds("p2p", 2, bytes_sent)) is not None:
         return measured_s
     link = cluster.inter if crosses_node else cluster.intra

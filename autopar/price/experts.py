@@ -1,4 +1,4 @@
-"""Products of experts that a program runs more slowly than their price assumes."""
+"""Matrix products of experts that a program runs more slowly than their price assumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.sharding import AxisTypes
 
 
 def odd_widths(cls: LayerClass, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, int] | None:
-    """The widths of the first product of the layer's experts that its program computes expert by expert; ``None`` if there is none."""
+    """Return the widths of the first product that the program computes expert by expert instead of grouped; ``None`` if there is none."""
     for node in cls.graph.graph.nodes:
         if isinstance(node.target, Experts):
             local = []

@@ -1,10 +1,9 @@
 """Which ops run as one kernel when chains of pointwise ops are fused, as hand-written kernels and ``torch.compile`` do.
 
-Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Pointwise ops and
-reductions of equal depth that pass values to each other are one kernel: no path between two of them leads through a heavy op, so
-the kernels have an order. A kernel reads each value from outside once and writes the values that others read. For the backward pass it
-saves the values that it read or wrote, instead of those that its ops would save; its backward kernel computes the rest from them, and from
-the masks of dropout, which are drawn once.
+Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Connected pointwise
+ops and reductions of equal depth form one kernel: no path between two of them leads through a heavy op, so the kernels have an order. A
+kernel reads each outside value once and writes the values that others read. For the backward pass it saves what it read or wrote, instead
+of what its ops would save. Its backward kernel recomputes the rest from these values and from dropout masks, which are drawn once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True)
 class Fusion:
-    """``group[name]`` numbers the kernel of a pointwise op; ``source[name]`` is the op (or placeholder) whose storage a value uses;
-    ``written`` are the fused ops whose result leaves their kernel; ``saved`` are the saved entries."""
+    """The kernels of a layer. ``group[name]`` is the number of a pointwise op's kernel; ``source[name]`` is the op (or placeholder) whose
+    storage a view uses; ``written`` are the fused ops whose result leaves their kernel; ``saved`` are the saved entries."""
 
     group: dict[str, int]
     source: dict[str, fx.Node]
@@ -33,8 +32,7 @@ class Fusion:
 
 
 def merge(costs: OpCosts) -> None:
-    """Charge a fused kernel for the values that it reads and writes, not for those that its ops pass to each other, and for one
-    launch."""
+    """Charge a fused kernel for one launch and for the values that it reads and writes, but not for the values inside it."""
     ops, run, slots = costs.nodes, costs.run, costs.slots
     forward, backward = costs.forward_kernels, costs.backward_kernels
     fused = fuse(ops, run, costs.saved)
@@ -67,7 +65,7 @@ def merge(costs: OpCosts) -> None:
             backs = (storage in saved or storage in run.excluded) + run.requires_grad[slot.value]
             slot.backward = slot.bytes * backs if slot.backward else 0.0
             first = read.setdefault((group, maker), slot)
-            if first is not slot:  # another view of a value that is already read: together at most the whole value
+            if first is not slot:  # another view of a value that the kernel already reads completely
                 whole = run.extent[storage][0] if storage in run.extent else 0
                 if whole and first.bytes >= whole:
                     slot.forward = slot.backward = slot.gradient = 0.0
@@ -110,19 +108,19 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 
 
 def heavy(node: fx.Node) -> bool:
-    """Whether the op is a separate kernel."""
+    """Return whether the op is a separate kernel."""
     op = facts(node)
     return op.is_cross_entropy or op.looks_up or op.kind is OpKind.DRAW or cost.model_flops(node) > 0
 
 
 def _reduces(node: fx.Node) -> bool:
-    """Whether the op's result is smaller than what it reads, as a mean's is."""
+    """Return whether the op's result is smaller than an operand, as in a mean."""
     made = sum(t.numel() for t in cost.tensors(node.meta["val"]))
     return any(sum(t.numel() for t in cost.tensors(o.meta["val"])) > made for o in operands(node))
 
 
 def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx.Node], fx.Node]) -> frozenset[str]:
-    """The fused ops whose results other kernels read."""
+    """Return the names of the fused ops whose results other kernels or later layers read."""
     written = set()
     for node in ops:
         reads = node.name in group or origin(node) is node  # a view of a value is not a read
@@ -144,7 +142,7 @@ def _saved(
     origin: Callable[[fx.Node], fx.Node],
     written: frozenset[str],
 ) -> tuple[Saved, ...]:
-    """The entries that the backward kernels start from."""
+    """Return the saved entries from which the backward kernels compute."""
     maker = {}
     for node in ops:
         if node.name not in run.views:
@@ -154,7 +152,7 @@ def _saved(
 
     def save(node: fx.Node, reader: fx.Node, operand: int) -> None:
         storage = run.storage.get(node.name)
-        # what needs no gradient is made from tensors that are in memory anyway; random numbers are not drawn again
+        # values without a gradient are recomputed from tensors that are in memory anyway, except for random numbers
         drawn = facts(node).kind is OpKind.DRAW
         if storage is None or storage in run.excluded or not (drawn or run.requires_grad.get(node.name, False)):
             return
@@ -163,7 +161,7 @@ def _saved(
             found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
 
     def again(node: fx.Node) -> None:
-        """Save everything that computing a fused op's result again needs; a reduction's result, which is small, is not computed again."""
+        """Save what recomputing a fused op's result needs; the result of a reduction is small, and is saved itself."""
         if node.name in written or _reduces(node):
             save(node, node, OUTPUT)
             return

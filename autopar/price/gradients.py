@@ -1,9 +1,9 @@
-"""The gradients that are live while each op of a layer runs backward, as PyTorch's autograd keeps them.
+"""The gradients that are live while each op of a layer runs backward in PyTorch's autograd.
 
-The ops run in reverse. Each reads the gradient of its result and computes those of its operands, which stay live until the ops that made
-the operands run. An op that passes its gradient on (a residual addition) hands the same tensor to its operands, and the second gradient of
-a value that several ops read is added in place where nothing else holds the first one. Some backward formulas make further tensors
-(``_temporaries``).
+The ops run in reverse. Each reads the gradient of its result and computes the gradients of its operands, which stay live until the ops that
+produced the operands run. An op that passes its gradient on (a residual addition) hands the same tensor to its operands. If several ops
+read a value, its second gradient is added to the first in place, unless another gradient shares the first tensor. Some backward formulas
+allocate more tensors (``_temporaries``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.price.op_costs import OpCosts
 from autopar.price.trace import INTERNAL, OUTPUT
 
 POWER = 2
-"""The number of temporaries of the gradient of ``x ** n``: ``x ** (n - 1)``, and ``n`` times it."""
+"""The number of temporaries in the backward of ``x ** n``: ``x ** (n - 1)``, and ``n`` times it."""
 
 
 @dataclass(eq=False)
@@ -32,8 +32,8 @@ class _Tensor:
 
 
 def gradient_bytes(costs: OpCosts) -> Floats:
-    """By slot, the bytes of the tensor that holds the gradient of its value; 0 for parameters and values without a gradient. Tensors that
-    an op allocates internally count, too."""
+    """Return for each slot the bytes of the tensor that holds its value's gradient; 0 for parameters and values without a gradient. Tensors
+    that an op allocates internally count, too."""
     run, found = costs.run, np.zeros(len(costs.slots))
     for k, slot in enumerate(costs.slots):
         here = slot.operand == INTERNAL or (
@@ -44,7 +44,7 @@ def gradient_bytes(costs: OpCosts) -> Floats:
 
 
 def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
-    """``[t, k]``: the number of tensors of slot ``k``'s size that are live while the backward of op ``t`` runs. ``sizes`` are
+    """Return ``[t, k]``: the number of tensors of slot ``k``'s size that are live while op ``t`` runs backward. ``sizes`` are the slots'
     ``gradient_bytes``."""
     ops, run, slots = costs.ops, costs.run, costs.slots
     by_op: list[list[int]] = [[] for _ in ops]
@@ -57,7 +57,7 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
         live[t, internal] = 1
         if not run.requires_grad[ops[t].node.name]:
             continue
-        if ops[t].passes:  # the gradients of a loss in slices are made by its products
+        if ops[t].passes:  # the products of a loss in slices compute its gradients
             for tensor in set(waiting.values()):
                 live[t, tensor.slot] += 1
             continue
@@ -85,7 +85,7 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
 
 
 def _given(costs: OpCosts) -> dict[str, _Tensor]:
-    """By value, the gradients that exist before the layer runs backward: those of its results, which later layers computed."""
+    """Return the gradients that exist before the layer runs backward, by value: those of its results, which later layers computed."""
     results = {o.name for node in costs.nodes[:1] for o in node.graph.output_node().all_input_nodes}
     return {
         slot.value: _Tensor(k, 1)
@@ -95,16 +95,16 @@ def _given(costs: OpCosts) -> dict[str, _Tensor]:
 
 
 def _passes_on(costs: OpCosts, operand: int, result: int) -> bool:
-    """Whether the gradients of the operand and of the result are one tensor."""
+    """Return whether the gradients of the operand and of the result are the same tensor."""
     node = costs.ops[costs.slots[operand].op].node
     same_size = costs.slots[operand].bytes == costs.slots[result].bytes
     return same_size and (facts(node).passes_gradient_on or node.name in costs.run.views)
 
 
 def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int, int]]:
-    """Slots and counts of the tensors that an op's backward makes besides the gradients of its operands. ``own`` are its slots.
+    """Return (slot, count) of the tensors that an op's backward allocates besides its operands' gradients; ``own`` are the op's slots.
 
-    The gradient of an operand that is broadcast is made in the result's shape, and summed after that.
+    The gradient of a broadcast operand is first computed in the result's shape, and then summed.
     """
     node = costs.ops[costs.slots[result].op].node
     if not costs.slots[result].materialised or not facts(node).pointwise or facts(node).passes_gradient_on:

@@ -1,13 +1,13 @@
 """Offloading: a layer's bytes in host memory and on NVMe, and seconds of the copies in both directions.
 
-*Optimizer states* (``program.state_places``): host memory, or a file on NVMe, has the states and a master copy of each element that the
-device would update. Once per step gradients are copied to the host, the CPUs update at the bandwidth of their memory, and parameters are
-copied back, chunk by chunk. The copies of one chunk overlap the update of another, so the slowest of link, memory and drives determines
-the time. On NVMe the states and the master copy are read and written once; drives do not read and write at once. Buffers for two chunks,
-128 MB at most, are not counted.
+*Optimizer states* (``program.state_places``): host memory, or a file on NVMe, has the states and master weights of the elements that the
+device would update. In every step, chunk by chunk, gradients are copied to the host, the CPUs update at the bandwidth of their memory, and
+parameters are copied back. The copies of one chunk overlap the update of another, so the slowest of link, memory and drives determines the
+time. Drives read and write the states and master weights once per step, but not at the same time. The buffers for two chunks, 128 MB at
+most, are not counted.
 
-Prices are those of the steady state: both directions of the link are busy at once (``Cluster.host_link_bytes_per_s``). If devices and host
-share one memory (``Cluster.host`` is ``None``), states in host memory count as the device's. ``kept`` prices offloaded activations.
+Prices assume a steady state in which both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share
+one memory (``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from autopar.price.state import Precision
 
 
 class StateBytes(NamedTuple):
-    """Bytes per element of the optimizer states and master copies that the host updates, by the memory that has them: the device's (if
-    devices and host share one memory), the host's, or NVMe. ``device`` is ``None`` if the states aren't offloaded."""
+    """Bytes per element of the optimizer states and master weights that the host updates, in each memory: the device's (if devices and host
+    share one memory), the host's, or NVMe. ``device`` is ``None`` if the states aren't offloaded."""
 
     device: int | None = None
     host: int = 0
@@ -43,7 +43,7 @@ class StateBytes(NamedTuple):
             return cluster.gpu.update_s(elements * size, tensors)
         master, size = numbers.at_rest or numbers.shard, (self.device or 0) + self.host + self.nvme
         gradient, parameter = numbers.reduced, master if zero >= 2 else numbers.shard
-        # the gradient is written and read; states and master copy are read and written; the parameter is read, cast, and sent
+        # the gradient is written and read, states and master weight are read and written, the parameter is read, cast, and sent
         traffic = elements * (2 * gradient + 2 * size + master + 2 * parameter)
         if cluster.host is None:
             update_s = traffic / cluster.gpu.bytes_per_s
@@ -54,7 +54,8 @@ class StateBytes(NamedTuple):
 
 
 def exposed_copy_s(size: float, compute_s: float, cluster: Cluster) -> float:
-    """Return the exposed seconds of copying ``size`` bytes one way under ``compute_s`` of arithmetic; all, if both share one memory."""
+    """Return the exposed seconds of copying ``size`` bytes one way under ``compute_s`` of arithmetic; in a shared memory nothing is
+    hidden."""
     if cluster.host is None:
         return 2 * size / cluster.gpu.bytes_per_s
     return max(0.0, size / cluster.host_link_bytes_per_s - compute_s)

@@ -1,15 +1,15 @@
-"""What a layer keeps from its forward pass to its backward pass, and what that costs.
+"""The activations that a layer keeps from its forward pass to its backward pass, in bytes and seconds.
 
-*Recomputation*: the layer's input alone is kept, or a selection of values (``selective``), and the rest is computed again.
+*Recomputation*: the layer keeps its input alone, or a selection of values (``selective``), and recomputes the rest.
 
-*Activation offload*: what is kept is copied to the host after the layer's forward, and back before its backward, during the arithmetic of
-other layers; the device waits for copies that take longer than the layer's own arithmetic. Device memory has the tensors of the running
-layer and of one layer that is being copied, assumed to be as large. If devices and host share one memory (``Cluster.host`` is ``None``),
-this saves no memory: the tensors stay, and while a layer runs, so do the copies of its tensors and of the next layer's.
+*Activation offload*: kept tensors are copied to the host after the layer's forward and back before its backward, while other layers
+compute; the device waits for copies that take longer than the layer's own arithmetic. Device memory has the tensors of the running layer
+and of one layer that is being copied, assumed to be equally large. If devices and host share one memory (``Cluster.host`` is ``None``),
+offload saves nothing: the tensors stay, and while a layer runs, copies of its tensors and of the next layer's exist, too.
 
-*Fewer bits* (``techniques.QuantizedStorage``): while the layer runs, its tensors also exist at full width: in the forward until the
-last op has read each (in a compiled layer until its end), in the backward from the first op that reads each. All of them are counted as
-live at once, like those of a recomputed layer.
+*Fewer bits* (``techniques.QuantizedStorage``): while the layer runs, its tensors also exist at full width: in the forward until their last
+reader (in a compiled layer until its end), in the backward from their first reader. Prices count all of them as live at the same time, as
+in a recomputed layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.techniques.technique import QuantizedStorage
 
 
 def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
-    """Return what the layer keeps under its options."""
+    """Return the activations that the layer keeps under its options."""
     assert not (options.recomputes and options.quantized), "fewer bits have no price where values are computed again"
     if options.recomputes == "all":
         found = _input_alone(sized, passes, options.segment_layers)
@@ -70,7 +70,7 @@ def _selection(sized: SizedClass) -> Kept:
 
 
 def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
-    """The saved entries under selective recomputation, one per storage, and what runs again."""
+    """Return the saved entries under selective recomputation, one per storage, and the ops and moves that run again."""
     if "selected" not in bound.known:
         table = bound.table
         chosen = table.selection.under(bound.types, table.ops, table.saved, bound.moves)
@@ -79,7 +79,7 @@ def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
 
 
 def _in_host(found: Kept, separate: bool) -> Kept:
-    """``separate``: the host's memory is not the device's."""
+    """Return the kept activations when they are offloaded. ``separate``: the host has a memory of its own."""
     working_bytes = found.working_bytes + (1 if separate else 2) * found.saved_bytes
     return dataclasses.replace(
         found,
@@ -91,7 +91,7 @@ def _in_host(found: Kept, separate: bool) -> Kept:
 
 
 def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept:
-    """Saved floating tensors that are large enough and are not the layer's arguments are narrower, except in the last layer."""
+    """Return the kept activations when large floating-point tensors are quantized, except for arguments and in the layer with the loss."""
     saved_bytes, live_bytes = _quantized_bytes(sized, how)[:2]
     *_, storing, restoring = _quantized_bytes(passes.part, how)
     working_bytes = saved_bytes + live_bytes
@@ -100,7 +100,7 @@ def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept
 
 
 def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
-    """The bytes that are saved, the additional bytes that are live while the layer runs, and what is added to both passes."""
+    """Return the bytes that are saved, the additional bytes that are live while the layer runs, and the work added to either pass."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved
@@ -108,7 +108,7 @@ def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, f
     stored = np.where(narrow, numel + how.scale_bytes * np.ceil(numel / how.block), whole)
     at = np.array(plain, dtype=np.intp)[narrow[plain]]
     elements, moved = float(numel[at].sum()), float(whole[at].sum()) + float(stored[at].sum())
-    # in a compiled layer one kernel rounds a tensor, and one restores it
+    # in a compiled layer one kernel quantizes a tensor, and one dequantizes it
     calls = float(len(at) if table.fused else np.ceil(numel[at] / how.chunk).sum())
     eager = (how.rounding.value, how.restoring.value, how.kernels.value)
     rounding, restoring, launches = (0.0, 0.0, 1.0) if table.fused else eager

@@ -1,14 +1,14 @@
 """One layer class at given types and sizes, on one device: the seconds and bytes of every op, collective and saved tensor.
 
-Three steps, from general to specific: ``build`` (per class: arrays), ``bind`` (per class and types of every run of axes: flags,
-conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and ``kept`` apply a strategy's
-techniques; ZeRO is arithmetic on top (``assemble``). ``Pricer`` runs all steps and caches their results.
+A price takes three steps, from general to specific: ``build`` (per class: arrays), ``bind`` (per class and types of every run of axes:
+flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and ``kept`` apply a
+strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A sized class depends on the number of parts
-into which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so a few sized
-classes serve many prices.
+into which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so many prices share
+a few sized classes.
 
-The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op costs every device the same.
+The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op takes the full time on every device.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class BoundClass:
     rows: ShapeRows
     types: tuple[AxisTypes, ...]
     flags: tuple[AxisFlags, ...]  # the distinct flags
-    flag: tuple[int, ...]  # by run: index in ``flags``
+    flag: tuple[int, ...]  # the index of each run in ``flags``
     moves: tuple[Move, ...]
-    move_runs: tuple[MoveRuns, ...]  # the distinct ones of all moves
+    move_runs: tuple[MoveRuns, ...]  # the distinct runs of all moves
     plain: tuple[int, ...]  # the saved entries, one per storage
     known: dict[str, Any] = field(
         default_factory=dict
@@ -60,8 +60,8 @@ MoveRuns = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MoveSizes:
-    """The sizes that a move depends on: its group, the product of its axes' sizes, and the number of parts into which other axes divide
-    its value."""
+    """The sizes on which a move depends: its group, the product of its axes' sizes, and the ``parts`` into which other axes divide its
+    value."""
 
     members: RankGroup
     group_size: int
@@ -70,7 +70,7 @@ class MoveSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes on which prices depend: parts by distinct flags, and those of moves by distinct runs."""
+    """The sizes on which prices depend: ``parts`` for each of ``BoundClass.flags``, ``moves`` for each of ``BoundClass.move_runs``."""
 
     parts: tuple[int, ...]
     moves: tuple[MoveSizes, ...]
@@ -78,7 +78,7 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SizedClass:
-    """One microbatch of a bound class at given sizes, by op and by saved entry, and figures of the whole layer."""
+    """One microbatch of a bound class at given sizes: figures of each op, of each saved entry, and of the layer."""
 
     bound: BoundClass
     cluster: Cluster
@@ -87,7 +87,7 @@ class SizedClass:
     forward_s: Floats  # of each op
     backward_s: Floats
     saved: Floats  # bytes of each saved entry
-    plain_bytes: float  # of the entries that are saved if all are
+    plain_bytes: float  # saved bytes if the layer keeps all activations
     waiting_bytes: float  # live between the two parts of a backward
     input_bytes: float
     output_bytes: float
@@ -98,15 +98,16 @@ class SizedClass:
     known: dict[Any, Any] = field(default_factory=dict)
 
     def local(self, whole: Floats, part: str) -> Floats:
-        """One device's share of each entry of ``whole``; ``part`` names the flags that say which entries an axis divides."""
+        """Return one device's share of each entry of ``whole``; ``part`` names the field of ``AxisFlags`` with the entries that axes
+        divide."""
         return _local(self.cuts, whole, part)
 
     def seconds_of(self, move: Move, side: str) -> float:
-        """Seconds of a move's forward or backward collective."""
+        """Return the seconds of a move's forward or backward collective."""
         return _move_s(move, getattr(move, side), self.move_sizes[move.axes, move.sharded], self.cluster)
 
     def pass_of(self, side: str, moves: Collection[Move], ops: Flags | None = None) -> Pass:
-        """The part of a pass that consists of ``ops`` and the collectives of ``moves``; without ``ops`` the whole pass."""
+        """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``moves``."""
         table, gpu = self.bound.table, self.cluster.gpu
         arithmetic_s = getattr(self, f"{side}_s")
         kernels = getattr(table, f"{side}_kernels")
@@ -130,7 +131,7 @@ class SizedClass:
         return tuple(n for n in groups if n > 1)
 
     def _kernel_exposed_s(self, moves: Collection[Move], side: str, arithmetic_s: Floats) -> float:
-        """Seconds that collectives overlapped with an op's arithmetic add to it."""
+        """Return the seconds that collectives add to the ops whose arithmetic overlaps them."""
         found: dict[str, float] = {}
         for m in moves:
             if m.overlapped_op:
@@ -142,8 +143,8 @@ class SizedClass:
         return sum(overlapped_s(float(arithmetic_s[at[name]]), wire_s, slowdown) for name, wire_s in found.items())
 
     def peaks(self, more: Floats | float = 0.0) -> PeakMemory:
-        """Peaks of live memory, forward and backward, above the bytes that the layer has saved at the end of its forward; ``more`` bytes
-        are live while each op runs backward."""
+        """Return the peaks of live memory above the bytes that the layer has saved at the end of its forward. ``more`` are additional bytes
+        ``[op]`` that are live while each op runs backward."""
         table, plain = self.bound.table, list(self.bound.plain)
         live, ops = table.live, len(table.ops)
         if not ops:
@@ -177,7 +178,7 @@ def bind(
     axis_flags: tuple[AxisFlags, ...],
     trainer: TrainerModel,
 ) -> BoundClass:
-    """Combine the types of all runs of axes, the microbatch run first."""
+    """Combine a class table with the types of all runs of axes, the microbatch run first."""
     moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
     different = {id(f): f for f in axis_flags}
     numbers = {key: k for k, key in enumerate(different)}
@@ -188,17 +189,17 @@ def bind(
 
 
 def distinct(table: ClassTable, flags: Collection[AxisFlags], which: Flags) -> tuple[int, ...]:
-    """Of the saved entries ``which``, one per storage."""
+    """Return the indices of the saved entries in the mask ``which``, one per storage."""
     seen: dict[tuple[int, tuple[bool, ...]], int] = {}
     for i, entry in enumerate(table.saved):
-        # a value that one op reads as it is and another op gathered is saved twice; one that many ops read the same way, once
+        # a value is saved twice if one op reads its shard and another op reads it gathered
         if which[i]:
             seen.setdefault((entry.storage, tuple(bool(f.saved[i]) for f in flags)), i)
     return tuple(seen.values())
 
 
 def sizes_on(bound: BoundClass, runs: Runs, cluster: Cluster) -> Sizes:
-    """The sizes of a bound class on these axes."""
+    """Return the sizes of a bound class on the axes of ``runs``."""
     sizes = [math.prod([axis.size for axis in run]) for run in runs]
     parts = [1] * len(bound.flags)
     for k, size in zip(bound.flag, sizes, strict=True):
@@ -207,14 +208,14 @@ def sizes_on(bound: BoundClass, runs: Runs, cluster: Cluster) -> Sizes:
 
 
 def move_sizes(over: MoveRuns, runs: Runs, cluster: Cluster) -> MoveSizes:
-    """The sizes of moves over these runs."""
+    """Return the sizes of moves over these runs."""
     axes = tuple(axis for i in over[0] for axis in runs[i])
     others = math.prod([axis.size for i in over[1] for axis in runs[i]])
     return MoveSizes(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
 
 
 def divisible(bound: BoundClass, given: Sizes) -> bool:
-    """Whether every local shape is whole."""
+    """Return whether the sizes divide every dim, so that all local shapes are integers."""
     sizes = bound.rows.sizes
     needed = np.ones_like(sizes)
     index = np.arange(len(sizes))
@@ -232,7 +233,7 @@ def _local(cuts: Collection[tuple[AxisFlags, int]], whole: Floats, part: str) ->
 
 
 def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) -> SizedClass:
-    """Seconds and bytes of one microbatch on one device; the sizes must divide."""
+    """Compute seconds and bytes of one microbatch on one device; the sizes must be ``divisible``."""
     table, gpu = bound.table, cluster.gpu
     cuts = tuple((f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1)
 
@@ -267,7 +268,7 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) 
 
 
 def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
-    """Seconds of one collective at given sizes; the runs of the move are axes."""
+    """Return the seconds of one collective of a move whose runs are single ``axes``."""
     return _move_s(move, collective, move_sizes((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
 
 

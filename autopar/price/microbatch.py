@@ -1,7 +1,7 @@
-"""One microbatch of a layer on one device, before ZeRO: its two passes, and what stays in memory between them.
+"""One microbatch of a layer on one device, before ZeRO: its two passes, and the activations in memory between them.
 
-``order`` computes the passes, with the collectives that overlap arithmetic. ``kept`` computes what stays in memory, and where:
-everything, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
+``order`` computes the passes, with the collectives that overlap arithmetic. ``kept`` computes which activations stay in memory, and where:
+all, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ NO_WORK = Pass()
 
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
-    """Peaks of live memory, minus the bytes that the layer saves for its backward; negative if the peak is before all are saved, or after
-    some are freed.
+    """Peaks of live memory in bytes, minus the bytes that the layer saves for its backward. A peak is negative if it occurs before all of
+    these are saved, or after some are freed.
 
-    ``forward`` is the peak of the forward pass; the others are those of the backward pass: ``backward`` without gradients of parameters,
-    ``one_gradient`` with those of the running op, ``all_gradients`` with those of all ops that have run.
+    ``forward`` is the peak of the forward pass. The others are peaks of the backward pass: ``backward`` without parameter gradients,
+    ``one_gradient`` with the parameter gradients of the running op, ``all_gradients`` with those of all ops that have run.
     """
 
     forward: float
@@ -74,14 +74,14 @@ class PeakMemory:
 
     @property
     def activations(self) -> float:
-        """The peak in either pass without gradients of parameters."""
+        """The peak of both passes without parameter gradients."""
         return max(0.0, self.forward, self.backward)
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The two passes of a microbatch. ``weight_s`` is the part of the backward's arithmetic that computes gradients of parameters only,
-    ``parts`` the number of equal parts into which the microbatch is split, and ``part`` one of them."""
+    """The two passes of a microbatch. ``weight_s`` are the backward's seconds of arithmetic for weight gradients alone, ``parts`` is the
+    number of equal parts into which the microbatch is split, and ``part`` one of them."""
 
     forward: Pass
     backward: Pass
@@ -93,20 +93,20 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What stays in memory from a layer's forward pass to its backward pass, and the recomputation and copies that this takes.
+    """The activations in memory between a layer's forward and its backward, and the recomputation and copies that they require.
 
-    A segment is the layers that are recomputed as one; other layers are segments of one layer.
+    A segment is a sequence of layers that are recomputed as one; other layers are segments of one layer.
 
     ===================  ===============================================================================================
     ``saved_bytes``      one layer's share of the bytes in device memory, per microbatch in flight
     ``first_bytes``      the bytes that a segment's first layer keeps
     ``working_bytes``    all activations in device memory while the layer's backward runs, after the segment is recomputed
     ``recomputed``       the recomputation before the backward, and ``moves`` its collectives
-    ``storing``          the time that the forward takes to store what is kept, and ``restoring`` the backward to read it
+    ``storing``          the work in the forward to quantize kept tensors, and ``restoring`` in the backward to dequantize them
     ``layers``           the number of layers of the segment
     ``recomputes``       whether anything is recomputed
     ``copied_bytes``     copied to host memory in the forward, and back in the backward
-    ``host_bytes``       in host memory, if the device has its own
+    ``host_bytes``       in host memory, if devices and host don't share one memory
     ===================  ===============================================================================================
     """
 

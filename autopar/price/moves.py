@@ -1,4 +1,4 @@
-"""The collectives that a layer's types imply (``passes.communication``), with bytes: they are priced, and the program must run them."""
+"""The collectives that a layer's types imply (``passes.communication``), with bytes: prices include them, and programs run them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from passes.rewrite import products_of
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One collective over ``axes`` on a value of ``bytes`` globally; ``sharded`` are the other axes that shard the value.
+    """One collective over ``axes`` on ``value``, which has ``bytes`` globally; ``sharded`` are the other axes that shard the value.
 
-    With ``per_rank`` the bytes are those that each rank contributes to a gather. ``value`` is the value's name. ``overlapped_op`` is the op
-    whose arithmetic overlaps the collective, as with a ring's rotations; empty if the layer waits for it. ``op`` is the op whose kernel
-    runs the collective; empty for a conversion between ops. ``under`` are the products whose weights' gradients are computed while the
-    backward collective runs, if the strategy overlaps it; empty for others. ``target`` are the types in which the value is read, if this is
-    the last collective on the way there.
+    With ``per_rank``, ``bytes`` are what each rank contributes to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
+    collective, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collective; empty for a
+    conversion between ops. ``under`` are the products whose weight gradients are computed while the backward collective runs, if the
+    strategy overlaps it. ``target`` are the types in which the value is read, if this is the conversion's last collective.
     """
 
     value: str
@@ -40,7 +39,7 @@ class Move:
 
 
 def step_moves(value: str, value_bytes: float, steps: Iterable[ConversionStep]) -> list[Move]:
-    """The collectives of a value's conversion."""
+    """Return the collectives of a value's conversion."""
     return [Move(value, value_bytes, s.axes, s.sharded, s.forward, s.backward) for s in steps if s.sends]
 
 
@@ -51,10 +50,10 @@ def layer_moves(
     gradient: Mapping[str, bool],
     converted: Callable[[list[Move], bool], list[Move]] = lambda moves, gradient: moves,
 ) -> tuple[Move, ...]:
-    """Every collective of the layer.
+    """Return every collective of the layer.
 
-    ``value_bytes`` are the bytes of whole values by name; ``gradient`` tells which values a gradient flows back through. ``converted``
-    may change the collectives of one conversion (``Trainer.conversions``).
+    ``value_bytes`` are the bytes of unsharded values by name; ``gradient`` says which values have a gradient. ``converted`` may change the
+    collectives of one conversion (``TrainerModel.conversions``).
     """
     moves: list[Move] = []
     joined = products_of(cls, types, gradient)

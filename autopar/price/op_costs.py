@@ -1,4 +1,4 @@
-"""The costs of a layer's ops before they become arrays (``table``); a model of another trainer may change them (``trainer``)."""
+"""The costs of a layer's ops before they become arrays (``table``); another trainer's ``TrainerModel`` may change them (``trainer``)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op as a price counts it: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``)
-    counts as two: its products, and then (``passes``) the rest."""
+    """An op in a price: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``) becomes two:
+    its matrix products, and then its other memory ``passes``."""
 
     node: fx.Node
     passes: bool = False
 
     @property
     def own(self) -> OwnOp:
-        """The record of an op of autopar's own."""
+        """The record of an op that autopar defines."""
         found = own_op(self.node)
         assert found is not None, self.node.format_node()
         return found
@@ -35,9 +35,9 @@ class PricedOp:
 
 @dataclass(slots=True)
 class OpSlot:
-    """One operand or result of one op: bytes that the op moves in its forward and backward, and the bytes of the gradient that is live
-    while its backward runs. ``operand`` is the operand's number, ``OUTPUT`` or ``INTERNAL``; an ``INTERNAL`` tensor is live in both
-    passes. ``materialised`` is false if a kernel computes the value without writing it to memory."""
+    """One operand or result of one op: the bytes that the op moves for it in the ``forward`` and in the ``backward``, and the bytes of its
+    ``gradient``, which is live while the op's backward runs. ``operand`` is the operand's index, ``OUTPUT`` or ``INTERNAL``; an
+    ``INTERNAL`` tensor is live in both passes. ``materialised`` is false if a kernel computes the value without writing it to memory."""
 
     op: int
     operand: int
@@ -52,11 +52,11 @@ class OpSlot:
 
 @dataclass(slots=True)
 class OpCosts:
-    """The costs of one layer's ops: for each op FLOPs and kernels, forward and backward, and its kind in ``devices.measured``; for
-    each slot its bytes; the entries that are saved for the backward pass.
+    """The costs of one layer's ops: FLOPs and numbers of kernels of each op, forward and backward, and its kind in ``devices.measured``;
+    the bytes of each slot; the entries that are saved for the backward pass.
 
-    ``model_flops`` count a backward pass as two forward passes. ``torch_loss``: the loss is PyTorch's own cross entropy, whose
-    backward makes two tensors of the logits' size.
+    ``model_flops`` count a backward pass as two forward passes. ``torch_loss``: the loss is PyTorch's own cross entropy, whose backward
+    allocates two tensors of the logits' size.
     """
 
     ops: tuple[PricedOp, ...]
@@ -79,7 +79,7 @@ class OpCosts:
 
 
 def op_costs(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> OpCosts:
-    """The costs of ``nodes`` as PyTorch runs them eagerly. ``float8``: matrix products convert their operands to 8 bits first."""
+    """Return the costs of ``nodes`` in eager PyTorch. ``float8``: matrix products first convert their operands to 8 bits."""
     parts = ((node, own_op(node) is not None) for node in nodes)
     ops = tuple(PricedOp(node, passes) for node, own in parts for passes in ((False, True) if own else (False,)))
     work = [_work(op, run) for op in ops]
@@ -106,14 +106,14 @@ def op_costs(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> 
 
 
 def _slots_of_passes(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """The memory passes of an op that autopar defines besides its products, and what is live while it runs."""
+    """Return the slot for the memory passes of an op that autopar defines, without its products, and for the bytes live while it runs."""
     found = op.own.passes(op.node, size)
     moved = found.forward_bytes, found.backward_bytes * run.requires_grad[op.node.name]
     return [OpSlot(index, INTERNAL, op.node.name, *moved, found.live_bytes, 0.0)]
 
 
 def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """One slot per operand, then one for the result."""
+    """Return a slot for each operand, then one for the result."""
     node = op.node
     made = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
     read = []
@@ -136,14 +136,14 @@ def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
         gradient = n if wants and differentiable and not (picks and i == 0) else 0.0
         slots.append(OpSlot(index, i, name, forward, backward, gradient, n, numel))
     backward = made if differentiable and not silent else 0.0
-    # a lookup reads only the rows that it selects: as many bytes as its result has
+    # a lookup reads only the rows that it selects, which are as large as its result
     written = (2 * made if picks else made) if moves else 0.0
     slots.append(OpSlot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
     return slots
 
 
 def _add_forks(costs: OpCosts) -> None:
-    """Add the sums of gradients of values that several ops read: two reads and a write for each reader after the first."""
+    """Add the bytes of summing the gradients of values that several ops read: two reads and a write for each reader after the first."""
     readers: Counter[str] = Counter()
     gradient = costs.run.requires_grad
     for slot in costs.slots:
@@ -155,10 +155,10 @@ def _add_forks(costs: OpCosts) -> None:
 
 
 def _convert_operands(costs: OpCosts) -> None:
-    """Add the conversions of 8-bit products: they first scale their operands and write them again."""
+    """Add the bytes of 8-bit products' conversions, which scale the operands and write them again."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
-        if op.passes or slot.operand == OUTPUT:  # the rest of an op that autopar defines has no operands to convert
+        if op.passes or slot.operand == OUTPUT:  # the memory passes of such an op have no operands to convert
             continue
         if cost.model_flops(op.node) and not cost.is_attention(op.node):
             slot.forward *= constants.FP8_PASSES.value
@@ -166,9 +166,9 @@ def _convert_operands(costs: OpCosts) -> None:
 
 
 def _round_operands(costs: OpCosts) -> None:
-    """Add the rounding of the operands of ``kernels_fp8.linear``, which its backward pass repeats, and of the result's gradient.
+    """Add the bytes of rounding the operands of ``kernels_fp8.linear``, which its backward repeats, and the result's gradient.
 
-    The backward pass rounds a tensor, transposes it in 8 bits, and reads it once, the gradient twice; it writes the operands' gradients.
+    The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients.
     """
     rounding = constants.FP8_ROUNDING.value
     once = 0.5  # one pass over 8-bit numbers moves half the bytes of the 16-bit tensor
@@ -184,7 +184,7 @@ def _round_operands(costs: OpCosts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One entry of each list of ``OpCosts``: the FLOPs and kernels of an op, and its kind."""
+    """One op's entry in each list of ``OpCosts``: its FLOPs, its number of kernels, and its kind."""
 
     forward_flops: float
     backward_flops: float
@@ -202,7 +202,7 @@ def _work(op: PricedOp, run: Trace) -> _Work:
     forward, model, launches = cost.executed_flops(node), cost.model_flops(node), node.name not in run.views
     if cost.is_attention(node):
         backward = cost.ATTENTION_BACKWARD * forward * differentiable
-        # the model's FLOPs do not count that attention recomputes its scores
+        # model FLOPs exclude the recomputation of attention scores
         model += cost.SAVED_ATTENTION_BACKWARD * model * differentiable
         backward_kernels = float(cost.ATTENTION_BACKWARD_KERNELS * differentiable)
         return _Work(forward, backward, float(launches), backward_kernels, model, ATTENTION)

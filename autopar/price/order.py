@@ -1,24 +1,23 @@
 r"""The order in which a layer computes and communicates, and which communication is exposed: the passes of one microbatch.
 
-A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and with two options:
+A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and except under two options:
 
-**Early collectives** (``passes.overlap``): the gradient of a column-parallel product's input is reduced while the gradients of weights are
-computed.
+**Early collectives** (``passes.overlap``): the input gradient of a column-parallel product is reduced while weight gradients are computed.
 
-**Parts** (``passes.rewrite.turns_of``): the microbatch is computed in parts that take turns (``passes.turns``). A part has its share of the
-rows: its ops and collectives have the prices of those smaller shapes, kernels' launches included, and there are as many more. The layer's
-ops are cut into pieces, whose seconds are *t_k*, as many in the forward as in the backward. *u* of a collective is the sum of the seconds
-of the other parts' pieces that it overlaps, each divided among the collectives that overlap it. With *w* seconds of its own, it adds
+**Parts** (``passes.rewrite.turns_of``): the microbatch is computed in parts that take turns (``passes.turns``). Each part has an equal
+share of the rows: its ops and collectives are priced at these smaller shapes, kernel launches included, and run once per part. The layer's
+ops are cut into pieces of *t_k* seconds, as many in the forward as in the backward. *u* of a collective is the sum of the seconds of the
+other parts' pieces that it overlaps, each divided among the collectives that overlap it. A collective of *w* seconds adds
 
     w - min(u, w) + slowdown min(u, w)
 
-to the layer (``TrainerModel.exposed_early_s``). Back-to-back layers without a synchronisation point are priced in their steady state:
-the piece after the last is the first of the next layer. Where something is done around a whole layer (recomputation, FSDP's gathers, copies
-to the host), all parts wait at its ends: there are no pieces beyond, and collectives there are exposed. There the batch is also split into
-parts and joined: copies of the layer's input gradient and of its result.
+to the layer (``TrainerModel.exposed_early_s``). Back-to-back layers without a synchronisation point are priced in their steady state: the
+last piece is followed by the next layer's first piece. If something runs before or after a whole layer (recomputation, FSDP's gathers,
+copies to the host), all parts wait at the layer's ends: no piece follows there, and collectives there are exposed. The batch is then also
+split and joined at these ends, which copies the layer's input gradient and its result.
 
-A conversion of a parameter is made once for all parts, and counts as exposed. The gradients of parameters, one of each part, are added
-up; those of one part, at most all of the layer's, stay live until the next part's are added.
+A parameter is converted once for all parts, and this collective counts as exposed. The parts' parameter gradients are added up; the
+gradients of one part, at most those of the whole layer, stay live until those of the next part are added.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from passes.rewrite import turns_of
 from passes.turns import Turns, overlapped_pieces
 
 Span = tuple[int, int, float]
-"""A collective: the piece in which it is issued, the one before which it is awaited, and its seconds."""
+"""A collective: the piece that issues it, the piece that awaits it, and its seconds."""
 
 Part = Callable[[], SizedClass | None]
-"""Returns a part of a microbatch; ``None`` if its shapes are not whole."""
+"""Returns a part of a microbatch; ``None`` if its size does not divide."""
 
 
 def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerModel) -> Passes:
-    """Return the passes of a microbatch in the order of ``strategy``, or in that of early collectives where there are no parts."""
+    """Return the passes of a microbatch under ``strategy``; a layer that can't be computed in parts gets early collectives instead."""
     if (parts := strategy.options.parts) > 1:
         found = _part_and_turns(sized.bound, part, strategy.options)
         if not isinstance(found, str):
@@ -64,7 +63,7 @@ def not_splittable_reason(bound: BoundClass, part: Part, options: Options) -> st
 
 
 def plain(sized: SizedClass) -> Passes:
-    """The passes of a layer that waits for all collectives but those that kernels overlap with their own arithmetic."""
+    """Return the passes of a layer that waits for all collectives except those that kernels overlap with their own arithmetic."""
     if "plain" not in sized.known:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
@@ -77,7 +76,7 @@ def plain(sized: SizedClass) -> Passes:
 
 
 def _early(sized: SizedClass, trainer: TrainerModel) -> Passes:
-    """The passes in which some backward collectives overlap the gradients of weights."""
+    """Return the passes in which some backward collectives overlap weight gradients."""
     if "early" not in sized.known:
         sized.known["early"] = _with_early(sized, trainer)
     return sized.known["early"]
@@ -100,8 +99,8 @@ def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
 
 
 def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
-    """Peaks of live memory where joined products wait for the first of them: the gradients of the others' results are live until then.
-    There is one gradient of their input, to which each adds its term."""
+    """Return the peaks of live memory when products that share an input compute their weight gradients while its gradient is reduced: their
+    result gradients stay live until then. The products add into one input gradient."""
     table, moves = sized.bound.table, [move for move in sized.bound.moves if len(move.under) > 1]
     if not moves or not table.ops:
         return peaks
@@ -125,7 +124,7 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
 
 def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[SizedClass, Turns] | str:
-    """Return a part of a microbatch and where the parts take turns; or why there are no parts."""
+    """Return a part of a microbatch and where the parts take turns; or why the microbatch can't be computed in parts."""
     if "turns" not in bound.known:
         bound.known["turns"] = turns_of(bound.table.cls, bound.types, options)
     turns = bound.known["turns"]
@@ -136,7 +135,7 @@ def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[Si
 
 
 def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
-    """Return the passes of ``parts`` that take turns; with ``chained`` they continue into the next layer without a wait."""
+    """Return the passes of ``parts`` that take turns; if ``chained``, they continue into the next layer without a wait."""
     bound, gpu, own = part.bound, part.cluster.gpu, plain(part)
     exposed = []
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
@@ -165,7 +164,7 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
 
 
 def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
-    """The collectives in flight across a turn, each with the piece in which it is issued and the piece that awaits it."""
+    """Yield the collectives in flight across a turn, each with the piece that issues it and the piece that awaits it."""
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
     for move in bound.moves:
         read = move.value, move.target
@@ -176,7 +175,7 @@ def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[Move, tuple[int, i
 
 
 def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) -> list[float]:
-    """The seconds of each piece; in a chained layer the first piece includes what follows the last turn."""
+    """Return the seconds of each piece; in a chained layer the ops after the last turn belong to the first piece."""
     position = {name: i for i, name in enumerate(turns.ops)}
     found = [0.0] * (turns.count + 1)
     for name, own_s in zip(names, seconds.tolist(), strict=True):
@@ -189,8 +188,8 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 def exposed_s(
     pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, added_s: Callable[[float, float], float]
 ) -> float:
-    """Return the seconds that the collectives of all parts add. ``added_s(w, u)`` is what a collective of ``w`` seconds adds when it
-    overlaps ``u`` seconds of arithmetic."""
+    """Return the seconds that the collectives of all parts add to the layer. ``added_s(w, u)`` is what a collective of ``w`` seconds adds
+    if it overlaps ``u`` seconds of arithmetic. In a ``cyclic`` layer the first piece follows the last."""
     found = [
         (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans

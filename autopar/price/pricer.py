@@ -1,4 +1,4 @@
-"""Prices of a captured model's layers, of resharding between them, and of sends between stages, with caches at every step."""
+"""The ``Pricer`` of a captured model: prices of its layers, of resharding between them, and of sends between stages, all cached."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
 Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool], PrefetchContext]]
-"""The layers before and after a layer, by distance; and cached ``PrefetchContext``, by techniques and whether ZeRO gathers parameters."""
+"""The layers before and after a layer, by distance; and cached ``PrefetchContext`` by options and by whether the ZeRO stage is 2 or
+more."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
-"""A class, the number of a mesh, the roles of its axes, and the microbatches of a step."""
+"""A class, the index of a mesh (``Pricer._number``), the roles of its axes, and the microbatches per step."""
 
 _ALIKE = (Role.DATA, Role.IDLE)
-"""Roles whose axes change a layer's sizes by the number of samples alone, or not at all."""
+"""Roles whose axes change only the number of samples of a layer, or nothing."""
 
 NO_PREFETCH = PrefetchContext()
 
@@ -55,7 +56,7 @@ NO_PREFETCH = PrefetchContext()
 class Pricer:
     """Prices ``graph`` on ``cluster`` at ``precision_name``.
 
-    ``solve`` gives the types of layer classes (``shard.LayerTypes``); ``trainer`` is the program that runs the plan.
+    ``solve`` computes the types of layer classes (``shard.LayerTypes``); ``trainer`` models the program that runs the plan.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Pricer:
         self._replica_costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
         self._contexts: dict[tuple[str, int, tuple[Role, ...], int], Adjacent] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
-        self._meshes: dict[Mesh, int] = {}  # a number per mesh: hashing a mesh takes longer than the rest of a look-up
+        self._meshes: dict[Mesh, int] = {}  # an index per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
@@ -99,8 +100,8 @@ class Pricer:
         self._adjacent = [self._find_adjacent(1)]
 
     def on(self, cluster: Cluster) -> Pricer:
-        """The pricer of the same graph on other devices, such as those of one stage. Op-level layouts and tables do not depend on
-        devices and are shared."""
+        """Return the pricer of the same graph on other devices, such as those of one stage. It shares types and tables, which do not depend
+        on devices."""
         if _nameless(cluster) == _nameless(self.cluster):
             return self
         if _nameless(cluster) not in self._elsewhere:
@@ -112,11 +113,12 @@ class Pricer:
         return self._elsewhere[_nameless(cluster)]
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
-        """The pricer of a program that synchronises its replicas by ``sync``, and that gathers the parameters of
-        ``prefetch`` layers ahead of the computation, under ZeRO 2 and 3.
+        """Return the pricer of a program that synchronises its replicas by ``sync``, and prefetches the parameters of ``prefetch`` layers
+        under ZeRO 2 and 3.
 
-        Prefetching takes memory, and changes no seconds: a layer's gather overlaps a computation as long as the layer's own, and the
-        rest is exposed. This is exact if all layers are equal: with one layer ahead, the network or the device is busy all the time.
+        Prefetching takes memory, but changes no seconds: a layer's gather is assumed to overlap a computation as long as the layer's own,
+        and the rest is exposed. This is exact for equal layers: prefetching one layer already keeps the network or the device busy all the
+        time.
         """
         if (prefetch, sync) == (self.prefetch, self.sync):
             return self
@@ -128,10 +130,10 @@ class Pricer:
         return self._programs[prefetch, sync]
 
     def with_copies(self, copies: int) -> Pricer:
-        """The pricer of a program with ``copies`` copies of each stage, on pipeline ranks that mirror each other (``Schedule.copies``): the
-        copies' gradients are summed, and each copy runs an equal share of the microbatches.
+        """Return the pricer of a program with ``copies`` copies of each stage on mirrored pipeline ranks (``Schedule.copies``): the copies'
+        gradients are summed, and each copy runs an equal share of the microbatches.
 
-        The sum has the price of the two ranks that are farthest from each other: those of the first and the last stage.
+        The sum is priced between the two ranks that are farthest apart: those of the first and the last stage.
         """
         if copies == self.copies:
             return self
@@ -142,29 +144,29 @@ class Pricer:
         return self._with_copies[copies]
 
     def _variant(self) -> Pricer:
-        """A copy of this pricer without prices of layers, and without variants of its own."""
+        """Return a copy of this pricer without cached layer prices and without variants."""
         other = copy.copy(self)
         other._layers, other._elsewhere, other._programs, other._with_copies, other._kernels = {}, {}, {}, {}, {}
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        """The price of a layer class; ``None`` if a role is inadmissible or a local shape is not whole.
+        """Return the price of a layer class; ``None`` if a role is inadmissible or the axes do not divide a dim.
 
-        Equal arguments give the same object: the search compares identities to find the candidates that layers of one class with different
-        pins share.
+        Equal arguments return the same object: the search compares identities to find the candidates that layers of one class with
+        different pins share.
         """
         pricer = self._variant_for(strategy)
         key = (cls_name, pricer._number(mesh), strategy, microbatches)
-        try:  # hashing a strategy takes a part of its price's time
+        try:  # one look-up: hashing a strategy takes a noticeable part of its price's time
             return pricer._layers[key]
         except KeyError:
             price = pricer._layers[key] = pricer._price(cls_name, mesh, strategy, microbatches)
             return price
 
     def least_time_s(self, cls_name: str, mesh: Mesh, tried: Tried, microbatches: int) -> float:
-        """A lower bound of the seconds of one microbatch, forward plus backward, under any of the candidates; infinite if none has a price.
+        """Return a lower bound of the seconds of one microbatch, forward plus backward, under any candidate; infinite if none has a price.
 
-        Strategies that differ in ZeRO, or in techniques that add work, share the bound, and it takes a small part of their prices' time.
+        Strategies that differ only in ZeRO or in techniques that add work share the bound, which takes far less time than their prices.
         """
         least = math.inf
         for strategy in tried.quickest:
@@ -175,7 +177,7 @@ class Pricer:
         return least
 
     def _variant_for(self, strategy: Strategy) -> Pricer:
-        """The pricer of programs with the strategy's classes and kernels."""
+        """Return the pricer for the strategy's rewritten classes and compiled kernels."""
         key = strategy.options.rewrites, strategy.options.compiled
         if key == ((), False):
             return self
@@ -184,7 +186,8 @@ class Pricer:
         return self._kernels[key]
 
     def _of_kernels(self, options: Options) -> Pricer:
-        """The pricer of a program whose layers are all rewritten and compiled as ``options`` say, if their classes admit it."""
+        """Return the pricer of a program whose layers are all rewritten and compiled according to ``options``, if their classes admit
+        it."""
         other = self._variant()
         other._tables, other._flags, other._bound, other._sized, other._alike = {}, {}, {}, {}, {}
         other._microbatches, other._placed, other._replica_costs, other._contexts, other._kernels = {}, {}, {}, {}, {}
@@ -198,7 +201,7 @@ class Pricer:
         return other
 
     def _price(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        """``layer``, computed."""
+        """Compute the price that ``layer`` caches."""
         found = self._microbatch(cls_name, mesh, strategy, microbatches)
         if found is None:
             return None
@@ -210,7 +213,7 @@ class Pricer:
     def _microbatch(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[Microbatch, Cluster] | None:
-        """A price before ZeRO, and the cluster as the mesh sees it; ``None`` if there is no price."""
+        """Return a microbatch before ZeRO, and the cluster as the mesh sees it (``_seen_by``); ``None`` if there is no price."""
         found = self._place(cls_name, mesh, strategy.roles, microbatches)
         if found is None:
             return None
@@ -239,7 +242,8 @@ class Pricer:
         )
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
-        """The widths of a product of a layer class's experts that its program computes expert by expert (``ops.experts.odd_products``)."""
+        """Return the widths of a product that the program computes expert by expert instead of grouped (``ops.experts.odd_products``), if
+        any."""
         by_role = None if self.trainer.cpu else self._types.by_role(cls_name, mesh, strategy.roles)
         types = [by_role[role] for role in strategy.roles] if by_role else []
         return odd_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
@@ -247,7 +251,7 @@ class Pricer:
     def collectives(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[CollectiveCost, ...]:
-        """The collectives of a layer class in one step on one device; none if the layer has no price."""
+        """Return the collectives of a layer class in one step on one device; none if the layer has no price."""
         pricer = self._variant_for(strategy)
         found = pricer._microbatch(cls_name, mesh, strategy, microbatches)
         if found is None:
@@ -259,9 +263,9 @@ class Pricer:
         return (*layer_collectives(microbatch, runs, cluster, mine), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
-        """Seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
+        """Return the seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
 
-        A value that skips layers is passed on in the types of the layer before its reader.
+        A value that skips layers has the types of the layer before its reader.
         """
         if left.roles == right.roles:
             return 0.0
@@ -274,7 +278,7 @@ class Pricer:
     def _edge_moves(
         self, layer_index: int, mesh: Mesh, left: tuple[Role, ...], right: tuple[Role, ...]
     ) -> Iterator[Move]:
-        """The collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
+        """Yield the collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
         for name in self.graph.layers[layer_index + 1].activations:
             source = self._made_as(name, mesh, left)
             target = self._read_as(name, layer_index + 1, mesh, right)
@@ -285,16 +289,16 @@ class Pricer:
     def edge_collectives(
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
     ) -> Iterator[CollectiveCost]:
-        """The collectives of one step between layer ``layer_index`` and the next, on one device."""
+        """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
         runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
         mine = microbatches // self.copies
         for move in self._edge_moves(layer_index, mesh, left.roles, right.roles):
             yield from move_collectives(move, runs, self.cluster, "activations between layers", mine, mine)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
-        """Seconds of sending to the next stage the values that later layers read: one microbatch, one direction.
+        """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
 
-        With several nodes (or NVLink domains) some stage border lies between two of them, and the slowest border sets the pipeline's pace.
+        With several nodes (or NVLink domains) some stage border lies between two nodes, and the slowest border sets the pipeline's pace.
         """
         key = (layer_index, mesh, strategy.roles, microbatches)
         if key not in self._p2p:
@@ -303,7 +307,7 @@ class Pricer:
         return self._p2p[key]
 
     def p2p_bytes(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
-        """Bytes that one device sends to the next stage for one microbatch: the values that later layers read."""
+        """Return the bytes that one device sends to the next stage for one microbatch: the values that later layers read."""
         axes = self._axes(mesh, microbatches)
         sent = 0.0
         for name, (maker, _) in self._makers.items():
@@ -315,8 +319,8 @@ class Pricer:
         return sent
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
-        """Bytes of parameter, gradient and optimizer state of the layer's parameter ``name``, which a device that already has it from
-        another layer does not store again."""
+        """Return the bytes of the tied parameter ``name``, its gradient and its optimizer state: a device that already stores them for
+        another layer does not store them again for this layer."""
         layer = self.graph.layers[layer_index]
         table = self._table(layer.cls)[0]
         k = layer.parameters.index(name)
@@ -333,14 +337,14 @@ class Pricer:
         return state_bytes(numel, trainable, shards, zero, self.numbers, states, strategy.options.whole_gradients)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
-        """The types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
+        """Return the types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
         found = self._types.by_role(cls_name, mesh, roles)
         return None if found is None else (found[Role.DATA], *(found[role] for role in roles))
 
     def _place(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
     ) -> tuple[SizedClass, Cluster] | None:
-        """A class at its sizes on the mesh, and the cluster as the mesh sees it; ``None`` if a local shape is not whole."""
+        """Return a class at its sizes on the mesh, and the cluster as the mesh sees it; ``None`` if the axes do not divide a dim."""
         key = (cls_name, self._number(mesh), roles, microbatches)
         if key not in self._placed:
             sized, cluster = self._at(cls_name, mesh, roles, self.graph.parts(microbatches)), self._seen_by(mesh)
@@ -348,12 +352,12 @@ class Pricer:
         return self._placed[key]
 
     def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> SizedClass | None:
-        """Return a part of a microbatch; ``None`` if its shapes are not whole."""
+        """Return a part of a microbatch; ``None`` if its size does not divide."""
         return self._at(cls_name, mesh, strategy.roles, strategy.options.parts * self.graph.parts(microbatches))
 
     def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> SizedClass | None:
-        """A class at the sizes of a batch that is cut into ``parts``. Many meshes share a sized class: pipelines of any length, with
-        microbatches and data parallelism in any proportion."""
+        """Return a class at the sizes of a batch that is cut into ``parts``. Meshes share it if the product of microbatches and
+        data-parallel degree is equal, whatever the length of their pipelines."""
         runs, cluster = self._runs(mesh, roles), self._seen_by(mesh)
         samples, shape = parts, []
         for role, axes in runs:
@@ -369,8 +373,8 @@ class Pricer:
         return self._alike[alike]
 
     def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
-        """``_at``, and whether the class has collectives over data-parallel or idle axes, so that the number of samples does not say
-        enough."""
+        """Compute what ``_at`` caches, and whether the class has collectives over data-parallel or idle axes, so that its sizes depend on
+        more than the number of samples."""
         runs, cluster = self._with_microbatches(mesh, roles, parts), self._seen_by(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
@@ -385,17 +389,17 @@ class Pricer:
     def _costs(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: SizedClass, cluster: Cluster
     ) -> ReplicaCosts:
-        """The layer's data-parallel groups."""
+        """Return the costs of the collectives between the layer's replicas."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
         if key not in self._replica_costs:
-            # if each microbatch is treated as a whole batch, the graph's flops are those of one microbatch
+            # if microbatches count as separate batches (Graph.accumulated), the graph has the FLOPs of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             replicas = self._replicas(mesh, strategy, c, cluster)
             self._replica_costs[key] = replicas.costs(microbatches // self.copies, flops)
         return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
-        """The devices with the same parameters of a layer."""
+        """Return the devices with the same parameters of a layer."""
         averaged = SYNC.averaging_steps(self.sync)
         axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
         if self.copies > 1:
@@ -404,15 +408,15 @@ class Pricer:
         return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
     def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
-        """The parameters of the layers that may run directly before and after a layer of the class in the same roles, and of those that are
-        prefetched meanwhile."""
+        """Return the parameters of the layers that may run before and after a layer of the class in the same roles, and that are prefetched
+        while it runs."""
         if strategy.zero == 0:
             return NO_PREFETCH
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
         how = strategy.options, strategy.zero >= 2
         if how not in known:
             if strategy.options.segment_layers > 1:
-                adjacent = adjacent[:1]  # programs gather one layer ahead where several are recomputed as one
+                adjacent = adjacent[:1]  # programs prefetch one layer if several are recomputed as one
             later = adjacent[0][1]
             known[how] = PrefetchContext(
                 sum(_largest(earlier) for earlier, _ in adjacent),
@@ -424,15 +428,15 @@ class Pricer:
         return known[how]
 
     def _saved_bytes(self, sized: SizedClass, strategy: Strategy) -> float:
-        """Bytes on the device that a layer saves for the backward of one microbatch."""
+        """Return the bytes on the device that a layer saves for the backward of one microbatch."""
         found = kept(sized, order.plain(sized), strategy.options)
         return 0.0 if found.copied_bytes else found.saved_bytes
 
     def _adjacent_layers(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Adjacent:
-        """The layers that may run before and after a layer of the class in the strategy's roles, by distance."""
+        """Return the layers that may run before and after a layer of the class in the strategy's roles, by distance."""
         key = (cls_name, self._number(mesh), strategy.roles, microbatches)
         if key not in self._contexts:
-            # a neighbour without experts has data parallelism on their axes
+            # an adjacent layer without experts is data-parallel on the expert axes
             either = (strategy.roles, strategy.dense.roles)
 
             def sized(names: set[str]) -> list[SizedClass]:
@@ -460,7 +464,7 @@ class Pricer:
         return self._bound[key]
 
     def _padded_counts(self, cls_name: str, runs: Runs, types: tuple[AxisTypes, ...]) -> tuple[int, ...]:
-        """The sizes to which the class's groups of dims are padded; empty if the axes divide every dim that they shard."""
+        """Return the sizes to which the class's groups of dims are padded; empty if the axes divide every dim that they shard."""
         found = padding(self.graph.classes[cls_name])
         multiples = [1] * len(found.counts)
         for run, t in zip(runs, types, strict=True):
@@ -477,7 +481,7 @@ class Pricer:
         return self._tables[cls_name, ()]
 
     def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.ShapeRows]:
-        """The table of a class, or of the class when it is padded."""
+        """Build the table of ``cls``: the class ``cls_name`` or its padded version."""
         eager = self._compiles and stays_eager(self.graph.classes[cls_name])
         trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
         return tables.build(cls, self.numbers, trainer)
@@ -485,7 +489,7 @@ class Pricer:
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
     ) -> tuple[tables.ClassTable, tables.ShapeRows]:
-        """The table of the padded class: the program computes on padding, sends it and stores it. Model FLOPs exclude padding."""
+        """Return the table of the padded class. The program computes, sends and stores padding; model FLOPs exclude it."""
         if (cls_name, counts) not in self._tables:
             axes = [(axis, t) for run, t in zip(runs, types, strict=True) for axis in run]
             cls = pad_class(
@@ -503,16 +507,16 @@ class Pricer:
 
     @staticmethod
     def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> list[tuple[Role, Mesh]]:
-        """The mesh's axes, neighbouring axes of one role grouped."""
+        """Return the mesh's axes, with neighbouring axes of the same role grouped."""
         pairs = itertools.groupby(zip(mesh, roles, strict=True), lambda pair: pair[1])
         return [(role, tuple([axis for axis, _ in run])) for role, run in pairs]
 
     def _with_microbatches(self, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Runs:
-        """The axis of a batch's ``parts``, then the runs of the mesh's axes."""
+        """Return the axis of a batch's ``parts``, then the runs of the mesh's axes."""
         return ((Axis(MICROBATCH, parts, 0),), *(axes for _, axes in self._runs(mesh, roles)))
 
     def _seen_by(self, mesh: Mesh) -> Cluster:
-        """The cluster as a stage on ``mesh`` sees it: with other stages to send to unless the mesh is the whole cluster."""
+        """Return the cluster as a stage on ``mesh`` sees it: ``pipelined`` (there are other stages) unless the mesh has all devices."""
         if self.cluster.network is None or self.cluster.nodes == 1:
             return self.cluster
         return self._pipelined if math.prod(axis.size for axis in mesh) < self.cluster.count else self.cluster
@@ -521,11 +525,12 @@ class Pricer:
         return Axis(MICROBATCH, self.graph.parts(microbatches), 0), *mesh
 
     def _find_readers(self) -> dict[str, int]:
-        """The index of the last layer that reads each value."""
+        """Return the index of the last layer that reads each value."""
         return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
 
     def _find_adjacent(self, distance: int) -> dict[str, tuple[set[str], set[str]]]:
-        """By class: the classes of the layers with parameters that are ``distance`` such layers before and after its layers."""
+        """Return for each class the classes of the layers that come ``distance`` layers before and after its layers, counting only layers
+        with parameters."""
         found: dict[str, tuple[set[str], set[str]]] = {layer.cls: (set(), set()) for layer in self.graph.layers}
         classes = [layer.cls for layer in self.graph.layers if layer.parameters]
         for left, right in zip(classes, classes[distance:], strict=False):
@@ -538,13 +543,13 @@ class Pricer:
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """The types of the value as its layer produces it under ``roles``; ``None`` if the roles are inadmissible there."""
+        """Return the types in which the value's layer produces it under ``roles``; ``None`` if the roles are inadmissible there."""
         maker, index = self._makers[name]
         types = self.types(self.graph.layers[maker].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)
 
     def _read_as(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """The types in which layer ``reader`` needs the value under ``roles``; ``None`` if the roles are inadmissible there."""
+        """Return the types in which layer ``reader`` needs the value under ``roles``; ``None`` if the roles are inadmissible there."""
         layer = self.graph.layers[reader]
         types = self.types(layer.cls, mesh, roles)
         placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]
@@ -552,15 +557,15 @@ class Pricer:
 
 
 def _nameless(cluster: Cluster) -> Cluster:
-    """The cluster without the fields that no price depends on: its name and the memory limit."""
+    """Return the cluster without its name and its memory limit, on which no price depends."""
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
 def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
-    """Seconds of a move's two collectives, forward and backward."""
+    """Return the seconds of a move's two collectives, forward plus backward."""
     return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
 
 
 def _largest(layers: list[SizedClass]) -> int:
-    """The parameters of the largest layer; 0 if there is none."""
+    """Return the parameters of the largest layer; 0 without layers."""
     return max((c.counts.parameters for c in layers), default=0)

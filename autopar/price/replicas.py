@@ -19,8 +19,8 @@ from autopar.types import Collective
 class ReplicaCollective:
     """A collective of ``members``, the ranks along ``axes``, on ``bytes`` of a layer's parameters or gradients.
 
-    ``part`` is a field of ``Parts``. ``times``: the collective's runs per run of its part, less than 1 if it skips steps.
-    ``around_layer``: it runs in the passes of the layer, not once a step.
+    ``part`` is a field of ``Parts``. ``times``: the collective's runs per run of its part, less than 1 if it skips steps. ``around_layer``:
+    the collective runs in every pass of the layer, not once per step.
     """
 
     part: str
@@ -33,16 +33,16 @@ class ReplicaCollective:
 
     @property
     def purpose(self) -> str:
-        """Return what the collective sends: ``"parameters"`` or ``"gradients"``."""
+        """What the collective sends: ``"parameters"`` or ``"gradients"``."""
         return "parameters" if self.part in ("gather", "mean") else "gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A number for each part of the collectives between replicas.
+    """A number for each kind of collective between replicas.
 
-    ``gather``: parameters, from ZeRO's shards or a parameter server. ``reduce``: gradients. ``mean``: the parameters of local SGD's
-    replicas. ``mirror``: the gradients of a stage's copies on other pipeline ranks, if ``reduce`` does not include these.
+    ``gather``: of parameters, from ZeRO's shards or a parameter server. ``reduce``: of gradients. ``mean``: of the parameters of local
+    SGD's replicas. ``mirror``: of the gradients of a stage's copies on other pipeline ranks, unless ``reduce`` includes them.
     """
 
     gather: float = 0.0
@@ -60,9 +60,10 @@ Along = tuple[Axis, ...]
 class ReplicaCosts:
     """The seconds of the collectives between the ``size`` devices over which ZeRO shards the layer's parameters, and their replicas.
 
-    ``seconds``: of each part without ZeRO, under stage 1, and under stages 2 and 3. ``copies_s``: under stages 2 and 3, of copies between
-    flat buffers and parameters, around a gather and around a reduction. ``late``: the number of steps after which a reduction without
-    ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops``: of one microbatch, see ``LayerPrice``.
+    ``seconds`` has an entry without ZeRO, one for stage 1, and one for stages 2 and 3. ``copies_s`` are the seconds, under stages 2 and 3,
+    of copies between flat buffers and parameters, around a gather and around a reduction. ``staleness`` is the number of steps after which
+    a reduction without ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops`` are those of one microbatch,
+    see ``LayerPrice``.
     """
 
     size: int
@@ -74,10 +75,11 @@ class ReplicaCosts:
     has_copies: bool = False
 
     def step_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
-        """Return the seconds that collectives add to a step under ZeRO 0 and 1, with these seconds of the layer's forward and backward."""
+        """Return the seconds that collectives add to a step under ZeRO 0 and 1, if the layer's passes take ``forward_s`` and
+        ``backward_s``."""
         parts = self.seconds[zero]
         hiding_s = 0.0 if self.has_copies else backward_s
-        if self.staleness:  # however late: each step's arithmetic hides one reduction
+        if self.staleness:  # whatever the staleness, each step's arithmetic hides one reduction
             hiding_s = self.microbatches * (forward_s + backward_s)
         reduced_s = trainer.exposed_reduction_s(parts.reduce, hiding_s, slowdown)
         return reduced_s + trainer.exposed_gather_s(parts.gather, forward_s, slowdown) + parts.mean
@@ -85,9 +87,9 @@ class ReplicaCosts:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The devices that have the same parameters of a layer, synchronised by ``sync`` (``techniques.sync``).
+    """The devices with the same parameters of a layer, synchronised by ``sync`` (``techniques.sync``).
 
-    ``axes`` are ``Strategy.data_axes``, or for local SGD ``Strategy.replicas``. If stages have copies on other pipeline ranks, a third
+    ``axes`` are ``Strategy.data_axes``, or ``Strategy.replicas`` for local SGD; if stages have copies on other pipeline ranks, a third
     tuple has the axis of the copies.
     """
 
@@ -100,7 +102,7 @@ class Replicas:
 
     @functools.cached_property
     def collectives(self) -> tuple[tuple[ReplicaCollective, ...], ...]:
-        """Return the collectives without ZeRO, under stage 1, and under stages 2 and 3."""
+        """The collectives without ZeRO, under stage 1, and under stages 2 and 3."""
         (inside, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
         copies, ranks = (*mirror, *inside), group(shards, self.cluster)
         everyone = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
@@ -125,7 +127,7 @@ class Replicas:
     def _sharded(
         self, axes: Along, ranks: RankGroup, copies: Along, mirror: Along, around: bool
     ) -> Iterator[ReplicaCollective]:
-        """Yield the collectives of ZeRO along ``axes``. A reduction of gradients is followed by their sum along ``copies``; their sum along
+        """Yield the collectives of ZeRO along ``axes``. After a reduce-scatter, gradients are summed along ``copies``; their sum along
         ``mirror`` starts after a stage's last backward."""
         numbers, trainable = self.numbers, self.tensors.trainable
         parameters, shard = self.tensors.parameters * numbers.width, -(-trainable // ranks.size) * numbers.averaged
@@ -143,7 +145,7 @@ class Replicas:
         return self.trainer.data_collective_s(one.collective, one.bytes, count, one.members, self.cluster, around)
 
     def costs(self, microbatches: int, flops: float) -> ReplicaCosts:
-        """Return the seconds of all collectives, for ``microbatches`` per step of ``flops`` each."""
+        """Return the costs of all collectives, for ``microbatches`` per step of ``flops`` each."""
 
         def seconds(collectives: tuple[ReplicaCollective, ...]) -> Parts:
             by_part: dict[str, float] = {}
@@ -166,8 +168,8 @@ class Replicas:
 
 @functools.lru_cache(maxsize=256)
 def runs(zero: int, whole_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
-    """Return how often each part runs in a layer's forward, in its backward, and once per step. ZeRO 3 gathers parameters
-    ``backward_gathers`` times in a backward. ``whole_gradients``: gradients are reduced once a step."""
+    """Return how often each kind of collective runs in a layer's forward, in its backward, and outside both per step. ZeRO 3 gathers
+    parameters ``backward_gathers`` times in a backward. ``whole_gradients``: gradients are reduced once per step."""
     each_time = zero >= 2 and not whole_gradients
     return (
         Parts(gather=zero >= 2),

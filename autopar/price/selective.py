@@ -1,7 +1,7 @@
-"""Prices of selective recomputation: the values of a layer that it saves, and the ops that it runs again.
+"""Prices of selective recomputation: the values that a layer saves, and the ops that it runs again.
 
-Emitted programs save the values that ``passes.selective`` selects. Whether such a value is a product or its sum over devices depends
-on the types, so a table has entries for both, and ``Selection.under`` chooses.
+Emitted programs save the values that ``passes.selective`` selects. Depending on the types, such a value is a product or its sum over
+devices, so a table has entries for both, and ``Selection.under`` chooses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 @dataclass(frozen=True)
 class Selected:
-    """A selection under given types: the entries that are saved, before equal ones are merged; ops and moves that run again."""
+    """A selection under specific types: the saved entries, not yet one per storage; and the ops and moves that run ``again``."""
 
     saved: Flags
     again: Flags
@@ -39,12 +39,12 @@ class Selected:
 
 @dataclass(frozen=True)
 class Selection:
-    """The values that selective recomputation saves whatever the types, by saved entry, and the ops that run again.
+    """The selection of selective recomputation before types are known, with an entry per saved entry or per op.
 
-    ``stays`` are the entries that may be saved. An entry with a ``maker`` (an op's index, else -1) is saved if that op's value is not a
-    partial sum over devices, or, if ``summed``, if it is one. ``again`` are the ops that run again, except those of ``costly`` whose
-    value is saved. The layer's ``inputs`` (storages) are saved too; collectives on the values ``read`` and in the ops that run again
-    are repeated; sums of the values ``sums`` are not.
+    ``stays`` are the entries that may be saved. An entry with a ``maker`` (an op's index, else -1) is saved if that op's value is no
+    partial sum over devices; a ``summed`` entry, if the value is a partial sum. ``again`` are the ops that run again, except for ``costly``
+    ops whose value is saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in the ops that run
+    again are repeated, but not sums of the values ``sums``.
     """
 
     stays: Flags
@@ -59,9 +59,9 @@ class Selection:
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
     ) -> Selected:
-        """The saved entries and the repeated ops when the axes have these types, the microbatch axis first."""
+        """Return the saved entries and the repeated ops when the axes have these types, the microbatch axis first."""
         partial = np.zeros(len(ops), dtype=bool)
-        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves its own pieces: it runs again as a whole
+        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves pieces of its own, so all of it runs again
         for i in {*self.costly, *self.maker[self.summed]}:
             name = ops[i].name
             partial[i] = any(t.produced[name].kind == "P" for t in types[1:])
@@ -95,11 +95,11 @@ class Selection:
         ops: int,
         input_bytes: float,
     ) -> tuple[float, float]:
-        """The bytes that the layer saves, and the peak while it runs again.
+        """Return the bytes that the layer saves, and the peak while it runs again.
 
-        An op that runs again reads saved entries, and saves the entries that it would save without recomputation: the peak sums the
-        latter for ops before it and the former for ops after it. ``plain`` are the indices of entries that are saved without
-        recomputation, ``selected`` those with it; ``saver`` is the op that saves each entry.
+        An op that runs again reads selected entries, and saves the entries that it saves without recomputation. While it runs, the latter
+        are live for the ops before it, and the former for the ops after it. ``plain`` are the indices of the entries that are saved without
+        recomputation, ``selected`` those that are saved with it; ``saver`` is the op that saves each entry.
         """
         saved = float(entry_bytes[selected].sum())
         again = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
@@ -112,7 +112,7 @@ class Selection:
 def select_emitted(
     cls: LayerClass, ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved]
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """The entries that an emitted program may save (``plain`` and the entries added to it), and the selection among them."""
+    """Return the entries that an emitted program may save (``plain`` and additional ones), and the selection among them."""
     flow = gradient_flow(cls)
     count = len(run_again(ops, lambda node: flow[node.name]))
     made = [(i, node) for i, node in enumerate(ops[:count])]
@@ -126,7 +126,7 @@ def select_emitted(
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
     at = {node.name: i for i, node in made}
-    # such as the logarithms of attention's sums; values that a product alone saves are copies of an operand, and are made again
+    # such as attention's log-sum-exp; what only a product saves is a copy of an operand, and is computed again
     inside = [
         at[e.node] if e.operand == INTERNAL and e.node in at and cost.is_attention(ops[at[e.node]]) else -1
         for e in plain

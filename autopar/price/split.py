@@ -1,9 +1,9 @@
-"""A backward in two parts: I computes gradients of activations, W computes gradients of weights.
+"""A split backward: I computes input gradients, W computes weight gradients.
 
-Only the end of the step waits for W, so schedules like zero bubble run it when a device would otherwise wait. As emitted programs run it
-(``program.weight_gradients``), W has one product for each weight of ``ops.products.weight_of``; everything else belongs to I:
-recomputation, collectives, and the gradients of biases, norms and embeddings. Between the two parts, memory has the input of each such
-product and the gradient of its result; I frees all other saved values.
+Only the end of the step waits for W, so zero-bubble schedules run it when a device would otherwise be idle. In emitted programs
+(``program.weight_gradients``) W has one matrix product for each weight of ``ops.products.weight_of``; everything else belongs to I:
+recomputation, collectives, and the gradients of biases, norms and embeddings. Between I and W, memory has the input of each such product
+and the gradient of its result; I frees all other saved values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.price.trace import Trace
 
 
 def weight_shares(ops: tuple[fx.Node, ...], run: Trace, parameters: Collection[str]) -> NDArray[np.float64]:
-    """Per op: the share of its backward that belongs to W; 0 for an op that has no part in W."""
+    """Return the share of each op's backward that belongs to W, ``[op]``; 0 for an op without a part in W."""
     shares = np.zeros(len(ops))
     for i, node in enumerate(ops):
         weight = weight_of(node)
@@ -33,8 +33,8 @@ def weight_shares(ops: tuple[fx.Node, ...], run: Trace, parameters: Collection[s
 
 
 def product_shares(ops: tuple[fx.Node, ...], run: Trace) -> NDArray[np.float64]:
-    """Per op: the share of a ``linear``'s backward that computes the gradient of its weight (perhaps a view of a parameter); 0 for other
-    ops."""
+    """Return the share of each ``linear``'s backward that computes its weight gradient, ``[op]``, also if the weight is a view of a
+    parameter; 0 for other ops."""
     linears = (
         (i, node) for i, node in enumerate(ops) if op_name(node) == "aten.linear" and run.requires_grad[node.name]
     )
@@ -45,15 +45,15 @@ def product_shares(ops: tuple[fx.Node, ...], run: Trace) -> NDArray[np.float64]:
 
 
 def _of_weight(node: fx.Node, run: Trace) -> float:
-    """The weight's share of the products of a ``linear``'s backward; 0 without any, if the bias alone requires a gradient."""
+    """Return the weight gradient's share of the FLOPs of a ``linear``'s backward; 0 if only the bias requires a gradient."""
     products = cost.gradient_products(node, run.requires_grad)
     weight: fx.Node = arguments(node)["weight"]
     return sum(p.flops for p in products if p.operand == weight.name) / (sum(p.flops for p in products) or 1.0)
 
 
 def waiting(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:
-    """The values that are in memory between the two parts, as an op's number and the value's name: the result, for its gradient, and
-    the input, once if several products read it."""
+    """Return the values in memory between I and W, as (op's index, value's name): each product's result, for its gradient, and its input,
+    once if several products read it."""
     found: dict[object, tuple[int, str]] = {}
     for i in np.flatnonzero(shares).tolist():
         read = arguments(ops[i])["input"].name

@@ -10,7 +10,7 @@ from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16, TF32
 
 ALIGNMENT_BYTES = 128
-"""Parameters in the flat buffers of emitted programs begin at multiples of this (``program.parameters``)."""
+"""The alignment of parameters in the flat buffers of emitted programs (``program.parameters``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class Precision:
 def precision(name: str, allow: Collection[str] = ()) -> Precision:
     """Return the precision ``name`` of emitted programs.
 
-    Parameters of 16 bits have a float32 sum of gradients, a float32 master copy and float32 moments, except for those that ``allow``
-    (some of ``plan.NARROW``) makes narrow. ``float8`` computes matrix products in 8 bits, and stores everything as ``bfloat16`` does.
-    ``tf32`` computes them faster, and stores everything as ``float32`` does; it replaces ``float32`` if ``allow`` has it.
+    Parameters of 16 bits have accumulated gradients, master weights and moments in float32, unless ``allow`` (of ``plan.NARROW``) names
+    narrower gradients or moments. ``float8`` computes matrix products in 8 bits, and stores what ``bfloat16`` stores. ``tf32`` computes
+    matrix products faster, and stores what ``float32`` stores; it replaces ``float32`` if ``allow`` has it.
 
     Raises:
-        UsageError: no such precision.
+        UsageError: there is no such precision.
     """
     known = {FLOAT8: ELEMENT_BYTES["bfloat16"], TF32: ELEMENT_BYTES["float32"], **ELEMENT_BYTES}
     name = TF32 if name == "float32" and TF32 in allow else name
@@ -67,7 +67,7 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
         return Precision(name, width, width, 2 * width, False, width, 0, 3 * width, width)
     gradient = width if NARROW_GRADIENTS in allow else 4
     moments = 2 * (2 if NARROW_MOMENTS in allow else 4)
-    # a wide sum is read and written, and the product's result is read; for a narrow sum the product does another read and write
+    # a wide sum is read and written, and the backward's gradient is read; with a narrow sum all three tensors are narrow
     accumulated = 2 * gradient + width if gradient > width else 3 * gradient
     unscaled = 3 * gradient if name == FLOAT16 else 0  # two reads and a write
     return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient, unscaled=unscaled)
@@ -75,7 +75,7 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """A layer's parameters on one device: elements, those that are trained, and the number of tensors."""
+    """A layer's parameters on one device: all elements, trainable elements, and the number of tensors."""
 
     parameters: int
     trainable: int
@@ -96,10 +96,10 @@ def state_bytes(
     Args:
         parameters, trainable: elements on one device before ZeRO.
         data: the number of data-parallel devices that share them.
-        zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are whole
-            from forward to backward, and, if the optimizer has no master copy, there is also a shard of them.
+        zero: 0 replicates; 1 shards the optimizer; 2 also the gradients; 3 also the parameters. Under stage 2 the parameters are
+            unsharded from forward to backward, and, if the optimizer has no master weights, a shard of them also exists.
         offloaded: bytes in device memory of an element's offloaded states (0, unless devices and host share one memory); ``None`` without
-            offloading. With it, FSDP's shards under stages 2 and 3 exist in addition to the master copies, and are as wide.
+            offloading. With offloading, FSDP's shards under stages 2 and 3 exist besides the master weights, and are as wide.
         whole_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
@@ -122,7 +122,7 @@ def state_bytes(
 
 def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:
     """Return the elements of all parameters and of the trainable ones in flat buffers, with the padding ``between`` parameters, and the
-    padding that makes trainable ones divisible into equal ``pieces`` that begin at multiples of ``ALIGNMENT_BYTES``."""
+    padding with which trainable ones divide into equal ``pieces`` aligned to ``ALIGNMENT_BYTES``."""
     everything, trainable = elements[0] + between[0], elements[1] + between[1]
     unit = pieces * (ALIGNMENT_BYTES // width)
     added = -trainable % unit

@@ -1,8 +1,8 @@
-"""A layer class as arrays: the unsharded costs of its ops, and which of them each axis divides.
+"""A layer class as arrays: the unsharded costs of its ops, and which costs each axis divides.
 
-A search computes thousands of prices that differ only in sizes. So everything that does not depend on sizes becomes
-arrays once: per op FLOPs and kernels, per *slot* (one operand or result of one op) the bytes it moves, per saved
-storage its bytes. An axis then contributes one flag per entry, and a price is a few products of small vectors.
+A search computes thousands of prices that differ only in sizes. So whatever does not depend on sizes is computed once, as arrays: FLOPs and
+kernels per op, moved bytes per *slot* (one operand or result of one op), bytes per saved storage. An axis then contributes one flag per
+entry, and a price is a few products of small vectors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from autopar.sharding import AxisTypes
 class ClassTable:
     """The size-independent part of a layer class's price at one precision. Bytes and FLOPs are those of the global batch.
 
-    ``slot_*`` arrays have an entry per (op, operand) and per (op, result): the op's index, the operand's (or ``OUTPUT``), bytes
-    moved forward and backward, and live bytes while the op's backward runs. ``value_*`` describe every value by name.
+    ``slot_*`` arrays have an entry per (op, operand) and per (op, result): the op's index, the operand's index (or ``OUTPUT``), the bytes
+    moved in the forward and in the backward. ``value_*`` describe every value by name.
     """
 
     cls: LayerClass
@@ -57,11 +57,11 @@ class ClassTable:
     saved_numel: Floats
     saved_argument: Flags  # the entries that are arguments of the layer
     fused: bool  # the layer is compiled
-    weight_share: Floats  # of each op's backward, see ``price.split``
-    product_share: Floats  # of each linear's backward: the gradient of its weight
-    slot_waiting: Floats  # bytes that stay between the two parts of a backward
-    plain: Flags  # per entry of ``saved``: saved without recomputation; these entries come first
-    selection: Selection  # of selective recomputation
+    weight_share: Floats  # the share of each op's backward that computes weight gradients, see ``price.split``
+    product_share: Floats  # the weight gradient's share of each linear's backward
+    slot_waiting: Floats  # bytes that stay in memory between the two parts of a split backward
+    plain: Flags  # the entries of ``saved`` that are saved without recomputation; they come first
+    selection: Selection  # what selective recomputation saves
     parameters: tuple[str, ...]
     parameter_numel: Floats
     trainable: Flags
@@ -76,7 +76,7 @@ class ClassTable:
 
 @dataclass(frozen=True)
 class AxisFlags:
-    """Which entries of a ``ClassTable`` one axis divides, and the dim that it divides for each row of ``ShapeRows`` (``dims``: -1 for
+    """The entries of a ``ClassTable`` that one axis divides, and the dim that it divides in each row of ``ShapeRows`` (``dims``; -1:
     none)."""
 
     op: Flags
@@ -92,19 +92,19 @@ class AxisFlags:
 
 @dataclass(frozen=True)
 class ShapeRows:
-    """The shapes whose local sizes must be whole numbers: every value as its op makes it, and every operand as its op needs it."""
+    """The shapes that the axes must divide evenly: every value as its op produces it, and every operand as its op needs it."""
 
     names: tuple[tuple[str, int], ...]  # (node, operand) or (node, OUTPUT)
     sizes: NDArray[np.int64]
 
 
 def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, numbers: Precision) -> int:
-    """Bytes of one element at run time: the model's own floating dtype becomes the priced precision, other dtypes stay."""
+    """Return the bytes of an element at run time: the priced precision replaces the model's floating-point dtype, other dtypes stay."""
     return numbers.width if dtype == model_dtype else dtype.itemsize
 
 
 def model_dtype(cls: LayerClass) -> torch.dtype:
-    """The floating dtype that the layer computes in: its parameters', else its activations'."""
+    """Return the floating-point dtype in which the layer computes: that of its parameters, else of its activations."""
     for value in (*cls.parameters, *cls.activations, *cls.outputs):
         if value.dtype.is_floating_point:
             return value.dtype
@@ -112,7 +112,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
 
 
 def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
-    """Build the arrays of ``cls``; runs the class once on the meta device."""
+    """Build the arrays of ``cls``, for which the class runs once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     called = [node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val"))]
@@ -171,15 +171,14 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
 
 @dataclass(frozen=True)
 class Live:
-    """Live memory while an op runs, in addition to the tensors saved for the backward pass.
+    """Live memory in bytes while an op runs, in addition to the tensors saved for the backward pass.
 
-    ``touched_forward`` are bytes by slot, of operands and results that no op saves. A loss adds ``whole_loss`` to its backward, or
-    ``cut_loss`` to both passes if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that holds a slot's gradient, and
-    ``held[t, k]`` how many tensors of slot ``k``'s size are live while the backward of op ``t`` runs (``price.gradients``).
-    ``makers`` are the ops whose results later ops read; ``across[t, k]`` is true where the result of ``makers[k]`` is live while op ``t``
-    runs and does not read it, with ``waiting`` bytes. ``saver`` is the op that saves each saved
-    entry: entries of later ops do not exist yet in the forward, and are freed in the backward. ``reader`` is the last op that reads each
-    parameter, hence the first of the backward to compute its gradient.
+    ``touched_forward`` are the bytes of slots that no op saves. A loss adds ``whole_loss`` to its backward, or ``cut_loss`` to both passes
+    if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that holds a slot's gradient, and ``held[t, k]`` is the
+    number of tensors of slot ``k``'s size that are live while op ``t`` runs backward (``price.gradients``). ``makers`` are ops whose
+    results later ops read; ``across[t, k]`` is true if the result of ``makers[k]``, of ``waiting[k]`` bytes, is live while op ``t`` runs
+    without reading it. ``saver`` is the op that saves each saved entry: entries of later ops do not exist yet in the forward, and are freed
+    in the backward. ``reader`` is the last op that reads each parameter, so the first to compute its gradient in the backward.
     """
 
     touched_forward: Floats
@@ -195,7 +194,7 @@ class Live:
 
 
 def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
-    """The lifetime of every value, from the op that computes it to the last that reads it; its gradient lives as long, backwards."""
+    """Compute the live memory of every op: a value lives from the op that computes it to its last reader, its gradient in reverse."""
     ops, run, slots = costs.nodes, costs.run, costs.slots
     saved = {entry.storage for entry in costs.saved}
     index = {node.name: i for i, node in enumerate(ops)}
@@ -221,7 +220,7 @@ def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
         if gradient[k] and facts(ops[slot.op]).is_cross_entropy and costs.torch_loss:
             # the gradient of the log-probabilities, then the gradient of the logits
             whole[k] = slot.gradient
-            # with a sharded vocabulary, exponentials in float32 or wider are computed again, in place
+            # with a sharded vocabulary, exponentials are recomputed; in place, if they are in float32 or wider
             cut[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
         if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
             size[storage], maker[storage] = slot.bytes, slot.value
@@ -261,7 +260,7 @@ def _rows(table: ClassTable, nodes: list[fx.Node]) -> ShapeRows:
 
 
 def flags(table: ClassTable, rows: ShapeRows, types: AxisTypes, trainer: TrainerModel) -> AxisFlags:
-    """The entries that an axis with these types divides."""
+    """Return the entries that an axis with these types divides."""
     by_name = {node.name: node for node in table.ops}
 
     def dim(node: str, operand: int) -> int:

@@ -1,10 +1,10 @@
 """The tensors that autograd saves for the backward pass of a layer.
 
 ``trace`` runs a layer class's graph once on meta tensors under ``saved_tensors_hooks``, so the result is the set of tensors that PyTorch
-saves, not a formula's estimate. Saved tensors are identified by their storage: a value that three ops save counts
-once, and a view counts as the tensor that it views. Parameters, constants and the batch's own tensors are in memory anyway
-and are excluded. Attention does not run: on the meta device it would decompose into ops that save the scores. It is modelled as
-flash attention, which saves queries, keys, values, the result, and one float per row of scores.
+saves, not an estimate from a formula. Storages identify saved tensors: a value that three ops save counts once, and a view counts as its
+base tensor. Parameters, constants and the tensors of the batch are in memory anyway, and are excluded. Attention does not run: on the meta
+device it would decompose into ops that save the scores. It is modelled as flash attention, which saves queries, keys, values, the result,
+and one float per row of scores.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
 
 OUTPUT = -1  # Saved.operand for the node's own result
-INTERNAL = -2  # Saved.operand for a tensor that is neither operand nor result, such as a softmax's inside a loss
+INTERNAL = -2  # Saved.operand for a tensor that is neither operand nor result, such as the softmax inside a loss
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A storage that ``node``'s op saves for the backward pass: that of its operand number ``operand``, ``OUTPUT`` or ``INTERNAL``."""
+    """A storage that ``node``'s op saves for the backward pass. ``operand`` is the index of the operand in it, ``OUTPUT`` or
+    ``INTERNAL``."""
 
     storage: int
     node: str
@@ -54,7 +55,7 @@ class Trace:
 
 
 class _Tracer(fx.Interpreter):
-    """Runs the graph and records storages. Every value stays alive until the end, so that no storage id is reused."""
+    """Interpreter that runs the graph and records storages. All values stay alive until the end, so that no storage id is reused."""
 
     def __init__(self, cls: LayerClass, borders: tuple[Value, ...], cpu: bool) -> None:
         super().__init__(cls.graph, garbage_collect_values=False)
@@ -107,7 +108,8 @@ class _Tracer(fx.Interpreter):
                 self.views.add(n.name)
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Record a saved tensor. Autograd keeps nothing: a node that kept its own result would be a cycle that Python can't collect."""
+        """Record a saved tensor, and return ``None`` to autograd: a node that kept its own result would be a cycle that Python can't
+        collect."""
         storage = self.number(tensor)
         node = self.current
         assert node is not None
@@ -121,18 +123,18 @@ class _Tracer(fx.Interpreter):
 
     def save(self, storage: int, node: fx.Node, operand: int, tensor: torch.Tensor) -> None:
         numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-        # the meta device makes a dropout's mask in the value's dtype; other devices make it in bytes
+        # on the meta device a dropout mask has the value's dtype; on other devices it is bool
         dtype = torch.bool if operand == INTERNAL and facts(node).kind is OpKind.DROPOUT else tensor.dtype
         self.saved.setdefault((storage, node.name, operand), Saved(storage, node.name, operand, numel, dtype))
 
     def attention(self, n: fx.Node) -> torch.Tensor:
-        """Flash attention's result and its saved tensors, without the arithmetic."""
+        """Return flash attention's result and record its saved tensors, without the arithmetic."""
         read = [tensors(self.env[o])[0] for o in operands(n)]
         query, _, value = read[:3]
         shape = tuple(n.meta["val"].shape)
         assert shape[-1] == value.shape[-1], n.format_node()
-        # GPU kernels write [batch, length, heads, size] and return a transposed view, so that merging the heads copies nothing;
-        # CPU kernels give the result the memory layout of the queries
+        # GPU kernels write [batch, length, heads, size] and return a transposed view, so that merging the heads copies nothing; the results
+        # of CPU kernels have the memory layout of the queries
         *batch, heads, length, width = shape
         result = query.new_empty([*batch, length, heads, width]).transpose(-2, -3)
         if self.cpu and tuple(query.shape) == shape:
@@ -156,8 +158,8 @@ forgotten_with_graphs(_traces.clear)  # a trace contains its graph
 def trace(cls: LayerClass, cpu: bool = False) -> Trace:
     """Run ``cls`` once on the meta device at global shapes (nothing is allocated) and return the tensors that autograd saves.
 
-    ``cpu``: with the memory layouts of PyTorch's CPU kernels. Results are cached across pricers: tracing takes half of the time in which
-    a new pricer prices a plan.
+    ``cpu``: with the memory layouts of PyTorch's CPU kernels. Results are cached across pricers, because tracing takes half of the time in
+    which a new pricer prices a plan.
     """
     borders = (*cls.activations, *cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
     known, key = _traces.setdefault(cls.graph, {}), (borders, cpu)
@@ -178,7 +180,7 @@ def _trace(cls: LayerClass, borders: tuple[Value, ...], cpu: bool) -> Trace:
     }
     saved = []
     for entry in tracer.saved.values():
-        # a result is first seen while its op runs, before its node is known
+        # an op may save its result before the tracer knows the result's node
         own = entry.operand == INTERNAL and made_by.get(entry.storage) == entry.node
         saved.append(Saved(entry.storage, entry.node, OUTPUT, entry.numel, entry.dtype) if own else entry)
     storage, extent = {}, {}

@@ -1,5 +1,4 @@
-"""The program that runs a plan's arithmetic, for the properties on which prices depend; the extension point for models of other
-trainers."""
+"""The properties of the program that runs a plan, as far as prices depend on them; ``autopar.trainers`` models other trainers."""
 
 from __future__ import annotations
 
@@ -27,10 +26,9 @@ class TrainerModel:
     """The programs that autopar emits, run eagerly. A model of another trainer overrides methods (see ``autopar.trainers``).
 
     Each method computes one term of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
-    ``starts_early``: the gradient of a column-parallel product's input is reduced while the weight's gradient is computed
-    (``passes.overlap``). ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that
-    ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled where no
-    pin decides.
+    ``starts_early``: the input gradient of a column-parallel product is reduced while the weight gradient is computed (``passes.overlap``).
+    ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that ``torch.compile`` compiles
+    and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
     """
 
     cpu: bool = False
@@ -39,11 +37,11 @@ class TrainerModel:
     compiles: bool = True
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
-        """Bytes per element: parameters, the copies of gradients, optimizer state."""
+        """Return the bytes per element of parameters, gradients and optimizer state at precision ``name``."""
         return precision(name, allow)
 
     def trace(self, cls: LayerClass) -> Trace:
-        """The tensors of the layer that autograd saves."""
+        """Return the tensors of the layer that autograd saves."""
         return trace(cls, self.cpu)
 
     def adapt(self, costs: OpCosts) -> None:
@@ -54,75 +52,75 @@ class TrainerModel:
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
     ) -> tuple[tuple[Saved, ...], Selection]:
-        """The entries that selective recomputation may save (``saved`` and additional ones), and the selection among them."""
+        """Return the entries that selective recomputation may save (``saved`` and additional ones), and the selection among them."""
         return select_emitted(cls, ops, run, saved)
 
     def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
-        """Whether an axis of these types shards a saved value; a value gathered for ``node`` is saved as ``node`` reads it."""
+        """Return whether an axis of these types shards a saved value; a value gathered for ``node`` is saved as ``node`` reads it."""
         return is_sharded(types, node.name, operand)
 
     def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
-        """The collectives of converting one value between ops; ``gradient`` tells whether a gradient flows back through it."""
+        """Return the collectives that convert one value between ops; ``gradient`` says whether the value has a gradient."""
         return moves
 
     def data_collective_s(
         self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool
     ) -> float:
-        """Seconds of a collective of data parallelism on ``size`` bytes of a layer's ``tensors`` parameters or gradients.
+        """Return the seconds of a data-parallel collective on ``size`` bytes of a layer's ``tensors`` parameters or gradients.
 
-        ``around_layer``: in every pass of the layer, as under ZeRO 2 and 3; otherwise once per step.
+        ``around_layer``: the collective runs in every pass of the layer, as under ZeRO 2 and 3; otherwise once per step.
         """
         return group_time_s(collective, size, members, cluster, caller=SHARDED if around_layer else FLAT)
 
     def exposed_tensor_s(self, communication_s: float) -> float:
-        """The part of tensor-parallel communication that is not hidden under matrix products."""
+        """Return the seconds of tensor-parallel communication that are not hidden under matrix products."""
         return communication_s
 
     def exposed_sharded_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
-        """The seconds that FSDP's gathers and reductions (ZeRO 2 and 3) add to a layer's pass that computes for ``compute_s``. On CPUs
-        FSDP2 has no streams, and waits for its collectives."""
+        """Return the seconds that FSDP's gathers and reductions (ZeRO 2 and 3) add to a layer's pass that computes for ``compute_s``. On
+        CPUs FSDP2 has no streams, and waits for its collectives."""
         return communication_s if self.cpu else overlapped_s(compute_s, communication_s, slowdown)
 
     def sharded_copies_s(
         self, gathered_bytes: float, gradient_bytes: float, reduced_bytes: float, cluster: Cluster
     ) -> tuple[float, float]:
-        """Seconds of FSDP's copies around a gather of a layer's parameters and around a reduction of their gradients.
+        """Return the seconds of FSDP's copies around a gather of a layer's parameters and around a reduction of their gradients.
 
-        FSDP2 copies what it gathered out of the flat buffer, and gradients into a buffer in the dtype of the reduction, on the compute
-        stream, so that the copies never overlap arithmetic.
-        On CPUs they are part of the collectives, as ``autopar profile`` measures them.
+        FSDP2 copies gathered parameters out of the flat buffer, and gradients into a buffer in the reduction's dtype, on the compute
+        stream, so that the copies never overlap arithmetic. On CPUs the copies are part of the collectives that ``autopar profile``
+        measures.
         """
         if self.cpu:
             return 0.0, 0.0
         return 2 * gathered_bytes / cluster.gpu.bytes_per_s, (gradient_bytes + reduced_bytes) / cluster.gpu.bytes_per_s
 
     def exposed_early_s(self, communication_s: float, arithmetic_s: float, cluster: Cluster) -> float:
-        """The seconds that a collective of tensor parallelism adds if ``arithmetic_s`` of arithmetic run after its start.
+        """Return the seconds that a tensor-parallel collective adds if ``arithmetic_s`` of arithmetic overlap it.
 
-        gloo competes with the layer for the processors: on CPUs nothing is hidden, unless the hidden share was measured.
+        On CPUs gloo competes with the layer for the processors, so nothing is hidden, unless the overlap was measured.
         """
         if self.cpu and cluster.wires is None:
             return communication_s
         return overlapped_s(arithmetic_s, communication_s, cluster.overlap_slowdown)
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
-        """The seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if one microbatch's backward of the
-        layer computes for ``backward_s``. Emitted programs reduce during the backward of the last microbatch."""
+        """Return the seconds that the reduction of a layer's gradients adds to the step under ZeRO 0 and 1, if the layer's backward of one
+        microbatch takes ``backward_s``. Emitted programs reduce during the backward of the last microbatch."""
         return overlapped_s(backward_s, communication_s, slowdown)
 
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
-        """The seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast) adds to the step, if one microbatch's
-        forward of the layer computes for ``forward_s``. Emitted programs send them during the next step's first forward."""
+        """Return the seconds that sending updated parameters (ZeRO 1's gather, a server's broadcast) adds to the step, if the layer's
+        forward of one microbatch takes ``forward_s``. Emitted programs send them during the next step's first forward."""
         return overlapped_s(forward_s, communication_s, slowdown)
 
     def border_bytes(self, size: float) -> float:
-        """Bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
+        """Return the bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
         return size
 
     def live_bytes(
         self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
     ) -> tuple[float, float]:
-        """Bytes of the layer's gradients (``gradients`` counts only the copies) and its transient, see ``live_memory``."""
+        """Return the layer's bytes of gradients and its transient bytes, see ``live_memory``; ``gradients`` are the bytes that persist."""
         if zero < 2:
             return gradients, replicated_transient(share, data, zero, numbers, self.cpu)
         return sharded_bytes(share, data, zero, whole_gradients, numbers, self.cpu)
@@ -132,8 +130,8 @@ EMITTED = TrainerModel()
 
 
 def is_sharded(types: AxisTypes, node: str, operand: int) -> bool:
-    """Whether an axis of these types shards a value of an op: an operand as the op reads it, the result (``OUTPUT``), or a tensor that
-    the op allocates internally (``INTERNAL``)."""
+    """Return whether an axis of these types shards a value of an op: an operand as the op reads it, the result (``OUTPUT``), or a tensor
+    that the op allocates internally (``INTERNAL``)."""
     if operand == INTERNAL:
         return types.letter.get(node) is not None
     return (types.produced[node] if operand == OUTPUT else types.needed[node][operand]).sharded

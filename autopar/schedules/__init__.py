@@ -1,16 +1,16 @@
 """Pipeline schedules: names, orders of actions, memory and time, all in this package.
 
 ==================  =================  ===============  =============================================
-name                stages per device  placed           backward
+name                stages per device  placement        backward
 ==================  =================  ===============  =============================================
-none                1                  one device       whole
-gpipe               1                  in turn          whole
-1f1b                1                  in turn          whole
-interleaved-1f1b    2 or more          in turn          whole
-zero-bubble         1 or more          in turn          in two parts (torch's InterleavedZeroBubble)
-zbv                 2                  in a V           in two parts (torch's ZBVZeroBubble)
-dualpipev           2                  in a V           in two parts at both ends (torch's DualPipeV)
-chimera             2                  both ways        whole
+none                1                  one device       one action
+gpipe               1                  looped           one action
+1f1b                1                  looped           one action
+interleaved-1f1b    2 or more          looped           one action
+zero-bubble         1 or more          looped           split in two (torch's InterleavedZeroBubble)
+zbv                 2                  V-shaped         split in two (torch's ZBVZeroBubble)
+dualpipev           2                  V-shaped         split at both ends (torch's DualPipeV)
+chimera             2                  bidirectional    one action
 ==================  =================  ===============  =============================================
 
 Under ``chimera`` (Li and Hoefler, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines", SC 2021,
@@ -44,13 +44,13 @@ CHIMERA = "chimera"
 SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V, CHIMERA)
 
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules that run a backward in two parts, of the inputs and of the weights (``program.weight_gradients``)."""
+"""Schedules that split a backward into input gradients and weight gradients (``program.weight_gradients``)."""
 
 SEVERAL_STAGES = (INTERLEAVED, *SPLIT, CHIMERA)
 """Schedules that may give a device several stages."""
 
 V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
-"""Schedules with two stages on each device: microbatches pass the pipeline ranks forth and back."""
+"""Schedules with two stages on each device: a microbatch goes down the pipeline ranks, and then back up."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Schedule:
 
     @property
     def split(self) -> bool:
-        """Whether a backward runs in two parts."""
+        """Whether the schedule splits backwards into input gradients and weight gradients."""
         return self.name in SPLIT
 
     @property
@@ -88,7 +88,7 @@ class Schedule:
         return copies_of(self.name)
 
     def rank(self, stage: int, microbatch: int) -> int:
-        """The pipeline rank that runs a stage for a microbatch."""
+        """Return the pipeline rank that runs a stage for a microbatch."""
         first = self.device[stage]
         return first if microbatch * self.copies < self.microbatches else self.pipeline - 1 - first
 
@@ -110,7 +110,7 @@ class Schedule:
         return tuple(map(tuple, found))
 
     def own(self, device: int) -> tuple[int, ...]:
-        """The stages of a device, in order."""
+        """Return the indices of a device's stages, ascending."""
         return self._own[device]
 
     @cached_property
@@ -124,17 +124,17 @@ class Schedule:
         return tuple(None if a == b else min(a, b) if abs(a - b) == 1 else self.pipeline - 2 for a, b in pairs)
 
     def by_device(self, values: Sequence[float]) -> list[float]:
-        """Sums over the stages of each device."""
+        """Return the sum of ``values[stage]`` over each device's stages."""
         return [sum(values[s] for s in self.own(d)) for d in range(self.pipeline)]
 
 
 def copies_of(name: str | None) -> int:
-    """The number of copies of each stage under the schedule ``name``."""
+    """Return the number of copies of each stage under the schedule ``name``."""
     return 2 if name == CHIMERA else 1
 
 
 def default_schedule(pipeline: int, microbatches: int, chunks: int = 1) -> str:
-    """1F1B if possible: with fewer microbatches than stages it has no advantage over GPipe, and torch's 1F1B refuses them."""
+    """Return 1F1B where possible: with fewer microbatches than stages it gains nothing over GPipe, and torch's 1F1B refuses them."""
     if chunks > 1:
         return INTERLEAVED
     return NO_PIPELINE if pipeline == 1 else ONE_F_ONE_B if microbatches >= pipeline else GPIPE
@@ -147,7 +147,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 
 def refusal(schedule: Schedule) -> tuple[str, str] | None:
-    """The message and the hint of the error that ``check_schedule`` raises; ``None`` for a possible schedule."""
+    """Return the message and the hint of the error that ``check_schedule`` raises; ``None`` for a valid schedule."""
     name, pipeline, chunks, microbatches = schedule.name, schedule.pipeline, schedule.chunks, schedule.microbatches
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}", f"the schedules are {', '.join(SCHEDULES)}"

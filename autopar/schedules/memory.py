@@ -4,8 +4,8 @@ A forward saves its microbatch's activations; the backward of the same stage and
 split a backward into input gradients (action ``I``) and weight gradients (``W``): ``I`` frees the activations except the *waiting* bytes,
 which ``W`` reads and frees. A running action also needs its stage's transient memory.
 
-If backwards are not split, a device's memory peaks at its first backward: the microbatches of all earlier forwards are in flight. If they
-are split, or microbatches go in both directions, it may peak at any action, depending on the bytes that the stages save.
+If backwards are not split, a device's memory peaks at its first backward: the microbatches of all earlier forwards are in flight. If
+backwards are split, or microbatches go in both directions, memory may peak at any action, depending on the bytes that the stages save.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PeakCounts:
-    """Microbatches at the moment when each device has most in flight: for each stage those in flight and those between ``I`` and ``W``,
-    and for each device the running stage."""
+    """The counts of microbatches at the moment when each device has most in flight.
+
+    ``in_flight`` and ``waiting`` (between ``I`` and ``W``) have an entry per stage, ``running`` the running stage of each device.
+    """
 
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -55,9 +57,9 @@ def peak_counts(schedule: Schedule) -> PeakCounts:
 
 @functools.lru_cache(maxsize=512)
 def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
-    """The moments at which a device's memory may peak: the microbatches in flight in each of its stages ``[moment, stage]``, and the
-    index of the running stage ``[moment]``. If backwards are split, as many columns follow for the microbatches between ``I`` and ``W``.
-    Moments with no larger count than another moment of the same running stage are left out."""
+    """Return the moments at which a device's memory may peak: the microbatches in flight ``[moment, stage]``, and the index of the running
+    stage ``[moment]``. If backwards are split, as many columns follow for the microbatches between ``I`` and ``W``. Moments that another
+    moment with the same running stage dominates are left out."""
     stages = schedule.own(device)
     chunks = len(stages)
     index = {stage: k for k, stage in enumerate(stages)}
@@ -71,7 +73,7 @@ def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     if not schedule.split:
         change = change[:, :chunks]
     after = np.cumsum(change, axis=0)
-    # what a backward frees is live while it runs; during I, waiting bytes replace saved ones step by step: the peak is its start or its end
+    # activations stay live while their backward runs; during I, waiting bytes gradually replace saved ones: I peaks at its start or end
     during = after - np.where((kind == "I")[:, None], change, np.minimum(change, 0))
     split = kind == "I"
     rows = np.unique(np.vstack([np.column_stack([chunk, during]), np.column_stack([chunk, after])[split]]), axis=0)
@@ -84,13 +86,13 @@ def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
 
 
 def counts_by_stage(schedule: Schedule, device: int, counts: Indices) -> tuple[tuple[int, int], ...]:
-    """One row of ``peak_moments`` as a pair for each stage: the microbatches in flight, and those between ``I`` and ``W``."""
+    """Return a row of ``peak_moments`` as a pair per stage: the microbatches in flight, and the microbatches between ``I`` and ``W``."""
     stages, row = len(schedule.own(device)), counts.tolist()
     return tuple(zip(row[:stages], row[stages:] or [0] * stages, strict=True))
 
 
 def max_in_flight(schedule: Schedule, device: int) -> int:
-    """The largest number of microbatches that are ever in flight in all stages of a device together."""
+    """Return the maximum number of microbatches in flight on a device, summed over its stages."""
     if schedule.peak_varies:
         counts, _ = peak_moments(schedule, device)
         return int(counts[:, : len(schedule.own(device))].sum(axis=1).max())
@@ -98,7 +100,7 @@ def max_in_flight(schedule: Schedule, device: int) -> int:
 
 
 def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The largest number of microbatches that are ever in flight in each stage."""
+    """Return each stage's maximum number of microbatches in flight."""
     if not schedule.peak_varies:
         return peak_counts(schedule).in_flight
     counts = {d: peak_moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
@@ -107,9 +109,9 @@ def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=512)
 def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
-    """The number of pipeline buffers of each stage: tensors as large as one stage sends to the next, besides saved activations. They hold
-    outputs until their backward, received gradients, inputs received early (see ``program.pipeline`` for 1F1B), and the last gradient
-    sent. Two stages on one device need none between them."""
+    """Return each stage's number of pipeline buffers: tensors of the size that one stage sends to the next, besides saved activations. They
+    hold outputs until their backward, received gradients, inputs received early (see ``program.pipeline`` for 1F1B), and the last gradient
+    sent. No buffers lie between two stages of one device."""
     m, buffers, links = schedule.microbatches, [], (None, *schedule.links, None)
     for s, n in enumerate(_max_in_flight_per_stage(schedule)):
         if schedule.name == NO_PIPELINE:
@@ -125,14 +127,14 @@ def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
 
 
 def device_buffers(schedule: Schedule, device: int) -> int:
-    """The number of pipeline buffers of all stages of a device: they are live whichever stage runs."""
+    """Return the number of pipeline buffers on a device: the buffers of all its stages are live, whichever stage runs."""
     return sum(pipeline_buffers(schedule)[s] for s in schedule.own(device))
 
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """For each stage of one device: the bytes that a microbatch saves, the bytes of it that are waiting between ``I`` and ``W``, and the
-    transient bytes of an action."""
+    """Bytes for each stage of one device: what a microbatch saves, what of it remains between ``I`` and ``W``, and an action's
+    transients."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -140,8 +142,8 @@ class StageBytes:
 
 
 def live_bytes(order: Sequence[Action], stages: Sequence[int], sizes: StageBytes) -> tuple[Indices, Indices]:
-    """Activation bytes and transient bytes while each action of a device runs. ``stages`` are the stages of the device; activations that
-    a forward saves or a backward frees are live while it runs."""
+    """Return activation bytes and transient bytes ``[action]`` while each action of a device with ``stages`` runs. Activations that an
+    action saves or frees count while it runs."""
     at = np.array([stages.index(stage) for _, stage, _ in order], dtype=np.intp)
     saved, transients = np.array(sizes.saved, dtype=np.int64), np.array(sizes.transients, dtype=np.int64)
     kind, waiting = np.array([kind for kind, _, _ in order]), np.array(sizes.waiting, dtype=np.int64)[at]
@@ -150,7 +152,7 @@ def live_bytes(order: Sequence[Action], stages: Sequence[int], sizes: StageBytes
 
 
 def peak(schedule: Schedule, device: int, sizes: StageBytes) -> tuple[int, int, int]:
-    """Activation bytes and transient bytes when a device's memory peaks, and that moment's index in ``peak_moments``."""
+    """Return activation bytes and transient bytes when a device's memory peaks, and that moment's index in ``peak_moments``."""
     if not schedule.interleaved:  # one stage, whose memory peaks at the first backward
         return peak_counts(schedule).in_flight[device] * sizes.saved[0], sizes.transients[0], 0
     counts, running = peak_moments(schedule, device)

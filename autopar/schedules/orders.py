@@ -1,14 +1,14 @@
 """The ordered actions of each device of a pipeline: exactly the lists that ``torch.distributed.pipelining`` runs, and Chimera's.
 
-An action is ("F", "B", "I" or "W", stage, microbatch): a forward, a whole backward, or one in two parts, of the inputs (I) and of the
-weights (W). GPipe, 1F1B and interleaved 1F1B run whole backwards. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that runs W when a device
-would otherwise wait; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first and the last stage.
-``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the forward's result
-when both are done.
+An action is ("F", "B", "I" or "W", stage, microbatch): a forward (F), a full backward (B), or the input gradients (I) or the weight
+gradients (W) of a split backward. GPipe, 1F1B and interleaved 1F1B run full backwards. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that
+runs W when a device would otherwise wait; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first
+and the last stage. ``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the
+forward's result when both are done.
 
-``chimera`` runs whole backwards of two pipelines in opposite directions (``_chimera``).
+``chimera`` runs full backwards of two pipelines in opposite directions (``_chimera``).
 
-Stage 0 runs both parts like the other stages: its first part computes the gradients that its later layers pass to the earlier ones.
+Stage 0 runs both I and W, like the other stages: its I computes the gradients that its later layers pass to the earlier ones.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from collections.abc import Iterator
 from autopar.schedules import CHIMERA, DUALPIPE_V, GPIPE, INTERLEAVED, NO_PIPELINE, ZERO_BUBBLE, ZERO_BUBBLE_V, Schedule
 
 Action = tuple[str, int, int]
-"""``"F"``, ``"B"``, ``"I"`` or ``"W"``, the stage (a device may have several), the microbatch."""
+"""The kind (``"F"``, ``"B"``, ``"I"`` or ``"W"``), the stage (a device may have several), and the microbatch."""
 
 Group = tuple[Action, ...]
-"""An action, or a forward and a backward whose results are sent when both are done."""
+"""One action, or an overlapped pair: a forward and a backward whose results are sent when both are done."""
 
 
 def device_order(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """The actions of the device at pipeline rank ``rank``, in order."""
+    """Yield the actions of the device at pipeline rank ``rank``, in order."""
     return (action for group in device_groups(schedule, rank) for action in group)
 
 
 def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
-    """The actions of ``device_order``, with overlapped pairs grouped."""
+    """Yield the actions of ``device_order``, with overlapped pairs grouped."""
     line, chunks, m = schedule.pipeline, schedule.chunks, schedule.microbatches
     if schedule.name == DUALPIPE_V:
         return _dualpipe(rank, line, m)
@@ -50,13 +50,13 @@ def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
 
 
 def warm_forwards(schedule: Schedule, rank: int) -> int:
-    """Forwards of a pipeline rank before its first backward, for schedules with one stage per device: the microbatches in flight."""
+    """Return how many forwards a pipeline rank runs before its first backward, for schedules with one stage per device."""
     m = schedule.microbatches
     return {NO_PIPELINE: 1, GPIPE: m}.get(schedule.name, min(m, schedule.pipeline - rank))
 
 
 def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
-    """One stage: ``warm`` forwards, then backwards and forwards in turn."""
+    """Yield the actions of one stage: ``warm`` forwards, then alternating backwards and forwards."""
     for i in range(warm):
         yield "F", stage, i
     for i in range(microbatches):
@@ -66,13 +66,12 @@ def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
 
 
 def _round(line: int, microbatches: int) -> int:
-    """The number of microbatches that go through a chunk before the next chunk: the number of devices, or a few more so that all rounds
-    are equal."""
+    """Return how many microbatches go through a chunk before the next chunk starts: one per device, or more so that rounds are equal."""
     return microbatches // max(1, microbatches // line)
 
 
 def _rounds(line: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
-    """(chunk, microbatch) of a device's forwards: rounds of microbatches, each through every chunk."""
+    """Return the (chunk, microbatch) pairs of a device's forwards in order: each round of microbatches goes through every chunk."""
     order, size = [], _round(line, microbatches)
     for start in range(0, microbatches, size):
         for chunk in range(chunks):
@@ -81,7 +80,7 @@ def _rounds(line: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
 
 
 def _interleaved(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
-    """Torch's ``ScheduleInterleaved1F1B``, and Megatron's."""
+    """Yield the actions of torch's ``ScheduleInterleaved1F1B``, which is also Megatron's schedule."""
     forwards = _rounds(line, chunks, microbatches)
     warm = min((chunks - 1) * _round(line, microbatches) + 2 * (line - 1 - rank), len(forwards))
     for chunk, i in forwards[:warm]:
@@ -94,7 +93,7 @@ def _interleaved(rank: int, line: int, chunks: int, microbatches: int) -> Iterat
 
 
 def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
-    """Torch's ``ScheduleInterleavedZeroBubble``: a device's W lag behind its I by the number of devices before it."""
+    """Yield the actions of torch's ``ScheduleInterleavedZeroBubble``: each W runs ``rank`` backwards after its I."""
     forwards = _rounds(line, chunks, microbatches)
     backwards = [((chunks - 1 - chunk) * line + rank, i) for chunk, i in forwards]
     warm = min((chunks - 1) * _round(line, microbatches) + line - 1 - rank, len(forwards))
@@ -112,7 +111,7 @@ def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterat
 
 
 def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
-    """Torch's ``ScheduleZBVZeroBubble``, which is made for at least ``2 line - 1`` microbatches: with fewer, the surplus is left out."""
+    """Yield the actions of torch's ``ScheduleZBVZeroBubble``, which needs ``2 line - 1`` microbatches: the caller drops surplus ones."""
     first, second = rank, 2 * line - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FIW" for stage in (first, second)), 0)
 
@@ -142,15 +141,15 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
 
 
 def _chimera(rank: int, line: int, microbatches: int) -> Iterator[Action]:
-    """Chimera's bidirectional pipelines: the first half of the microbatches goes down, the second half up.
+    """Yield the actions of Chimera's bidirectional pipelines: the first half of the microbatches goes down, the second half up.
 
     In each direction, forwards and backwards pass one stage in 3 time slots, and a microbatch begins every 6. A rank then has one slot in
     6 for each direction's forward (3 slots apart, because ``line`` is even), and the two slots after it for that direction's backward. So
     no two actions of a rank share a slot, and the list has them in the order of their slots; at run time each begins as early as it can.
 
-    With ``line`` microbatches the times are those of the paper's basic unit (section 3.1). With more, the paper concatenates units (section
-    3.5), which leaves bubbles between them where backwards are longer than forwards; here all microbatches are in one steady state, with
-    as many in flight. In all, a device waits ``line - 2`` times the longer of a forward and a backward.
+    With ``line`` microbatches this is the paper's basic unit (section 3.1). With more, the paper concatenates units (section 3.5), which
+    leaves bubbles between units if backwards are longer than forwards; here all microbatches run in one steady state, with as many in
+    flight. A device is idle for ``line - 2`` times the longer of a forward and a backward.
     """
     half = microbatches // 2
     slots: list[tuple[int, Action]] = []
@@ -162,7 +161,7 @@ def _chimera(rank: int, line: int, microbatches: int) -> Iterator[Action]:
 
 
 def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
-    """Torch's ``ScheduleDualPipeV``, that is DeepSeek's DualPipeV, whose source explains every step."""
+    """Yield the actions of torch's ``ScheduleDualPipeV``: DeepSeek's DualPipeV, whose source explains every step."""
     first, second = rank, 2 * line - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FB" for stage in (first, second)), 0)
     later: deque[tuple[int, int]] = deque()
@@ -197,7 +196,7 @@ def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
     for _ in range(line - rank - 1):
         yield (run("B", second),)
         yield run("F", second), run("B", first)
-    for i in range(rank + 1):  # backwards of the second half run in two parts
+    for i in range(rank + 1):  # backwards of the second half are split
         half = (rank + 1) // 2
         yield (run("I" if i > half or (i == half and rank % 2) else "B", second),)
         yield (run("I" if i >= half else "B", first),)

@@ -1,11 +1,11 @@
 """The time of a pipelined step: each device runs its list of actions in order, and an action waits for its input from the neighbouring
 stage.
 
-Exact for the action lists that ``torch.distributed.pipelining`` runs (``schedules``). A step is the longest path through those
-actions, so it never falls when a stage gets slower. ``lower_bound`` gives linear bounds of that path for the solvers.
+The time is exact for the action lists that ``torch.distributed.pipelining`` runs (``schedules``). It is the longest path through those
+actions, so it never falls when a stage gets slower. ``textbook_paths`` gives linear lower bounds of that path for the solvers.
 
-*Parts* are the seconds of stages in rows: forwards and backwards; or, if backwards are in two parts, forwards, gradients of inputs and
-gradients of weights.
+``parts[part, stage]`` are the seconds of the stages: forward and backward; or, if backwards are split, forward, input gradients and weight
+gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Span:
 
 @dataclass(frozen=True)
 class _Program:
-    """A schedule's actions in dependency order: (its kind and stage, as a row of ``_seconds``; the previous action of the device; the
-    action whose result it takes), and its microbatch; and the last action of each device. A missing action is -1."""
+    """A schedule's actions in dependency order. ``waits`` has for each action the row of ``_seconds`` for its kind and stage, the index of
+    the device's previous action, and the index of the action whose result it receives; -1 stands for no action. ``last`` has the last
+    action of each device."""
 
     waits: list[tuple[int, int, int]]
     microbatch: list[int]
@@ -54,7 +55,7 @@ def _program(schedule: Schedule) -> _Program:
     groups = [list(device_groups(schedule, rank)) for rank in range(line)]
     device = [*schedule.device, -1]
     slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
-    # the action after which the result of a forward (rows of stages) or of a backward (the following rows) has been sent
+    # the action after which a result has been sent: rows 0 to stages - 1 are for forwards, the following rows for backwards
     sent: list[list[int | None]] = [[None] * microbatches for _ in range(2 * stages)]
     nothing: list[int | None] = [-1] * microbatches
     source = {("F", s): sent[s - 1] if s else nothing for s in range(stages)}
@@ -90,14 +91,14 @@ def _program(schedule: Schedule) -> _Program:
 
 
 def _seconds(parts: Array) -> Array:
-    """Seconds by kind and stage, from ``parts[part, stage, ...]``."""
+    """Return seconds for each kind and stage, ``[kind * stages + stage, ...]``, from ``parts[part, stage, ...]``."""
     forward, inputs = parts[:2]
     weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
     return np.concatenate([forward, inputs + weights, inputs, weights])
 
 
 def counted(schedule: Schedule, counts: Array) -> Array:
-    """How often a path contains each part of each stage; ``counts[..., kind, stage]`` counts its actions. The dual of ``_seconds``."""
+    """Return how often a path contains each part of each stage, from its actions ``counts[..., kind, stage]``: the dual of ``_seconds``."""
     forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
     return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
 
@@ -105,8 +106,8 @@ def counted(schedule: Schedule, counts: Array) -> Array:
 def parts_of(
     schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
 ) -> Array:
-    """The parts of the stages. ``weight_s`` is the part of ``backward_s`` for the weights; it counts if the schedule runs it
-    separately."""
+    """Return ``parts[part, stage]``. ``weight_s``, the weight gradients' share of ``backward_s``, matters only if the schedule splits
+    backwards."""
     if not schedule.split:
         return np.array([forward_s, backward_s], dtype=np.float64)
     inputs = np.subtract(backward_s, weight_s) if len(weight_s) else backward_s
@@ -116,7 +117,7 @@ def parts_of(
 def timeline(
     schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
 ) -> tuple[Span, ...]:
-    """Every action with its start and stop. Without a pipeline each backward runs right after its forward."""
+    """Return every action with its start and stop. Without a pipeline each backward runs right after its forward."""
     program, stages = _program(schedule), schedule.stages
     done = _ends(program.waits, _seconds(parts_of(schedule, forward_s, backward_s, weight_s)).tolist())
     return tuple(
@@ -126,8 +127,8 @@ def timeline(
 
 
 def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Array]:
-    """The longest path to the last action of each device, of those that take longer than ``least_s``: how often the path contains each of
-    ``parts``. With other seconds the step is no shorter than any of these paths."""
+    """Return the longest path to each device's last action, if it takes longer than ``least_s``, as counts ``[part, stage]``. With any
+    other ``parts``, too, the step takes at least as long as each of these paths."""
     program = _program(schedule)
     waits = program.waits
     done = _ends(waits, _seconds(parts).tolist())
@@ -145,7 +146,7 @@ def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Arra
 
 
 def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:
-    """The time at which each action ends; the last entry, which index -1 reads, is the start time of actions that wait for nothing."""
+    """Return the time at which each action ends; the last entry, which index -1 reads, is the start of actions that wait for nothing."""
     done = [0.0] * (len(waits) + 1)
     for number, (slot, own, taken) in enumerate(waits):
         a, b = done[own], done[taken]
@@ -154,12 +155,12 @@ def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float
 
 
 def simulate_parts(schedule: Schedule, parts: Array) -> float:
-    """``simulate`` from the parts of the stages, ``parts[part, stage]``."""
+    """Return the step's seconds like ``simulate``, from ``parts[part, stage]``."""
     return max(_ends(_program(schedule).waits, _seconds(parts).tolist()))
 
 
 def simulate_many(schedule: Schedule, parts: Array) -> Array:
-    """``simulate`` for many sets of stages at once: ``parts[part, stage, set]``."""
+    """Return the step's seconds ``[set]`` for many sets of stages at once: ``parts[part, stage, set]``."""
     seconds, waits = _seconds(parts), _program(schedule).waits
     done = np.zeros((len(waits) + 1, seconds.shape[1]))
     for number, (slot, own, taken) in enumerate(waits):
@@ -171,7 +172,7 @@ def simulate_many(schedule: Schedule, parts: Array) -> Array:
 def simulate(
     schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
 ) -> float:
-    """Seconds from the first forward to the last backward (the last entry of ``timeline``, without building it)."""
+    """Return the seconds from the first forward to the last backward (the last stop of ``timeline``, without building it)."""
     stages, microbatches = len(forward_s), schedule.microbatches
     assert stages == schedule.stages, (stages, schedule)
     if stages == 1:
@@ -182,21 +183,21 @@ def simulate(
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage: the number of forwards before its first backward; the path ``round`` of ``textbook_paths`` counts one of them. GPipe
-    hides none: its forwards and its backwards are two pipelines, one after the other."""
+    """Return each stage's number of forwards before its first backward; the path ``round`` of ``textbook_paths`` counts one of them. It is
+    1 for GPipe, whose forwards and backwards are two pipelines, one after the other."""
     return (1,) * schedule.stages if schedule.name == GPIPE else peak_counts(schedule).in_flight
 
 
 def repeats(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage: how many extra times the path ``twice`` of ``textbook_paths`` contains its time; 0 if there is no such path."""
+    """Return how many extra times the path ``twice`` of ``textbook_paths`` contains each stage's time; 0 if there is no such path."""
     m, own = schedule.microbatches, peak_counts(schedule).in_flight
     return tuple(max(m - n, 0) if schedule.name == ONE_F_ONE_B else 0 for n in own)
 
 
 def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
-    """The longest of ``textbook_paths`` of GPipe and 1F1B, computed without building them.
+    """Return the seconds of the longest of ``textbook_paths`` for GPipe and 1F1B, without building the paths.
 
-    For GPipe it is the step itself: two flow shops of equal jobs, one after the other.
+    For GPipe the bound is the exact step time: two flow shops of equal jobs, one after the other.
     """
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     total, m, stages = sum(t), schedule.microbatches, len(t)
@@ -214,25 +215,24 @@ def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequ
 
 @functools.lru_cache(maxsize=64)
 def textbook_paths(schedule: Schedule) -> Array:
-    """Paths through the schedule, for every device; no step is shorter than any of them. The result counts each part of each stage
-    ``[part, path, stage]``. ``n_s`` is how often stage ``s`` runs forward before its device, whose stages are ``own``, first runs backward:
+    """Return paths through the schedule, as counts ``[part, path, stage]``; every path is a lower bound of the step. ``n_s`` is the number
+    of forwards of stage ``s`` before the first backward of its device, whose stages are ``own``:
 
         upto[d]    sum_{s < d} t_s + m sum_{own} t_s
         round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
         twice[d]   sum_s t_s + (m - n_d) t_d + sum_{s > d} t_s                                             1F1B, if m > n_d
 
     ``upto``: device ``d`` begins with stage ``d``, after one forward of each earlier stage, does all of its own work, and ends with a
-    backward of stage ``d``, followed by the backwards of the earlier stages. ``round``: its first backward is of stage ``(v-1)p + d``,
-    after a forward of every stage and a backward of each later one; then come the rest of its own actions, and again the stages before
-    ``d``.
-    ``twice``: under 1F1B its last forward, too, is followed by one forward and one backward of all later stages, and before it the device
-    has done m - n_d backwards; this gives uniform stages their (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for
-    uneven stages: with p=2, t_1 small, the step is m t_0, as t_1 hides under stage 0.
+    backward of stage ``d``, followed by the backwards of the earlier stages. ``round``: its first backward is that of stage ``(v-1)p + d``,
+    after a forward of every stage and a backward of each later stage; then come the device's other actions, and a backward of each stage
+    before ``d``. ``twice``: under 1F1B one forward and one backward of every later stage also follow the device's last forward, which comes
+    after m - n_d backwards; for uniform stages this gives (m + p - 1) t. The textbook's ``sum t + (m-1) max t`` is no bound for uneven
+    stages: with p=2 and t_1 small, the step takes m t_0, because t_1 hides under stage 0.
 
-    If every stage has two copies, ``upto`` alone holds, with m/2 microbatches and for the first of the device's stages.
+    If every stage has two copies, only ``upto`` holds, with m/2 microbatches and for the first of the device's stages.
 
-    If backwards are in two parts, ``upto`` and ``round`` hold for forwards and gradients of inputs, and each of the two may also end with
-    all work of the device: its weights' gradients may come last of all.
+    If backwards are split, ``upto`` and ``round`` hold for forwards and input gradients, and each may instead end with all actions of the
+    device, because weight gradients may come last.
     """
     if schedule.split:
         return _split_paths(schedule)
@@ -271,5 +271,6 @@ def _split_paths(schedule: Schedule) -> Array:
             path[2, turn + 1 if start else schedule.stages :] = 1  # and the gradients on the way back
             np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
             path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # the gradient of a stage that runs its whole backward at once counts no less in two parts
+    # a full backward takes no less time than its input gradients and weight gradients together
+
     return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

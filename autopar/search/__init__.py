@@ -1,7 +1,7 @@
-"""The search: prices and a cluster in, a plan with its bound and gap out.
+"""The search: it takes prices and a cluster, and returns a plan with its bound and gap.
 
-``search`` finds a plan, ``search_again`` searches with one thing changed, ``price_pins`` computes what the user's pins cost, ``evaluate``
-and ``reprice`` price a given plan, and ``manual_plan`` writes a plan without prices.
+``search`` finds a plan, ``search_again`` searches under a changed request, ``price_pins`` computes what the user's pins cost, ``evaluate``
+and ``reprice`` price an existing plan, and ``manual_plan`` writes a plan without prices.
 """
 
 from autopar.search.driver import price_pins, search, search_again

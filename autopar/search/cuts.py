@@ -1,4 +1,4 @@
-"""Cuts of a chain of layers whose stages are placed on the devices in turn."""
+"""Heuristics for stage cuts of a chain of layers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from autopar.search.pareto import Array
 
 
 def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that keep the largest share of a device small; ``shares[device]`` are the sums over the first layers on it, from none to all
-    of them, and ``device`` is the device of each stage.
+    """Return cuts that keep the maximum load of a device small. ``shares[device]`` are prefix sums of the layers' loads on that device, and
+    ``device`` is the device of each stage.
 
-    Bisection over the largest share: stages are filled one after the other, up to the share that their device may have by then.
+    Bisection over the maximum load: stages are filled one after the other, up to the load that their device may have so far.
     """
     stages, line, count = len(device), len(shares), len(shares[0]) - 1
     chunks = stages // line
     sums = [share.tolist() for share in shares]
     average = sum(share[-1] for share in sums) / line**2
-    even = 1 / sum(
-        1 / max(share[-1], 1e-300) for share in sums
-    )  # each device's share if layers could be divided at will
+    even = 1 / sum(1 / max(share[-1], 1e-300) for share in sums)  # each device's load if layers could be divided
     largest = max(max(np.diff(share)) for share in shares)
     best: tuple[float, tuple[int, ...]] = (np.inf, ())
 
@@ -50,11 +48,11 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
 
 
 def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
-    """Cuts that give device ``d`` ``layers[d]`` layers, in chunks as even as possible; ``order`` decides which chunks get the extra
-    layers.
+    """Return cuts that give device ``d`` ``layers[d]`` layers, in chunks that are as even as possible; chunks get extra layers in
+    ``order``.
 
-    If all devices have their extra layer in the same chunk, none waits for another. ``ends``: whether the first layer and the last layer
-    are of other kinds, so that their stages may have no other layer.
+    If all devices have their extra layer in the same chunk, no device waits for another. ``ends``: whether the first and the last layer are
+    of other kinds, so that their stages need no further layer.
     """
     line = len(layers)
     sizes = np.zeros((chunks, line), dtype=np.int64)
@@ -72,7 +70,7 @@ def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order
 
 
 def moved(bounds: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The cuts with one layer moved from a stage to another, for each such pair: the stages between them shift by a layer."""
+    """Return the cuts after moving one layer from stage a to stage b, for each pair (a, b): the stages between them shift by a layer."""
     found, at = [], np.array(bounds)
     for a, b in dict.fromkeys(pairs):
         if at[a + 1] - at[a] > 1:

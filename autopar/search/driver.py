@@ -1,20 +1,20 @@
-"""Best-first search over the configurations: prices and a cluster in, a plan with its proved bound out.
+"""Best-first search over the configurations: it takes prices and a cluster, and returns a plan with its proved bound.
 
-Every configuration (``Choice``) starts with a bound from the layers' own work (``Prices.least_time_s``), which needs no prices. The choice
-with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a more
-expensive bound, a solution, a proof. After each step the choice waits until its bound is the lowest again, so that no time is spent on a
-choice while another looks better. The search ends when no choice, open or closed, has a bound further than the target gap below the
-incumbent, or when the time limit is reached. The reported bound is the smallest of the open choices' bounds, the closed choices' bounds,
-and the incumbent's time.
+Every configuration (``Choice``) starts with a bound from its layers' work alone (``Prices.least_time_s``), which needs no prices. The
+configuration with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a
+more expensive bound, a solution, a proof. After each step the configuration waits until its bound is the lowest again, so that no time is
+spent on it while another looks better. The search ends when no bound of an open or closed configuration is below the incumbent by more than
+the target gap, or at the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations'
+bounds, and the incumbent's time.
 
-Once the choices under 1F1B and GPipe promise little more (``State.nearly_closed``), or the time for them is spent, every pipeline is tried
-with the other schedules, too, first with even stages (``_open_schedules``): the incumbent discards most of these choices by their first
-bounds. For such choices, pinned or not, the next number of chunks is priced only when the previous one has the lowest bound: the cheap
-bound rises with the number of chunks.
+When the configurations under 1F1B and GPipe can improve the incumbent only a little (``State.nearly_closed``), or have used up their time,
+every pipeline is also tried with the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these
+configurations by their first bounds. The next number of chunks, pinned schedule or not, is priced only when the previous one has the lowest
+bound, because the cheap bound rises with the number of chunks.
 
-Then every configuration is tried with sequence parallelism in all layers, too (``SearchOptions.sequences``). These are too many to open:
-each waits, with the bound of its arithmetic, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
-schedules with uneven stages come last, as many of them have low bounds and few are fast.
+Then every configuration is also tried with sequence parallelism in all layers (``SearchOptions.sequences``). These are too many to open:
+each waits, with its arithmetic as bound, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
+schedules with uneven stages come last, because many of them have low bounds and few are fast.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
 Group = tuple[Choice, ...]
-"""Configurations that differ in their numbers of chunks alone, fewest first."""
+"""Configurations that differ only in their number of chunks, ascending."""
 
 SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
-"""The shares of the time that are left when schedules besides 1F1B and GPipe are opened with even stages (the second: if sequence
-parallelism in all layers follows), and when sequence parallelism and uneven stages are, if not earlier (``Further``)."""
+"""Shares of the time limit that remain when further configurations are opened at the latest (``Further``): other schedules with even stages
+(the second share, if sequence parallelism in all layers follows); then sequence parallelism and uneven stages."""
 
 SMALL_LAYERS = 16
-"""The largest number of compiled layers for which schedules with two-part backwards are tried, which leave layers eager."""
+"""Maximum number of compiled layers for which schedules with split backwards are tried, which leave layers eager."""
 
 
 def search(
@@ -77,13 +77,13 @@ def search(
     options: SearchOptions | None = None,
     shared: Shared | None = None,
 ) -> Plan:
-    """The fastest plan of ``graph`` on ``cluster`` that fits, with a proved bound over the candidates that were searched.
+    """Return the fastest plan found for ``graph`` on ``cluster``, with a proved bound over the searched candidates.
 
-    ``shared`` holds tables that searches of the same graph share.
+    ``shared`` has tables that searches of the same graph share.
 
     Raises:
         InfeasibleError: nothing fits; the message names the stage, the layer and the part of memory, the hint a sufficient limit.
-        UsageError: pins that contradict each other.
+        UsageError: pins contradict each other.
     """
     started = time.monotonic()
     state = explore(graph, cluster, pricer, SearchOptions() if options is None else options, shared=shared)
@@ -92,7 +92,7 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search below a known step time: the plan, or ``None`` if none is faster; seconds of the faster of the two plans; the
+    """The result of a search below a known step time: the plan, or ``None`` if none is faster; the lower of the two step times; the
     bound."""
 
     plan: Plan | None
@@ -108,8 +108,8 @@ def search_again(
     known_s: float,
     shared: Shared | None = None,
 ) -> SearchResult | None:
-    """Search once more, with one thing changed, for a plan whose step takes less than ``known_s`` (infinite: any plan); ``None`` if the
-    request is refused or nothing fits. ``shared`` as in ``search``."""
+    """Search under a changed request for a plan whose step takes less than ``known_s`` (infinite: any plan); return ``None`` if the request
+    is invalid or nothing fits. ``shared`` as in ``search``."""
     started = time.monotonic()
     try:
         state = explore(graph, cluster, pricer, options, known_s, shared)
@@ -120,7 +120,7 @@ def search_again(
 
 
 def _resolved(cluster: Devices, pricer: PriceSource, options: SearchOptions) -> tuple[PriceSource, SearchOptions]:
-    """The pricer for the program that ``options`` describe, and the options completed with facts of the cluster and the pricer."""
+    """Return the pricer for the program that ``options`` describe, and the options completed with facts of the cluster and the pricer."""
     sync = options.of(SYNC.name) or SYNC.default
     pricer = pricer.of_program(options.prefetch or 1, sync).with_copies(copies_of(options.schedule))
     return pricer, replace(options, compiled=pricer.compiled, nvme=cluster.has_nvme)
@@ -135,10 +135,10 @@ def price_pins(
     time_limit_s: float,
     shared: Shared | None = None,
 ) -> Plan:
-    """``plan``, found with ``options``, with the price of each pin: the time saved if that pin alone were left to the search.
+    """Return ``plan``, the result under ``options``, with the price of each pin: the time saved if only that pin is left to the search.
 
-    Each pin needs its own search; ``time_limit_s`` is for all of them. A price has two figures, from the plan that was found and from the
-    bound, which differ where the search had no time to finish. A pin that another one needs has no price. ``shared`` as in ``search``.
+    Each pin needs a search of its own; all of them share ``time_limit_s``. A price has two figures, from the plan found and from the bound,
+    which differ if time runs out. A pin on which another pin depends has no price. ``shared`` as in ``search``.
     """
     shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
@@ -163,7 +163,7 @@ def explore(
     known_s: float = np.inf,
     shared: Shared | None = None,
 ) -> State:
-    """The search itself. ``known_s`` is the step time of a plan known to be possible: only faster plans are searched for."""
+    """Run the search and return its final state. ``known_s`` is the step time of a known plan: only faster plans are searched for."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
     deadline = time.monotonic() + options.time_limit_s
@@ -199,8 +199,8 @@ def explore(
 
 @dataclass(frozen=True)
 class Further:
-    """Configurations that are opened once the open ones are closed or, if ``early``, promise little, at the latest when less than
-    ``share`` of the time is left. ``bounded``: whether the plan's bound covers them, so that they are deferred even when time is out."""
+    """Configurations that are opened when all open ones are closed or, if ``early``, nearly closed; at the latest when less than ``share``
+    of the time limit is left. ``bounded``: whether the plan's bound covers them, so that they are deferred even if time is out."""
 
     share: float
     early: bool
@@ -212,7 +212,7 @@ class Further:
 
 
 def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> list[Further]:
-    """Return what pins leave to open after the configurations under 1F1B and GPipe, in this order."""
+    """Return the configurations to open after those under 1F1B and GPipe, in this order, as far as pins allow them."""
     schedules, sequences = _leaves_schedules(state.options), bool(_sequences(state))
     first = SCHEDULES_BEFORE_SEQUENCES_SHARE if sequences else SCHEDULES_SHARE
     found = [
@@ -224,17 +224,17 @@ def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) 
 
 
 def _leaves_schedules(options: SearchOptions) -> bool:
-    """Whether pins leave the schedule and the number of chunks to the search."""
+    """Return whether pins leave the schedule and the number of chunks to the search."""
     return options.schedule is None and options.chunks is None
 
 
 def _sequences(state: State) -> tuple[SequencePin, ...]:
-    """The sequence parallelism to try in all layers; none where time ran out before."""
+    """Return the sequence parallelism to try in all layers; none if time already ran out."""
     return () if state.unpriced or state.options.decides_sequences else tuple(state.options.sequences)
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
-    """Give every configuration its first bound, and return those that have one."""
+    """Compute the first bound of every configuration, and return the configurations that have one."""
     opened: list[Group] = []
     found = choices(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh(cluster, found)
@@ -266,7 +266,7 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
 
 
 def _late_sequences(state: State) -> str:
-    """Name the sequence parallelism that may be faster and was not opened in every configuration when time ran out."""
+    """Return in words the sequence parallelism that may be faster, but was not opened in every configuration when time ran out."""
     options = state.options
     late = {some.sequence for some in state.deferred if some.bound_s < state.cutoff_s}
     if state.unpriced and not options.decides_sequences:
@@ -275,7 +275,7 @@ def _late_sequences(state: State) -> str:
 
 
 def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> Array:
-    """``State.arithmetic``, by the FLOPs in the prices of the first configuration; 0 if it has no price."""
+    """Compute ``State.arithmetic`` from the FLOPs in the first configuration's prices; zeros if it has no price."""
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
@@ -288,7 +288,7 @@ def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group
 
 
 def _by_mesh(cluster: Devices, found: list[Choice]) -> list[Group]:
-    """The choices that the cluster admits; those that differ in their numbers of chunks alone are a group."""
+    """Return the configurations that the cluster admits, grouped if they differ only in their number of chunks."""
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
         if admits_copies(cluster, choice.schedule):
@@ -308,9 +308,9 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
 
 
 def _segments_would_save_memory(state: State, instance: Instance, solution: Solution, stage: int) -> bool:
-    """Whether pairs of the layers that a stage fully recomputes would keep less memory: each pair saves one input, but two layers' saved
-    values, instead of one layer's, are live at once; the layer's transient stands for a layer's saved values. Longer segments pay if
-    pairs do."""
+    """Return whether recomputing a stage's fully recomputed layers in pairs would need less memory: each pair saves one input fewer, but
+    the saved values of two layers are live at once. A layer's transient stands for its saved values. If pairs don't pay, longer segments
+    don't either."""
     n, _, place, _ = instance.regime(stage)
     spared, more = 0.0, np.inf
     for i in range(*solution.bounds[stage : stage + 2]):
@@ -322,8 +322,8 @@ def _segments_would_save_memory(state: State, instance: Instance, solution: Solu
 
 
 def _try_segments(state: State) -> bool:
-    """At the end of the search, try segments if the best plan fully recomputes many layers, which shows that it is short of memory; return
-    whether to go on."""
+    """Open segments at the end of the search if the best plan fully recomputes many layers, a sign that memory is scarce; return whether to
+    continue."""
     if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
@@ -338,8 +338,8 @@ def _try_segments(state: State) -> bool:
 
 
 def _try_segments_where_infeasible(state: State) -> bool:
-    """At the end of the search, try segments in choices for which nothing fits without them; return whether to go on. With segments such
-    a choice may be faster than its bound, which counts the recomputation or the copies that would make room."""
+    """Open segments at the end of the search in configurations for which nothing fits without them; return whether to continue. With
+    segments such a configuration may be faster than its bound, which includes the recomputation or the copies that would free memory."""
     for node in list(state.heap):
         plain = node.instance
         if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
@@ -358,10 +358,11 @@ def _try_segments_where_infeasible(state: State) -> bool:
 
 
 def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
-    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or others (see ``with_smaller_bubbles``).
+    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or with uneven ones
+    (``with_smaller_bubbles``).
 
-    Schedules that split backward passes don't compile layers: they are tried where layers are eager in any case, and in models of at most
-    ``SMALL_LAYERS``, if activations stay on the device.
+    Schedules that split backward passes don't compile layers: they are tried if layers are eager in any case, or in models of at most
+    ``SMALL_LAYERS`` layers, provided that activations stay on the device.
     """
     state.schedules, state.uneven = state.schedules or {}, not even
     for plain, *_ in opened:
@@ -371,7 +372,7 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
 
 
 def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
-    """Return ``with_smaller_bubbles`` of a choice; nothing if a pin decides the schedule or the chunks."""
+    """Return ``with_smaller_bubbles`` of a configuration; nothing if a pin decides the schedule or the chunks."""
     pins = state.prices.pins
     if not _leaves_schedules(state.options):
         return []
@@ -381,8 +382,8 @@ def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Grou
 
 @dataclass(order=True)
 class _MemoryNode:
-    """A choice, or with ``segments`` the same one with segments of several layers; ``need`` is a lower bound of the share of its memory
-    limit that the choice needs, and the share itself where there is a ``solution`` that needs no more."""
+    """A configuration, with segments of several layers if ``segments``. ``need`` is the share of the memory limit that ``solution`` needs;
+    without a solution, a lower bound of it."""
 
     need: float
     number: int
@@ -392,8 +393,8 @@ class _MemoryNode:
 
 
 def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) -> None:
-    """No incumbent: take the choice that needs the least memory, or explain why even that does not fit. The least memory of a choice is
-    computed where no other choice's lower bound is below it."""
+    """Take the configuration that needs the least memory as incumbent, or explain why even this one does not fit. The least memory of a
+    configuration is computed only if no other configuration's lower bound is below it."""
     heap: list[_MemoryNode] = []
 
     def push(instance: Instance, segments: bool = False) -> None:
@@ -473,7 +474,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
 
 
 def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
-    """The notes on what was not searched though a pin can ask for it."""
+    """Return notes on what was not searched, but can be pinned."""
     notes: list[str] = []
     if state.unpriced:
         notes.append(

@@ -1,4 +1,4 @@
-"""The exact cost of a complete choice (resharding, sends, schedule, memory by part), and the ``Plan`` that records it."""
+"""The exact cost of a complete solution (resharding, sends, schedule, memory by part), and the ``Plan`` that records it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from autopar.techniques import LAYER
 from autopar.units import size
 
 State = tuple[int, int, int]
-"""Bytes of parameters, of their gradients and of their optimizer state."""
+"""Bytes of parameters, of gradients and of optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Per stage: seconds of one microbatch (forward; backward; the weight gradients in it that may be deferred; communication in both) and
-    once-per-step seconds. Also the step time."""
+    """Seconds of each stage: forward, backward, the deferrable weight gradients in the backward, and communication, per microbatch; and
+    once per step. Also the step time."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -70,7 +70,7 @@ def step_cost(
     schedule: Schedule,
     below_s: float = np.inf,
 ) -> Cost:
-    """``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
+    """Return the cost of a step; ``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
     Resharding at a cut counts for the receiving stage, and a send for the sending stage: forward to the next stage, backward to the
     previous one. If the step takes at least ``below_s``, the returned time is only a lower bound.
@@ -96,20 +96,20 @@ def step_cost(
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
-    """The exact cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
+    """Return the exact cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
     return step_cost(
         solution.bounds, prices_of(instance, solution), *transfers(instance, solution), instance.schedule, below_s
     )
 
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
-    """The price of each layer on the devices of its stage."""
+    """Return the price of each layer on the devices of its stage."""
     places = (instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
 def transfers(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
-    """Seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
+    """Return the seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
     pick, place = solution.pick, instance.layout.place
     edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
@@ -121,27 +121,27 @@ def transfers(instance: Instance, solution: Solution) -> tuple[list[float], list
 
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
-    """Memory per pipeline rank."""
+    """Return the peak memory of each pipeline rank."""
     return device_memories(instance.schedule, by_stage(prices_of(instance, solution), solution.bounds))
 
 
 def by_stage(prices: Sequence[LayerPrice], bounds: Sequence[int]) -> list[Sequence[LayerPrice]]:
-    """The prices of the layers of each stage."""
+    """Return the prices of the layers of each stage."""
     return [prices[i:j] for i, j in pairwise(bounds)]
 
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
-    """Bytes that a stage needs if its layers, from ``first`` on, have the candidates ``pick``."""
+    """Return the bytes that a stage needs if its layers, from ``first`` on, have the candidates ``pick``."""
     place = instance.layout.place[stage]
     prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
     return float(Device(instance.schedule, stage, [prices]).most().total)
 
 
 def regrouped(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
-    """The candidates of a stage's layers from ``first`` on, regrouped so that equal ones are adjacent and segments of several layers are
-    not cut short.
+    """Return the candidates of a stage's layers from ``first`` on, reordered so that equal candidates are adjacent, which keeps segments of
+    several layers from being cut short.
 
-    Only layers of one kind and layout exchange candidates, which changes nothing else in time or memory.
+    Only layers of the same kind and layout exchange candidates, which changes nothing else in time or memory.
     """
     places: dict[tuple[int, int], list[int]] = {}
     for a, k in enumerate(pick):
@@ -155,7 +155,7 @@ def regrouped(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int,
 
 
 def all_regrouped(instance: Instance, solution: Solution) -> Solution:
-    """``regrouped`` for every stage, if any candidate recomputes several layers as one."""
+    """Return the solution with ``regrouped`` stages, if any candidate recomputes several layers as one."""
     if not instance.segmented:
         return solution
     runs = (regrouped(instance, i, solution.pick[i:j]) for i, j in pairwise(solution.bounds))
@@ -182,8 +182,8 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
 
 
 def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
-    """Host memory and NVMe of each pipeline rank, in bytes; with several chunks, every microbatch in flight counts as one of the chunk that
-    saves most."""
+    """Return the bytes in host memory and on NVMe of each pipeline rank. With several chunks, every microbatch in flight counts as one of
+    the chunk that saves most."""
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
@@ -194,7 +194,7 @@ def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
-    """Merge neighbouring axes to which every layer gives the same role; name an axis after its role if all layers agree on it."""
+    """Merge neighbouring axes that have equal roles in every layer, and name axes after their roles."""
     roles = [tuple(s.roles[a] for s in strategies) for a in range(len(mesh))]
     copies = [tuple(axis in s.data_axes(mesh)[0] for s in strategies) for axis in mesh]
     groups: list[list[int]] = []
@@ -224,7 +224,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The lower bound of a search, the solvers that ran, and remarks."""
+    """The lower bound of a search, its gap, the solvers that ran, and notes."""
 
     bound_s: float
     gap: float
@@ -255,7 +255,7 @@ def make_plan(
     limits: Sequence[float],
     proof: Proof,
 ) -> Plan:
-    """The record of a priced choice, its mesh coalesced. ``limits`` are the memory limits of the pipeline ranks in bytes."""
+    """Return the plan of a priced configuration, its mesh coalesced. ``limits`` are the memory limits of the pipeline ranks in bytes."""
     choice, found = priced.choice, priced.cost
     mesh, strategies = coalesce(choice.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
@@ -318,9 +318,10 @@ def make_plan(
 def counted_twice(
     graph: Graph, pricer: PriceSource, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
-    """Per pipeline rank, the bytes that its layers' prices count more than once: parameters that several layers of a stage share.
+    """Return for each pipeline rank the bytes that its layers' prices count more than once: of parameters that several layers of a stage
+    share.
 
-    Each stage keeps its own copy, even if a device has several stages.
+    Each stage has a copy of its own, even if a device has several stages.
     """
     found = []
     spans = list(pairwise(bounds))
@@ -336,29 +337,29 @@ def counted_twice(
 
 
 def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[Memory]:
-    """The bytes of each pipeline rank at its fullest moment; ``stages`` are the layers of each stage."""
+    """Return the memory of each pipeline rank at its peak; ``stages`` has the layers' prices of each stage."""
     return [device.most() for device in devices(schedule, stages)]
 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
-    """The pipeline ranks with the layers of their stages."""
+    """Yield the pipeline ranks with the layers of their stages."""
     return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
 
 
 def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
-    """For each device, the microbatches in flight when its memory peaks."""
+    """Return the microbatches in flight on each device when its memory peaks."""
     stages = by_stage(prices_of(instance, solution), solution.bounds)
     return [device.counts_at_peak() for device in devices(instance.schedule, stages)]
 
 
 def without_state(live: Memory, state: State) -> Memory:
-    """``live`` without ``state``: parameters, gradients, optimizer."""
+    """Return ``live`` minus the parameters, gradients and optimizer state in ``state``."""
     p, g, o = state
     return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
 
 
 def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: Plan) -> tuple[tuple[Moment, ...], ...]:
-    """For each pipeline rank, its live memory at each action of a step of ``plan``; the largest is its predicted memory.
+    """Return each pipeline rank's live memory at each action of a step of ``plan``; its maximum is the predicted memory.
 
     Raises:
         InfeasibleError: a layer has no price.
@@ -408,10 +409,10 @@ def evaluate(
     schedule: Schedule,
     precision: str,
 ) -> Plan:
-    """Price a plan that was written by hand: nothing is searched, so ``bound_s`` is 0, ``gap`` 1 and ``solver`` ``GIVEN``.
+    """Price a plan without a search: ``bound_s`` is 0, ``gap`` 1 and ``solver`` ``GIVEN``.
 
-    ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one per layer. Memory above the limit is
-    a note here, not an error.
+    ``stage_bounds`` are (0, first layer of stage 1, ..., number of layers); ``strategies`` has one strategy per layer. Memory above the
+    limit is a note, not an error.
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
@@ -447,7 +448,7 @@ def evaluate(
 
 
 def reprice(graph: Graph, cluster: Devices, pricer: PriceSource, plan: Plan, precision: str) -> Plan:
-    """``evaluate`` for the decisions of ``plan``."""
+    """Price the decisions of ``plan`` again with ``evaluate``."""
     return evaluate(
         graph,
         cluster,
@@ -468,8 +469,8 @@ def layer_prices(
     bounds: Sequence[int],
     strategies: Sequence[Strategy],
 ) -> tuple[list[LayerPrice], list[float], list[float]]:
-    """The price of each layer on the devices of its stage, and seconds of resharding and of a send after each layer but the last, as
-    ``step_cost`` takes them.
+    """Return the arguments of ``step_cost``: each layer's price on the devices of its stage, and the seconds of resharding and of a send
+    after each layer but the last.
 
     Raises:
         InfeasibleError: a layer has no price.
@@ -506,7 +507,7 @@ def _price(
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """The sort key that orders equally fast strategies by simplicity: techniques, then the ZeRO stage and its copies; the plan takes the
+    """Return the sort key that orders equally fast strategies by simplicity: techniques, then ZeRO stage and copies; the plan takes the
     lowest."""
     ranks = [technique.effort(value) for technique, value in zip(LAYER, strategy.options.values, strict=True)]
     before, after = ([rank for parts in ranks for rank in parts[i]] for i in (0, 1))
@@ -516,8 +517,8 @@ def _effort(strategy: Strategy) -> tuple[int, ...]:
 def simplified(instance: Instance, solution: Solution) -> PricedPlan:
     """Simplify a plan without making it slower: no recomputation and no higher ZeRO stage than needed.
 
-    Optima are rarely unique; a strategy that gains nothing confuses readers. All layers of a kind that have the same
-    strategy change together, to any candidate of the same roles, dominated ones included, if it fits and is no slower.
+    Optima are rarely unique, and a strategy that gains nothing confuses readers. All layers of a kind with the same strategy change
+    together, to any candidate with the same roles, including dominated ones, if the plan still fits and is no slower.
     """
     pick = solution.pick
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
@@ -554,7 +555,7 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
 
 
 def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, plain: PricedPlan) -> PricedPlan:
-    """The same plan, in which a segment that the end of its stage cuts short has its actual number of layers."""
+    """Return the plan with the actual length of segments that end early, at the end of their stage."""
     choice = instance.choice
     told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):

@@ -1,9 +1,9 @@
 """The exact method for one configuration of a small model: label setting and enumeration, with resharding and the schedule.
 
-For each span of layers i..j-1 it computes the Pareto front of the candidates that run them as one stage, layer by layer; then it tries the
-combinations of such stages, and prunes by a lower bound of the step. A label is the costs of one choice of candidates: the seconds of the
-stage by part, the once-per-step seconds, and the memory. If each device has one stage, its limit is checked in the labels, which then
-drop the memory; otherwise it is checked when a device's stages are combined.
+For each span of layers i..j-1 the method computes, layer by layer, the Pareto front of the candidates that run the span as one stage. Then
+it enumerates combinations of such stages, and prunes with a lower bound of the step. A label has the costs of one choice of candidates: the
+stage's seconds by part, the once-per-step seconds, and the memory. If each device has one stage, labels that exceed its limit are dropped,
+and the others then no longer need their memory; otherwise the limit is checked when a device's stages are combined.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.tables import Instance, Regime
 
-LABELS = 4_000  # maximum per stage and layer: with more the method gives up
+LABELS = 4_000  # maximum per stage and layer: beyond it the method gives up
 NODES = 200_000  # maximum number of combinations of stages
 
 
 class TooManyLabelsError(Exception):
-    """There are too many labels or combinations, or the time is over (internal: users never see it)."""
+    """There are too many labels or combinations, or time is out (internal: users never see it)."""
 
 
 @dataclass(frozen=True)
 class _StageFront:
-    """The Pareto front of stages with the same layers: the label of each, and the candidates of its layers."""
+    """The Pareto front of stages with the same layers: each stage's label, and the candidates of its layers."""
 
     labels: list[list[float]]
     picks: list[list[int]]
@@ -40,10 +40,10 @@ _Spans = dict[tuple[int, int, Regime], _StageFront]
 
 
 def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
-    """Return the optimum below ``cutoff_s`` (``None`` if there is none), by enumeration of undominated stages.
+    """Return the optimal step time and solution below ``cutoff_s`` (``None`` without one), by enumeration of undominated stages.
 
     Raises:
-        TooManyLabelsError: too many labels, combinations or seconds.
+        TooManyLabelsError: there are too many labels or combinations, or the deadline has passed.
     """
     stages, count = instance.schedule.stages, instance.layers
     regimes = _regimes(instance)
@@ -60,8 +60,8 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _regimes(instance: Instance) -> list[Regime]:
-    """Return the regime of each stage. If devices have several stages, memory is checked later, and regimes differ only in pipeline buffers
-    and place."""
+    """Return the regime of each stage. If devices have several stages, memory is checked later, so that regimes differ only in pipeline
+    buffers and place."""
     schedule, place = instance.schedule, instance.layout.place
     if not schedule.interleaved:
         return [instance.regime(s) for s in range(schedule.stages)]
@@ -69,7 +69,7 @@ def _regimes(instance: Instance) -> list[Regime]:
 
 
 def _always_fits(instance: Instance) -> bool:
-    """Return whether memory excludes no solution: any device has memory for all layers with their largest candidates, with the maximum of
+    """Return whether every solution fits: any device has memory for all layers with their largest candidates, with the maximum number of
     microbatches in flight of any stage and of pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
     most = max(float(peak_moments(schedule, d)[0].max()) for d in devices)
@@ -83,10 +83,10 @@ def _always_fits(instance: Instance) -> bool:
 
 
 class _Labels:
-    """The stages that begin with layer ``first``. The columns of a label are the seconds of each part, the once-per-step seconds, and
+    """The labels of stages that begin with layer ``first``. A label's columns are the seconds of each part, the once-per-step seconds, and
 
-    - for a device of one stage: live bytes, the transient, and bytes in host memory and on NVMe if any candidate has some,
-    - otherwise: bytes of weights, saved, waiting, the transient; zeros if any solution fits (``always_fits``).
+    - for devices with one stage: live bytes, transient bytes, and bytes in host memory and on NVMe if any candidate offloads,
+    - otherwise: bytes of weights, saved bytes, waiting bytes, transient bytes; zeros if every solution fits (``always_fits``).
     """
 
     def __init__(self, instance: Instance, first: int, regime: Regime, always_fits: bool) -> None:
@@ -146,7 +146,7 @@ class _Labels:
     def _extended(
         self, label: Array, last: NDArray[np.int32], joinable: Indices, layer: int, more: Array
     ) -> tuple[Array, Indices]:
-        """Return each label extended by each candidate of one more layer, and how many layers may still join its segment."""
+        """Return each label extended by each candidate of the next layer, and how many layers may still join its last segment."""
         instance, place = self.instance, self.place
         halves = instance.edge(layer - 1, place, last[:, None].astype(np.int64), np.arange(len(more))).ravel() / 2
         old, new = np.repeat(label, len(more), axis=0), np.tile(more, (len(label), 1))
@@ -171,9 +171,9 @@ class _Labels:
 def _joined(
     instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
 ) -> tuple[Array, Indices]:
-    """Return the bytes that a microbatch of a layer keeps beyond its share, and how many layers may still join its segment; indexed by the
-    previous label (its ``last`` candidate, and how many layers may join that candidate's segment) and by the layer's candidates. A layer
-    that joins a segment keeps nothing; a layer that begins one keeps all of the segment's bytes."""
+    """Return the bytes that a layer keeps per microbatch beyond its share, and how many layers may still join its segment, both ``[previous
+    label, candidate]``, flattened. A layer that joins a segment keeps nothing; a layer that begins a segment keeps all of its bytes.
+    ``last`` has each previous label's last candidate, ``joinable`` the number of layers that may join that candidate's segment."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
     same = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])
     joins = same[last] & (joinable > 0)[:, None]
@@ -182,7 +182,8 @@ def _joined(
 
 
 class _Enumeration:
-    """Depth-first search over the stages: tries every point of a stage's front while a lower bound of the step is below the best one."""
+    """Depth-first search over the stages: it tries every point of a stage's front for which a lower bound of the step beats the best
+    step."""
 
     def __init__(
         self, instance: Instance, regimes: list[Regime], spans: _Spans, cutoff_s: float, deadline: float
@@ -191,7 +192,7 @@ class _Enumeration:
         self.instance, self.regimes, self.spans, self.deadline = instance, regimes, spans, deadline
         self.parts = len(instance.kinds[0].seconds)
         self.zeros = [0.0] * (self.parts + 1 + 4 * schedule.interleaved)
-        self.labels = [self.zeros] * schedule.stages  # of the stages so far, then zeros
+        self.labels = [self.zeros] * schedule.stages  # labels of the stages so far, then zeros
         self.best_s, self.visited = cutoff_s, 0
         self.found: Solution | None = None
         if schedule.interleaved:
@@ -234,13 +235,13 @@ class _Enumeration:
         return [label[index] for label in self.labels]
 
     def _once_per_step(self) -> float:
-        """Return the largest once-per-step seconds of a device."""
+        """Return the maximum once-per-step seconds of a device."""
         steps = self._column(self.parts)
         one_stage = self.schedule.chunks * self.schedule.copies == 1
         return max(steps if one_stage else self.schedule.by_device(steps))
 
     def _lower_bound(self, done: int) -> float:
-        """Return a lower bound of the step, with the least times of layers from ``done`` on."""
+        """Return a lower bound of the step, with the minimum seconds of the layers from ``done`` on."""
         if not self.schedule.interleaved:
             return lower_bound(self.schedule, self._column(0), self._column(1)) + self._once_per_step()
         parts = np.array(self.labels)[:, : self.parts]

@@ -1,11 +1,12 @@
-"""The exact least cost of a pipeline stage, without the resharding inside it.
+"""The exact minimum cost of a pipeline stage, without the resharding inside it.
 
-Layers of one kind have one table of candidates, so a stage is a number of layers of each kind, and its cost depends on how many of them
-take each candidate: a knapsack. For k layers of a kind only the Pareto front of live memory and cost matters, and the front of k layers
-combines those of k - 1 layers and of one. The memory holds the largest transient of a stage once: for each level of transients, the
-candidates up to it are combined within the rest of the memory.
+Layers of the same kind share a table of candidates, so a stage is a number of layers of each kind, and its cost depends on how many of them
+take each candidate: a knapsack problem. For k layers of a kind only the Pareto front of live memory and cost matters, and the front of k
+layers combines the front of k - 1 layers with that of one layer. A stage's memory must hold its largest transient once: for each level of
+transients, the candidates up to that level are combined within the remaining memory.
 
-The relaxations in ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper than it can be.
+The relaxations in ``bounds`` let a fraction of a layer recompute, which makes a stage of four layers up to a tenth cheaper than any real
+one.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from autopar.search.pareto import Array, Indices, falling
 from autopar.search.tables import Instance, Regime, Roles, Table
 
 MAX_POINTS = 400
-"""Maximum number of Pareto points kept; a larger front is thinned out."""
+"""Maximum number of Pareto points in a front; larger fronts are thinned out."""
 
 MAX_TABLES = 3
-"""Callers compute the least cost of stages with up to this number of kinds of layers: more kinds have too many combinations, and a
-fraction of one layer among many matters little."""
+"""Maximum number of kinds of layers in a stage for which callers use knapsacks: more kinds have too many combinations, and in such large
+stages a fraction of a layer matters little."""
 
 
 @dataclass(frozen=True)
 class Front:
-    """The Pareto front of the candidates of some layers: live bytes, rising, and cost, falling. A point is a candidate of one layer, or
-    combines a point of each of two other fronts (``parts``)."""
+    """The Pareto front of the candidates of some layers: ``live`` bytes, ascending, and ``cost``, descending. A point is a candidate of one
+    layer, or combines a point of each of two other fronts (``parts``)."""
 
     live: Array
     cost: Array
-    origin: Indices  # with parts: (the first's point) * len(second) + (the second's point); otherwise the candidate
+    origin: Indices  # with parts: (point of the first) * len(second) + (point of the second); otherwise the candidate
     parts: tuple[Front, Front] | None = None
     table: int = 0  # the id of the candidate's table; 0 if there is no layer
 
@@ -42,7 +43,7 @@ class Front:
         return len(self.live)
 
     def within(self, live: float, cost: float) -> Front:
-        """Return the points with at most these live bytes and this cost; their candidates can't be looked up (``picks``)."""
+        """Return the points with at most these live bytes and this cost; ``picks`` does not work on the result."""
         keep = slice(int((self.cost > cost).sum()), int(np.searchsorted(self.live, live, side="right")))
         return Front(self.live[keep], self.cost[keep], self.origin[keep])
 
@@ -62,7 +63,7 @@ class Front:
 
 
 def layer_front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
-    """Return the Pareto front of one layer's candidates, which have these live bytes and costs."""
+    """Return the Pareto front of one layer's ``candidates``, whose live bytes and costs are ``live`` and ``cost``."""
     best = falling(live, cost)
     return Front(live[best], cost[best], candidates[best], table=table)
 
@@ -71,8 +72,8 @@ NO_LAYERS = Front(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
 
 
 def combined(a: Front, b: Front, limit: float, bound: bool, max_cost: float = np.inf) -> Front:
-    """Return the front of the layers of both, up to ``limit`` live bytes and ``max_cost``. Above ``MAX_POINTS`` some points are left out,
-    or with ``bound`` neighbours are merged into a point with the lower cost and the fewer live bytes."""
+    """Return the front of the layers of both fronts, up to ``limit`` live bytes and ``max_cost``. Above ``MAX_POINTS`` some points are
+    dropped; with ``bound``, neighbours are instead merged into a point with the lower cost and the fewer live bytes of both."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
     keep = falling(live, cost)
     keep = keep[int((cost[keep] > max_cost).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
@@ -83,13 +84,13 @@ def combined(a: Front, b: Front, limit: float, bound: bool, max_cost: float = np
 
 
 def with_roles(table: Table, roles: Roles) -> Indices:
-    """Return the table's candidates with these roles; all candidates, if none has them."""
+    """Return the indices of the table's candidates with these roles; of all candidates, if none has them."""
     found = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
     return found if len(found) else np.arange(len(table))
 
 
 Weights = tuple[float, float, float]
-"""What counts in a stage's cost: the weight of a microbatch's seconds, of its forward's, and of once-per-step seconds."""
+"""The weights in a stage's cost: of a microbatch's seconds, of its forward's seconds, and of once-per-step seconds."""
 
 Layers = Sequence[tuple[Table, int]]
 """The layers of a stage: for each table, the number of its layers."""
@@ -100,10 +101,10 @@ Part = tuple[int, int, int]
 
 @dataclass
 class Knapsacks:
-    """The least costs of stages under one regime and one cost, computed on demand.
+    """The minimum costs of stages under one regime and one kind of cost, computed on demand.
 
-    If a front has too many points, costs are lower bounds with ``bound``, and those of real stages without it (see ``combined``).
-    With ``roles`` a layer has these roles, if any of its candidates has.
+    If a front has too many points, costs with ``bound`` are lower bounds, and costs without it are those of feasible stages (see
+    ``combined``). With ``roles`` each layer has these roles, if any of its candidates does.
     """
 
     regime: Regime
@@ -115,7 +116,7 @@ class Knapsacks:
     _tables: list[Table] = field(default_factory=list)  # kept alive, so that their ids stay unique
 
     def _layer_fronts(self, table: Table) -> list[tuple[float, Front]]:
-        """Return one layer's fronts, by the level of the transients."""
+        """Return one layer's front for each level of transients."""
         if id(table) not in self._levels:
             self._tables.append(table)
             n, buffers, place, _ = self.regime
@@ -134,7 +135,7 @@ class Knapsacks:
         return self._levels[id(table)]
 
     def _front(self, parts: tuple[Part, ...]) -> Front:
-        """Return the front of all layers of some parts."""
+        """Return the front of all layers in ``parts``."""
         if not parts:
             return NO_LAYERS
         if parts not in self._fronts:
@@ -147,7 +148,7 @@ class Knapsacks:
         return self._fronts[parts]
 
     def _front_of_one(self, table: int, level: int, number: int) -> Front:
-        """Return the front of ``number`` layers of one table, built from those of fewer layers."""
+        """Return the front of ``number`` layers of one table, built from fronts of fewer layers."""
         single = self._levels[table][level][1]
         known = next((n for n in range(number - 1, 1, -1) if ((table, level, n),) in self._fronts), 1)
         front = single if known == 1 else self._fronts[((table, level, known),)]
@@ -156,8 +157,8 @@ class Knapsacks:
         return front
 
     def _by_level(self, layers: Layers) -> list[tuple[float, float, list[Part]]]:
-        """Return for each level of the stage's transients a lower bound of the cost, the memory left, and the parts whose transients are
-        up to the level; the lowest bound first."""
+        """Return for each level of the stage's transients a lower bound of the cost, the remaining memory, and the parts with transients up
+        to that level; sorted by bound."""
         tables = [(id(table), number, [level for level, _ in self._layer_fronts(table)]) for table, number in layers]
         floor = max(levels[0] for _, _, levels in tables)
         found = []
@@ -168,8 +169,8 @@ class Knapsacks:
         return sorted(found, key=lambda each: each[0])
 
     def _relaxed_cost(self, parts: Sequence[Part], room: float) -> float:
-        """Return the least cost of the parts in ``room`` bytes if fractions of a layer may take different candidates: the maximum of the
-        Lagrangian dual, which is at a multiplier of memory of zero, or at a slope of a layer's front."""
+        """Return the minimum cost of the parts within ``room`` bytes if fractions of a layer may take different candidates. It is the
+        maximum of the Lagrangian dual, at which memory's multiplier is zero or a slope of a layer's front."""
         singles = [(self._levels[table][level][1], number) for table, level, number in parts]
         slopes = [np.zeros(1)]
         for front, _ in singles:
@@ -181,7 +182,7 @@ class Knapsacks:
         return float((np.array(costs).sum(axis=0) - memory).max())
 
     def _best(self, layers: Layers) -> tuple[float, tuple[Front, int, Front, int] | None]:
-        """Return the least cost, and the fronts and points of two parts of the layers that have it."""
+        """Return the minimum cost, and the two fronts and their points that reach it together."""
         best: tuple[float, tuple[Front, int, Front, int] | None] = np.inf, None
         for least, room, parts in self._by_level(layers):
             if least >= best[0]:
@@ -197,11 +198,11 @@ class Knapsacks:
         return best
 
     def least(self, layers: Layers) -> float:
-        """Return the least cost of a stage with these layers that fits; ``inf`` if none does."""
+        """Return the minimum cost of a stage with these layers that fits in memory; ``inf`` if none fits."""
         return self._best(layers)[0]
 
     def picks(self, layers: Layers) -> list[list[int]] | None:
-        """Return for each table the candidates of its layers in the stage of least cost; ``None`` if no stage fits."""
+        """Return for each table the candidates of its layers in the stage of minimum cost; ``None`` if no stage fits."""
         found = self._best(layers)[1]
         if found is None:
             return None
@@ -215,7 +216,7 @@ class Knapsacks:
 def knapsacks(
     instance: Instance, regime: Regime, weights: Weights, *, bound: bool, roles: Roles | None = None
 ) -> Knapsacks:
-    """Return the ``Knapsacks`` of these arguments, cached in the instance."""
+    """Return the ``Knapsacks`` for these arguments, cached in the instance."""
     key = regime, weights, bound, roles
     if key not in instance.known:
         instance.known[key] = Knapsacks(regime, weights, bound, roles)

@@ -1,7 +1,7 @@
-"""Manual plans: a mesh, roles and cuts given by hand, without prices.
+"""Manual plans: plans from a mesh, roles and cuts, without a search or prices.
 
-For tests, examples and users who already know their plan. ``manual_plan`` fills a ``Plan`` whose prediction is all
-zeros; ``autopar.search.evaluate`` prices it.
+They are for tests, examples and users who already know their plan. ``manual_plan`` returns a ``Plan`` whose prediction is all zeros;
+``autopar.search.evaluate`` prices it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from autopar.techniques.technique import ANY, PERMISSIVE
 
 
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
-    """A dense mesh from (name, size) pairs, outermost first; axes of size 1 are left out, unless nothing else is left."""
+    """Return a dense mesh from (name, size) pairs, outermost first, without axes of size 1; ("data", 1) if no other axis is left."""
     sizes = [(name, size) for name, size in axes if size > 1] or [("data", 1)]
     assert len({name for name, _ in sizes}) == len(sizes), f"axes of one name: {axes}"
     mesh: list[Axis] = []
@@ -50,15 +50,15 @@ def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
 
 
 def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
-    """The mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism, times ``depth`` by data parallelism (2.5D). See
-    ``autopar.shard.grid``."""
+    """Return the mesh of 2D (``side ** 2`` devices) or 3D (``side ** 3``) tensor parallelism, with ``depth`` data-parallel copies (2.5D).
+    See ``autopar.shard.grid``."""
     assert dimensions in (2, 3), dimensions
     names = ("hidden", "weights") if dimensions == 2 else ("rows", "sequence", "weights")
     return make_mesh(("data", depth), *((name, side) for name in names))
 
 
 def even_cuts(layers: int, stages: int) -> tuple[int, ...]:
-    """The first layers of stages 1, 2, ... when ``layers`` are distributed evenly; earlier stages take the remainder."""
+    """Return the first layers of stages 1, 2, ... when ``layers`` are distributed evenly; earlier stages take the remainder."""
     base, rest = divmod(layers, stages)
     cuts, at = [], 0
     for stage in range(stages - 1):
@@ -79,23 +79,22 @@ def manual_plan(
     compiled: bool = False,
     **pins: Any,
 ) -> Plan:
-    """A plan in which every layer has the same strategy, except those that ``strategies`` gives by index.
+    """Return a plan in which every layer has the same strategy, except for the layers in ``strategies`` (by index).
 
-    ``pins`` are decisions for the plan and for every layer (``autopar.pins``). A degree that is left out is 1, ZeRO is stage 0, and
-    techniques have the simplest value that pins allow (with ``compiled``, layers are compiled). A value that needs ZeRO takes effect where
-    a layer has a data axis of more than one device, ``sync`` where a layer has several replicas. ``allow`` names the exactness that pins
-    give up.
+    ``pins`` are decisions for the plan and for every layer (``autopar.pins``). By default a degree is 1, the ZeRO stage 0, and techniques
+    have the simplest value that pins allow (with ``compiled``, layers are compiled). A value that needs ZeRO takes effect in layers with a
+    data axis of more than one device, ``sync`` in layers with several replicas. ``allow`` names the numerical deviations that pins cause.
     ``sequence`` shards activations between tensor-parallel regions along the sequence. ``cuts`` are the first layers of the stages after
     the first (default: layers distributed evenly).
 
-    Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, and axes of size 1 are left out
-    (a single axis ("data", size 1) stands when all are). With ``mesh`` those five degrees are not used: an axis takes the role that its
-    name begins with (``tensor0``, ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``), or data.
+    Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, without axes of size 1 (but at
+    least ("data", 1)). With ``mesh`` these five degrees are ignored: the start of an axis's name determines its role (``tensor0``,
+    ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``); other axes are data-parallel.
 
     Raises:
-        UsageError: impossible pins, cuts that do not cut the layers into the stages, a schedule that the pipeline does not admit, or
-            strategies for layers that do not exist.
-        BatchError: a global batch that the microbatches and the data axes do not divide.
+        UsageError: the pins are invalid, the cuts don't give the number of stages, the pipeline does not admit the schedule, or
+            ``strategies`` has an index without a layer.
+        BatchError: the microbatches and the data axes do not divide the global batch.
     """
     given = PlanPins(**{name: checked(name, value) for name, value in pins.items() if value is not None})  # type: ignore[arg-type]
     count = len(graph.layers)
@@ -150,8 +149,8 @@ def filled_plan(
 ) -> Plan:
     """Return the manual plan for ``devices`` devices in which every layer has ``pins`` and data parallelism uses the remaining devices.
 
-    ``microbatch`` is the number of sequences of one microbatch on one device; the other arguments are those of ``manual_plan``. Layers
-    without experts take data parallelism in place of expert parallelism.
+    ``microbatch`` is the number of sequences per device in one microbatch; for the other arguments see ``manual_plan``. Layers without
+    experts are data-parallel on expert axes.
 
     Raises:
         UsageError: the degrees do not divide the devices, or the model does not admit one of them.
@@ -195,20 +194,20 @@ def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
 
 
 def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
-    """The strategy of a layer, with the default of every technique that it cannot have."""
+    """Return the strategy with the default of every technique that the layer cannot have."""
     cls = graph.layers[layer].cls
     return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
 def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:
-    """The kinds of exactness that techniques give up, each with the responsible value."""
+    """Return the numerical deviations that techniques cause, each with the responsible value."""
     chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
     chosen += [(technique, given.of(technique.name) or technique.default) for technique in PLAN]
     return {name: f"{t.name}={value}" for t, value in chosen if (name := t.mode(value).gives_up)}
 
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, compiled: bool) -> Strategy:
-    """The strategy of all layers; ZeRO if there are copies of the parameters."""
+    """Return the strategy of all layers; it has ZeRO only if there are copies of the parameters."""
     for technique in LAYER:
         if technique.optional and ANY in (given.of(pin.name) for pin in (technique.pin, *technique.former_pins)):
             raise UsageError(
@@ -226,7 +225,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
 
 
 def _sync(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Collection[Strategy]) -> str:
-    """How replicas are synchronised. Where that gives up exactness, all layers must have the same data axes."""
+    """Return how replicas are synchronised. If that is not exact, all layers must have the same data axes."""
     axes = {strategy.replicas(mesh)[0] for strategy in strategies}
     degrees = [s.degree(mesh, Role.DATA) for s in strategies]
     check_replicas(graph, given, [None] if len(axes) > 1 else degrees)
@@ -234,7 +233,7 @@ def _sync(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Col
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
-    """The role that each axis's name begins with; data if it begins with none."""
+    """Return the role that each axis's name begins with; data if it begins with none."""
     named = {
         "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
         "sequence": Role.TENSOR_SEQUENCE,
@@ -249,7 +248,7 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
 
 
 def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[StagePlan, ...]:
-    """The stages without a prediction, on ``size`` devices each."""
+    """Return the stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
         StagePlan(start, stop, (schedule.device[stage] * size, size), nothing, 0, 0.0)
@@ -258,7 +257,7 @@ def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[Sta
 
 
 def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Where the stages begin, and the end of the last."""
+    """Return the first layer of each stage, and the end of the last stage."""
     if not 1 <= stages <= count:
         raise UsageError(
             f"{count} layers cannot be cut into {stages} pipeline stages",
@@ -271,7 +270,7 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
 
 
 def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index: int, strategy: Strategy) -> None:
-    """Raise if a layer's strategy does not fit the mesh or the pins of the plan, or if its data axes do not divide the batch."""
+    """Raise an error if a layer's strategy does not fit the mesh or the plan's pins, or if its data axes do not divide the batch."""
     check_sharding(given, graph.layers[index].name, strategy.zero, strategy.replicate)
     if len(strategy.roles) != len(mesh):
         raise UsageError(

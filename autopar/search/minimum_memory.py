@@ -1,4 +1,4 @@
-"""The least memory of a configuration: decides whether anything fits, and explains why nothing does."""
+"""The minimum memory of a configuration: whether any plan fits, and why none does."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _ROUNDING = 1e-9  # relative: sums of the same bytes in another order
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
-    """Return a solution of little memory, and the largest share of a device's memory limit that it needs. With one stage on each device
-    the share is the minimum; with several stages it is an upper bound of the minimum."""
+    """Return the maximum share of its memory limit that a device needs, and a solution with that share. With one stage on each device the
+    share is the minimum; with several stages it is an upper bound of the minimum."""
     solution = _balanced(instance) if instance.schedule.interleaved else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
 
 
 def is_feasible(instance: Instance) -> bool:
-    """Return whether ``least_memory`` is within the limits. The balanced solution is tried first: it takes less time, and mostly fits."""
+    """Return whether ``least_memory`` is within the limits. The balanced solution comes first: it takes less time, and usually fits."""
     return max(shares_of_limits(instance, _balanced(instance))) <= 1 or least_memory(instance)[0] <= 1
 
 
 def least_share(instance: Instance, weights_only: bool = False) -> float:
-    """Return a cheap lower bound of the share of ``least_memory``: all layers divided over all devices, and one layer's transients. With
-    ``weights_only`` it also holds if candidates recompute several layers as one segment."""
+    """Return a cheap lower bound of the share of ``least_memory``: all layers divided evenly over all devices, and one layer's transients.
+    With ``weights_only`` it also holds if candidates recompute several layers as one segment."""
     exact = not (weights_only or instance.schedule.interleaved)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)
@@ -60,14 +60,14 @@ def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
 
 
 def first_moments(instance: Instance) -> list[Counts]:
-    """Return the microbatches that each device has in flight when it has most of them, by stage."""
+    """Return each device's microbatches in flight, by stage, at the moment when it has most of them."""
     saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
     return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
 
 
 def _balanced(instance: Instance) -> Solution:
-    """Return the best of a few solutions that fill all devices equally: first at the moment with the most microbatches in flight, then at
-    the moments with the most memory."""
+    """Return the best of a few solutions that fill all devices equally: first at the moment with most microbatches in flight, then at the
+    moments when memory peaked."""
     solutions = [_balanced_at(instance, first_moments(instance))]
     if not instance.schedule.peak_varies:
         return solutions[0]
@@ -77,7 +77,7 @@ def _balanced(instance: Instance) -> Solution:
 
 
 def _balanced_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
-    """Return the candidates with the least memory on each device at its moment, and cuts that fill all devices equally."""
+    """Return the candidates with the least memory on each device at its moment in ``moments``, and cuts that fill all devices equally."""
     picks, shares = [], []
     for d, moment in enumerate(moments):
         tables = instance.at(instance.layout.place[d])
@@ -94,9 +94,9 @@ def _balanced_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
 def _one_stage(instance: Instance) -> Solution:
     """Return the solution that minimizes the largest share of a memory limit, with one stage on each device.
 
-    For each level of the transients, every layer takes its least ``weights + n saved`` among the candidates up to the level (if several
-    layers are recomputed as one, every run takes its least segments); a stage takes the best level, and dynamic programming cuts the
-    layers. This is a relaxation while candidates of tied layers aren't fixed.
+    For each level of transients, every layer takes the minimum of ``weights + n saved`` among the candidates up to that level (if several
+    layers are recomputed as one, every run takes its minimal segments). A stage takes the best level, and dynamic programming places the
+    cuts. This is a relaxation as long as candidates of tied layers aren't fixed.
     """
     count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
@@ -119,7 +119,7 @@ def _one_stage(instance: Instance) -> Solution:
 
 
 def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array]:
-    """Return ``[i, j]``: the least bytes of a stage of layers i..j-1, and the level of the transients that gives them."""
+    """Return ``[i, j]``: the minimum bytes of a stage of layers i..j-1, and the level of transients at which it is reached."""
     return _by_segment(instance, regime) if instance.segmented else _by_layer(instance, regime)
 
 
@@ -132,7 +132,7 @@ def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     live = np.full((len(tables), len(levels)), _NO_CANDIDATE)
     for least, table, transients in zip(live, tables, working, strict=True):
         order = transients.argsort()
-        count = np.searchsorted(transients[order], levels, "right")  # of candidates up to each level
+        count = np.searchsorted(transients[order], levels, "right")  # the number of candidates up to each level
         least[count > 0] = np.minimum.accumulate(table.live(n)[order])[count[count > 0] - 1]
     total = runs.counts @ live + levels
     best = total.min(axis=1)
@@ -158,17 +158,17 @@ def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
 
 
 class _LeastMemory:
-    """The least memory of runs of layers, transients excluded, with the candidates whose transients are at most ``level``.
+    """The minimum memory of runs of layers, without transients, over the candidates whose transients are at most ``level``.
 
     A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into segments.
-    Consecutive layers are a chain if they have a candidate of several layers in common, such as differently pinned layers of one class.
+    Consecutive layers form a chain if they share a candidate of several layers; these may be layers of one class with different pins.
     """
 
     def __init__(self, instance: Instance, regime: Regime, level: float) -> None:
         self.n, buffers, place, _ = regime
         self.instance, self.tables = instance, instance.at(place)
         self.allowed: list[NDArray[np.bool_]] = [table.transient_bytes(buffers) <= level for table in self.tables]
-        self.costs: list[Array] = []  # by kind: the least bytes of a segment of s + 1 layers
+        self.costs: list[Array] = []  # by kind: the minimum bytes of a segment of s + 1 layers
         self.candidates: list[Indices] = []  # by kind: the candidate of that segment
         for table, allowed in zip(self.tables, self.allowed, strict=True):
             sizes = np.arange(1, int(table.segment.max()) + 1)[:, None]
@@ -184,7 +184,7 @@ class _LeastMemory:
 
     @cached_property
     def live(self) -> Array:
-        """Return ``[i, j]``: bytes of layers i..j-1; ``inf`` if a layer has no candidate, and for empty runs."""
+        """``[i, j]``: bytes of layers i..j-1; ``inf`` if a layer has no candidate, and for empty runs."""
         instance, counts = self.instance, np.arange(self.instance.layers + 1)
         i, j = counts[:, None], counts[None, :]
         single = np.array([cost[0] if len(cost) == 1 else 0.0 for cost in self.costs])
@@ -204,7 +204,7 @@ class _LeastMemory:
 
     @cached_property
     def _chains(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the first layer and the layers' kinds of each chain in which segments may have several layers."""
+        """The first layer and the layers' kinds of each chain in which segments may have several layers."""
         found: list[tuple[int, tuple[int, ...]]] = []
         for kind, first, number in self.instance.runs:
             if len(self.costs[kind]) == 1:
@@ -218,7 +218,7 @@ class _LeastMemory:
         return found
 
     def _common(self, kinds: Collection[int]) -> list[dict[int, int]]:
-        """Return the candidates of several layers that all of these kinds have: for each candidate, its index by kind."""
+        """Return the candidates of several layers that all of these kinds share: for each candidate, its index by kind."""
         by_price = [
             {id(price): k for k, price in enumerate(self.tables[kind].prices) if price.segment > 1} for kind in kinds
         ]
@@ -227,7 +227,7 @@ class _LeastMemory:
         return sorted(numbers, key=lambda each: sorted(each.items()))
 
     def _segment(self, kinds: tuple[int, ...]) -> tuple[float, dict[int, int]]:
-        """Return the least bytes of one segment of layers of these kinds, and its candidate's index by kind."""
+        """Return the minimum bytes of one segment of layers of these kinds, and its candidate's index by kind."""
         size, different = len(kinds), frozenset(kinds)
         if len(different) == 1:
             kind = kinds[0]
@@ -251,7 +251,7 @@ class _LeastMemory:
         return self._mixed[key]
 
     def _cut(self, kinds: tuple[int, ...]) -> tuple[Array, list[int]]:
-        """Return the least bytes of the first 0, 1, ... layers of these kinds, and the length of the last segment of each."""
+        """Return the minimum bytes of the first 0, 1, ... of these layers, and the length of the last segment of each such prefix."""
         different = set(kinds)
         longest = max(len(self.costs[kind]) for kind in different)
         least, last = np.zeros(len(kinds) + 1), [0]
@@ -266,7 +266,7 @@ class _LeastMemory:
         return least, last
 
     def pick(self, i: int, j: int) -> list[int]:
-        """Return the candidates of layers i..j-1; in a chain of one kind, equal candidates are next to each other."""
+        """Return the candidates of layers i..j-1; in a chain of one kind, equal candidates are adjacent."""
         picks = [int(self.candidates[kind][0]) for kind in self.instance.kind[i:j].tolist()]
         for first, kinds in self._chains:
             start = max(i, first)
@@ -325,8 +325,8 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
 
 
 def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
-    """Return the error for a search in which every plan that fits the devices exceeds host memory or NVMe; ``solution`` needs the least
-    device memory."""
+    """Return the error for a search in which every plan that fits in device memory exceeds host memory or NVMe; ``solution`` needs the
+    least device memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
     offloaded, places = offloaded_bytes(instance.schedule, spans), instance.layout.place
     rooms = [instance.layout.tier_limits[places[d]] for d in range(len(offloaded))]

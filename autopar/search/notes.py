@@ -1,4 +1,4 @@
-"""Notes of a plan: sentences that a reader needs besides its figures."""
+"""The notes of a plan: sentences that a reader needs besides its figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.units import size
 
 
 def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
-    """Notes on how the plan runs the model, and on the devices or microbatches that it cannot use."""
+    """Return notes on how the plan runs the model, and on the devices or microbatches that it cannot use."""
     notes = []
     idle = [s.degree(mesh, Role.IDLE) for s in strategies]
     if max(idle) > 1:
@@ -58,13 +58,13 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
 
 
 def sync_notes(sync: str) -> tuple[str, ...]:
-    """A note on replicas that don't all-reduce their gradients in every step."""
+    """Return a note on replicas that don't all-reduce their gradients in every step."""
     found = SYNC.note((), 0, sync)
     return (found,) if found else ()
 
 
 def offload_notes(offloaded: Sequence[tuple[int, int]], stages: Sequence[Devices]) -> tuple[str, ...]:
-    """Notes that compare the bytes per device in host memory and on NVMe with the device's share of either."""
+    """Return notes that compare the bytes per device in host memory and on NVMe with the device's share of either."""
     found = []
     for i, where in enumerate(("in the host's memory", "on NVMe")):
         sizes = [each[i] for each in offloaded]
@@ -78,10 +78,10 @@ def offload_notes(offloaded: Sequence[tuple[int, int]], stages: Sequence[Devices
 
 
 def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
-    """A note on the layers that cannot be computed in parts (``overlap=halves``), in a plan that computes other layers so.
+    """Return a note on layers that cannot be computed in parts (``overlap=halves``), if the plan computes other layers in parts.
 
     Raises:
-        UsageError: the plan asks for parts, and no layer admits them.
+        UsageError: the plan computes microbatches in parts, and no layer admits it.
     """
     wanted = [layer for layer in plan.layers if layer.strategy.options.parts > 1]
     reasons = {
@@ -98,7 +98,7 @@ def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
 
 
 def odd_experts(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
-    """A note on the layers whose experts are computed one after the other."""
+    """Return a note on the layers whose experts are computed one after the other."""
     found = {layer.name: pricer.odd_experts(layer.cls, plan.mesh, layer.strategy) for layer in plan.layers}
     odd = {name: widths for name, widths in found.items() if widths is not None}
     if not odd:

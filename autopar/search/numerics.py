@@ -1,4 +1,4 @@
-"""The deviations from exact training that plans may make if the user allows it, and the best plan over all combinations."""
+"""The numerical deviations from exact training that the user allows, and the best plan over all their combinations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from autopar.techniques import OF_LAYERS
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The deviations from exact training that one plan may make.
+    """The numerical deviations that one plan may have.
 
-    ``narrow`` names what is in 16 bits (some of ``NARROW``), ``FP8`` if matrix products are in 8 bits, ``TF32`` if float32 products use
-    TF32, and names of ``OF_LAYERS`` for techniques that are not exact. Each of ``microbatches`` computes its own statistics and loss;
-    they are exact with one microbatch, the whole batch.
+    ``narrow`` names what is in 16 bits (of ``NARROW``), ``FP8`` if matrix products are in 8 bits, ``TF32`` if float32 products use TF32,
+    and the deviations of techniques (of ``OF_LAYERS``). Each of ``microbatches`` computes statistics and a loss of its own, which is exact
+    only for one microbatch.
     """
 
     narrow: tuple[str, ...] = ()
@@ -31,16 +31,16 @@ class Numerics:
 
     @staticmethod
     def of(plan: Plan) -> Numerics:
-        """The deviations of ``plan``."""
+        """Return the deviations of ``plan``."""
         narrow = tuple(name for name in (*NARROW, FP8, TF32, *OF_LAYERS) if name in plan.allow)
         return Numerics(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
 def allowed_numerics(graph: Graph, options: SearchOptions) -> list[Numerics]:
-    """Every combination that the user allows and that may make the graph's plan faster, the most exact first.
+    """Return every combination that the user allows and that may make the graph's plan faster, the most exact one first.
 
-    Microbatches are exact if the examples of a batch are independent. Narrow states need a model in 16 bits, products in 8 bits one in
-    bfloat16, TF32 one in float32. A deviation that a pin needs is in every combination.
+    Microbatches are exact if the samples of a batch are independent. Narrow states apply to models in 16 bits, products in 8 bits to models
+    in bfloat16, TF32 to models in float32. A deviation that a pin requires is in every combination.
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
@@ -62,11 +62,11 @@ def best_plan(
     find: Callable[[Numerics, SearchOptions], Plan],
     refused: Callable[[str], None],
 ) -> Plan:
-    """The fastest of the plans that ``find`` gives for the candidates, each with a share of the time limit; the bound is the smallest
-    of all.
+    """Return the fastest of the plans that ``find`` returns for the candidates, each in an equal share of the time limit; its bound is the
+    minimum of all bounds.
 
-    A candidate with less precision wins only by more than the gap at which a search stops. ``refused`` receives the reason why a number
-    of microbatches has no graph. With several candidates pins are not priced.
+    A less exact plan must be faster by more than the gap at which a search stops. ``refused`` is called with the reason if a number of
+    microbatches has no graph. With several candidates pins are not priced.
     """
     if len(candidates) == 1:
         return find(candidates[0], options)
@@ -77,7 +77,7 @@ def best_plan(
         try:
             allow = {name for name in share.allow if name not in OF_LAYERS or name in numerics.narrow}
             plans.append(find(numerics, dataclasses.replace(share, allow=allow)))
-        except CaptureError as error:  # a batch norm cannot have one row
+        except CaptureError as error:  # such as a batch norm over one row
             refused(f"not as {numerics.microbatches} microbatches: {error.message}")
         except InfeasibleError as error:
             why = error  # the last error is that of the smallest microbatches, which need the least memory

@@ -1,4 +1,4 @@
-"""The user's decisions: pins, limits, allowed deviations from exact training, search time. ``autopar.pins`` has the table of pins."""
+"""The user's decisions: pins, limits, allowed numerical deviations, search time. ``autopar.pins`` has the table of pins."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ SequencePin = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions(PlanPins):
-    """The user's pins, and how long to search. ``None`` leaves a choice to the search.
+    """The user's pins, and the limits of the search. ``None`` leaves a decision to the search.
 
-    ``pin`` takes pins by key; pins of all layers and of the plan become fields, pins of named layers stay in it. ``roles`` are the roles
-    that the search may use without a pin, besides data; by default tensor parallelism, expert parallelism if there are experts, and
-    Ulysses and ring attention if the sequence is long. ``sequences`` are kinds and degrees of sequence parallelism to try in all layers
-    at once, where neither a pin nor ``roles`` decides. ``allow`` names the kinds of exactness that may be given up (some of ``ALLOWED``).
-    The search stops once the gap is ``target_gap``, or at the time limit. With ``pin_time_s`` the search also prices the pins, in about
-    this time. ``progress`` is called with a short text whenever the incumbent or the bound improves. ``compiled``: whether layers
-    are compiled where no pin decides (the search takes it from the prices). ``nvme``: whether the cluster describes its NVMe (likewise).
-    ``explained``: whether a search that finds nothing says which plan needs the least memory, which takes longer.
+    - ``pin``: pins by key. Pins of the plan and of all layers become fields; pins of named layers stay in ``pin``.
+    - ``roles``: the roles besides data that the search may use without a pin. By default these are tensor parallelism, expert parallelism
+      if there are experts, and Ulysses and ring attention if the sequence is long.
+    - ``sequences``: kinds and degrees of sequence parallelism to try in all layers at once, if neither a pin nor ``roles`` decides.
+    - ``allow``: the allowed numerical deviations (of ``ALLOWED``).
+    - ``time_limit_s``, ``target_gap``: the search stops at this time or gap. ``pin_time_s``: the seconds to price pins, if any.
+    - ``progress``: called with a short text whenever the incumbent or the bound improves.
+    - ``compiled``: whether layers are compiled by default; ``nvme``: whether the cluster describes its NVMe. The search sets both.
+    - ``explained``: whether a search without a plan reports the plan that needs the least memory, which takes longer.
 
     Raises:
-        UsageError: an unknown key, a value that a pin cannot have, a pin with two different values, an unknown name in ``allow``, a time
-            limit that is no number of seconds.
+        UsageError: an unknown key, an invalid value of a pin, a pin with two different values, an unknown name in ``allow``, or an
+            invalid time limit.
     """
 
     precision: str = "bfloat16"
@@ -79,7 +80,7 @@ class SearchOptions(PlanPins):
 
     @property
     def given_up(self) -> dict[str, str]:
-        """The kinds of exactness that the pins give up, each with a responsible pin."""
+        """The numerical deviations that the pins cause, each with a responsible pin."""
         found = {}
         for key, value in self.pins.items():
             if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
@@ -95,7 +96,7 @@ class SearchOptions(PlanPins):
 
     @property
     def pins(self) -> dict[str, Value]:
-        """Every pin by its key, those of named layers last."""
+        """Every pin by its key; the pins of named layers come last."""
         whole = {name: value for name in PINS if (value := getattr(self, name)) is not None}
         return {**whole, **self.pin}
 
@@ -105,12 +106,12 @@ class SearchOptions(PlanPins):
         return self.roles is not None or self.ring is not None or self.ulysses is not None
 
     def with_sequence(self, sequence: SequencePin) -> SearchOptions:
-        """The options with the sequence parallelism of every layer pinned."""
+        """Return the options with the sequence parallelism of every layer pinned."""
         kind, degree = sequence
         return replace(self, ring=degree) if kind == Role.RING.value else replace(self, ulysses=degree)
 
     def without(self, key: str) -> SearchOptions:
-        """The options with the pin ``key`` left to the search."""
+        """Return the options without the pin ``key``."""
         if key in self.pin:
             return replace(self, pin={k: v for k, v in self.pin.items() if k != key})
         assert key in self.pins, key
@@ -118,7 +119,7 @@ class SearchOptions(PlanPins):
 
 
 def check_allowed(allow: Collection[str], given_up: Mapping[str, str] | None = None) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or does not name what pins give up
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks a deviation that pins cause
     (``SearchOptions.given_up``)."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
@@ -132,8 +133,8 @@ def check_allowed(allow: Collection[str], given_up: Mapping[str, str] | None = N
 
 
 def check_replicas(graph: Graph, plan: PlanPins, data: Sequence[int | None]) -> None:
-    """Raise ``UsageError`` if ``graph`` does not admit a technique of the plan that is pinned. ``data`` are the layers' pinned degrees of
-    data parallelism."""
+    """Raise ``UsageError`` if ``graph`` does not admit a pinned technique of the plan. ``data`` has each layer's pinned data-parallel
+    degree, or ``None``."""
     for technique in PLAN:
         value = plan.of(technique.name)
         if value is not None and (reason := technique.refusal_of_plan(graph, value, data)):
@@ -141,10 +142,10 @@ def check_replicas(graph: Graph, plan: PlanPins, data: Sequence[int | None]) -> 
 
 
 def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]:
-    """The pins of each layer of ``graph``.
+    """Return the pins of each layer of ``graph``.
 
     Raises:
-        UsageError: a selector that names no layer, or two selectors that pin one layer to different values.
+        UsageError: a selector names no layer, two selectors pin a layer to different values, or the pins of a layer are invalid.
     """
     found = [options.common] * len(graph.layers)
     said: dict[tuple[int, str], str] = {}
@@ -177,7 +178,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
 
 
 def _check_searched(layer: str, pins: LayerPins) -> None:
-    """Raise ``UsageError`` if pins leave a layer only values that no search takes."""
+    """Raise ``UsageError`` if pins leave a layer only values that a search never chooses (``Mode.unsearched``)."""
     for technique in LAYER:
         reasons = [technique.mode(value).unsearched for value in technique.admitted(pins.of)]
         if all(reasons):
@@ -189,7 +190,7 @@ def _check_searched(layer: str, pins: LayerPins) -> None:
 
 
 def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
-    """Raise ``UsageError`` if a technique is pinned that none of the pinned layers can have."""
+    """Raise ``UsageError`` if a technique is pinned for layers none of which can have it."""
     for technique in LAYER:
         wanted: dict[str, list[str]] = {}
         for layer, own in zip(graph.layers, pins, strict=True):
@@ -203,7 +204,7 @@ def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
-    """The layer's pins; if the layer has no experts, ``expert`` multiplies the data-parallel degree."""
+    """Return the layer's pins; if the layer has no experts, ``expert`` becomes a factor of the data-parallel degree."""
     experts = graph.classes[graph.layers[layer].cls].experts
     if pins.expert is None or experts:
         return pins
@@ -213,7 +214,7 @@ def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
 
 
 def selects(selector: str, name: str, cls: str) -> bool:
-    """Whether a selector names the layer ``name`` of class ``cls``."""
+    """Return whether a selector matches the layer ``name`` of class ``cls``."""
     if selector == cls:
         return True
     wanted, parts = selector.split("."), name.split(".")
@@ -230,7 +231,7 @@ def _matches(wanted: str, part: str) -> bool:
 
 
 def runs_of_names(names: Sequence[str]) -> list[str]:
-    """Names with runs of numbers joined: ``model.layers.0`` to ``model.layers.79`` as ``model.layers.0-79``."""
+    """Return names with runs of numbers joined: ``model.layers.0`` to ``model.layers.79`` become ``model.layers.0-79``."""
 
     def split(name: str) -> tuple[str, int | None]:
         match = re.fullmatch(r"(.*?)(\d+)", name)

@@ -1,4 +1,4 @@
-"""Pareto filters: the rows that no other row beats."""
+"""Pareto filters: they keep the rows that no other row dominates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 PAIRS = 256
-"""Up to this many rows, all rows are compared with all, whatever their group."""
+"""Up to this number of rows, all pairs of rows are compared, whatever their groups."""
 
 BLOCK = 64
-"""Above that, the number of rows of a group that are compared with each other at once."""
+"""With more rows, the number of a group's rows that are compared with each other at a time."""
 
 
 def undominated(columns: Array, group: Indices | None = None, limit: int | None = None) -> Indices:
-    """The rows that no other row of their group equals or beats in every column; among equal rows the first. Sorted by group, then by
-    columns.
+    """Return the indices of the rows that no other row of their group dominates, and of the first of equal rows, sorted by group and then
+    by columns. Lower is better in every column.
 
-    Stops early once more than ``limit`` rows are kept.
+    The filter stops early when it has kept more than ``limit`` rows.
     """
     group = np.zeros(len(columns), dtype=np.int64) if group is None else group
     if len(columns) <= PAIRS:
@@ -27,7 +27,7 @@ def undominated(columns: Array, group: Indices | None = None, limit: int | None 
         later = np.tri(len(columns), dtype=bool)  # [i, j]: i is j, or comes after it
         left = np.flatnonzero(~(no_worse & ~(no_worse.T & later)).any(axis=0))
         return left[np.lexsort((*columns[left].T[::-1], group[left]))]
-    order = np.lexsort((*columns.T[::-1], group))  # only earlier rows can beat a row
+    order = np.lexsort((*columns.T[::-1], group))  # only earlier rows can dominate a row
     rows, groups = columns[order], group[order]
     kept: list[Indices] = []
     total = start = 0
@@ -47,7 +47,7 @@ def undominated(columns: Array, group: Indices | None = None, limit: int | None 
 
 
 def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
-    """``[i, j]``: whether row i equals or beats row j in every column."""
+    """Return ``[i, j]``: whether row i is no worse than row j in every column."""
     found = np.ones((len(some), len(others)), dtype=bool)
     for a, b in {a.tobytes() + b.tobytes(): (a, b) for a, b in zip(some.T, others.T, strict=True)}.values():
         found &= a[:, None] <= b[None, :]
@@ -55,7 +55,7 @@ def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
 
 
 def falling(live: Array, cost: Array) -> Indices:
-    """The Pareto points of live bytes and cost, sorted by bytes."""
+    """Return the indices of the Pareto points of live bytes and cost, by ascending bytes."""
     order = np.argsort(live, kind="stable")
     cost = cost[order]
     keep = np.ones(len(order), dtype=bool)

@@ -1,4 +1,4 @@
-"""The candidates of every layer and their prices, for each configuration; every price is computed once."""
+"""The candidates of every layer and their prices in each configuration; every price is computed once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from autopar.techniques.technique import Technique
 
 
 def _borders(graph: Graph) -> list[int]:
-    """A number for each border between layers, equal for equal borders: equal classes on both sides, and equal values that cross it (shape,
-    which output of which class, whether the next layer reads it)."""
+    """Return a number for each border between layers. Borders have equal numbers if the classes on both sides are equal, and so are the
+    values that cross the border (shape, which output of which class, whether the next layer reads it)."""
     last: dict[str, int] = {}
     for i, layer in enumerate(graph.layers):
         for name in layer.activations:
@@ -55,7 +55,7 @@ def _borders(graph: Graph) -> list[int]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Tables and cached results that searches of one graph with different pins share."""
+    """Tables and cached results that searches of the same graph with different pins share."""
 
     tables: dict[tuple[object, ...], Table | None] = field(default_factory=dict)
     candidates: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = field(default_factory=dict)  # one copy of each list
@@ -64,7 +64,7 @@ class Shared:
 
 
 class Prices:
-    """Tables and instances for a graph, each class priced once per mesh, number of microbatches and place."""
+    """The tables and instances of a graph. Each class is priced once per mesh, number of microbatches and place."""
 
     def __init__(
         self, graph: Graph, cluster: Devices, pricer: PriceSource, options: SearchOptions, shared: Shared | None = None
@@ -85,10 +85,10 @@ class Prices:
         self._candidates: dict[tuple[object, ...], Candidates] = {}
         self._lists: dict[Candidates, tuple[Strategy, ...]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
-        self.refused: dict[int, int] = {}  # layer: number of choices in which it had no price
+        self.refused: dict[int, int] = {}  # by layer: the number of configurations in which it has no price
 
     def pins_with(self, sequence: SequencePin | None) -> tuple[LayerPins, ...]:
-        """The pins of each layer, with the sequence parallelism of a choice.
+        """Return the pins of each layer, with the sequence parallelism of a configuration.
 
         Raises ``UsageError`` if it contradicts the pins.
         """
@@ -99,7 +99,7 @@ class Prices:
         return self._pinned[sequence]
 
     def layout(self, choice: Choice) -> StagePlaces:
-        """Where the stages of a choice run."""
+        """Return where the stages of a configuration run."""
         schedule = choice.schedule
         key = schedule.pipeline, schedule.device
         if key not in self._interleaved:
@@ -113,7 +113,7 @@ class Prices:
         return self._interleaved[key]
 
     def _line(self, pipeline: int) -> StagePlaces:
-        """The devices of a pipeline, and the links between them."""
+        """Return the devices of a pipeline with one stage per device, and the links between them."""
         if pipeline not in self._lines:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, links = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
@@ -134,8 +134,8 @@ class Prices:
         return self._lines[pipeline]
 
     def least_time_s(self, choice: Choice) -> Array | None:
-        """Per layer, a lower bound of the seconds of one microbatch, forward plus backward, on any device; ``None`` if some layer has no
-        candidate. It takes a small part of the time that the tables take."""
+        """Return for each layer a lower bound of the seconds of one microbatch, forward plus backward, on any device; ``None`` if some
+        layer has no candidate. This takes far less time than the tables."""
         found: dict[tuple[str, LayerPins], float] = {}
         pricers, m = self._line(choice.schedule.pipeline).pricers, choice.schedule.microbatches
         for i, layer in enumerate(self._graph.layers):
@@ -149,7 +149,7 @@ class Prices:
         return np.array([found[layer.cls, self.pins[i]] for i, layer in enumerate(self._graph.layers)])
 
     def _candidates_of(self, layer: int, choice: Choice) -> Candidates:
-        """The strategies to price for a layer; layers of one class and equal pins share them."""
+        """Return the strategies to price for a layer; layers of the same class with equal pins share them."""
         cls, m = self._graph.layers[layer].cls, choice.schedule.microbatches
         pins = self.pins_with(choice.sequence)[layer]
         refused, chain = self._refused(cls), self._graph.chains[cls]
@@ -180,24 +180,24 @@ class Prices:
         return self._candidates[alike]
 
     def _listed(self, tried: Candidates) -> tuple[Strategy, ...]:
-        """All of the candidates; the same object for equal lists."""
+        """Return all candidates; equal lists are the same object."""
         if tried not in self._lists:
             self._lists[tried] = self._shared.candidates.setdefault(tried.every, tried.every)
         return self._lists[tried]
 
     def _refused(self, cls: str) -> dict[str, str]:
-        """The refusal reasons of a class, by the name of the technique."""
+        """Return the refusal reasons of a class, by the technique's name."""
         if cls not in self._refusals:
             self._refusals[cls] = {technique.name: technique.refusal(self._graph, cls) for technique in LAYER}
         return self._refusals[cls]
 
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
-        """The candidates of a layer; ``None`` if none has a price. Layers of one class and equal pins share it."""
+        """Return the table of a layer's candidates; ``None`` if none has a price. Layers of the same class with equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
         pricers, every = self._line(choice.schedule.pipeline).pricers, self._listed(self._candidates_of(layer, choice))
-        # tied layers agree in roles and ZeRO stage
+        # decisions for tied layers cover roles and ZeRO stage, not copies
         copies = not tied or pins.replicate is not None
-        # the pricers and the candidates live as long as the tables, so ids are unique; pins with equal candidates share one table
+        # pricers and candidates live as long as the tables, so ids are unique; pins with equal candidates share a table
         refused, limit = self._refused(cls), max(self._line(choice.schedule.pipeline).limit)
         least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
         key = (cls, id(every), choice.mesh, m, tied, copies, choice.schedule.split, *least.values(), *map(id, pricers))
@@ -217,7 +217,7 @@ class Prices:
         return tables[key]
 
     def _is_small(self, cls: str, choice: Choice, strategy: Strategy, technique: Technique, most: float) -> bool:
-        """Whether a layer of the class takes at most ``most`` bytes without a technique that the strategy has."""
+        """Return whether the strategy has the technique although a layer of the class takes at most ``most`` bytes without it."""
         if strategy.options[technique] == technique.default:
             return False
         plain, m = strategy.but(**{technique.name: technique.default}), choice.schedule.microbatches
@@ -225,13 +225,13 @@ class Prices:
         return all(_takes(pricer.layer(cls, choice.mesh, plain, m), most) for pricer in pricers)
 
     def chain(self, layer: int) -> int:
-        """The largest number of layers of this layer's class that may be recomputed as one."""
+        """Return the maximum number of layers of this layer's class that may be recomputed as one."""
         return self._graph.chains[self._graph.layers[layer].cls]
 
     def instance(self, choice: Choice) -> Instance | None:
-        """The choice with its tables; ``None`` if a layer has no candidate left."""
+        """Return the configuration with its tables; ``None`` if a layer has no candidate left."""
         layout = self.layout(choice)
-        # consecutive choices differ only in the rest of the schedule, and have equal tables
+        # consecutive configurations often differ only in the name and the chunks of the schedule, and then have equal tables
         schedule = choice.schedule
         alike = replace(choice, schedule=replace(schedule, name="", chunks=1)), schedule.split
         if self._latest is None or self._latest[0] != alike:
@@ -243,7 +243,7 @@ class Prices:
         return Instance(choice, kinds, kind, layout, matrices, known=self._shared.known)
 
     def _bind(self, choice: Choice) -> tuple[tuple[Table, ...], Indices] | None:
-        """The tables of a choice, and the index of each layer's table."""
+        """Return the tables of a configuration, and the index of each layer's table; ``None`` if a layer has no candidate left."""
         fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
         index: dict[tuple[str, LayerPins, int | None], int] = {}
@@ -270,7 +270,7 @@ class Prices:
         return tuple(kinds), np.array(kind, dtype=np.int64)
 
     def ties(self, choice: Choice, group: int) -> list[tuple[Roles, int]]:
-        """The (roles, ZeRO stage) that every layer of a tied group could take."""
+        """Return the (roles, ZeRO stage) pairs that every layer of a tied group can have."""
         common: set[tuple[Roles, int]] | None = None
         for i in self.groups[group]:
             table = self.table(i, choice, True)
@@ -282,11 +282,11 @@ class Prices:
 
 
 def _takes(price: LayerPrice | None, most: float) -> bool:
-    """Whether a layer has a price, and its saved bytes and transients are at most ``most``."""
+    """Return whether a layer has a price with at most ``most`` saved and transient bytes."""
     return price is not None and price.saved_bytes + price.transient_bytes <= most
 
 
 def _only(table: Table, tie: tuple[Roles, int]) -> Table:
-    """The table reduced to the candidates of one decision for tied layers."""
+    """Return the table with ``everything`` reduced to the candidates of one decision for tied layers."""
     pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == tie)
     return replace(table, everything=pairs, elsewhere=tuple(_only(t, tie) for t in table.elsewhere))

@@ -1,4 +1,4 @@
-"""The inputs of the search: the interfaces of pricer and cluster, the options, and the configurations.
+"""The inputs of the search: the interfaces of pricer and cluster, the candidates, and the configurations.
 
 The problem, for one configuration (mesh of a stage, pipeline degree ``P``, microbatches ``m``, schedule):
 
@@ -14,25 +14,25 @@ The problem, for one configuration (mesh of a stage, pipeline degree ``P``, micr
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
-If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not.
-``b_s`` (the factor of ``border``) counts the tensors that the pipeline itself keeps (``schedules.memory.pipeline_buffers``), and
-``n_s`` is the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
-``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
-``b_s`` rises. ``bounds`` has lower bounds, among them the linear relaxation; ``exact`` solves.
+If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not. The factor ``b_s`` of ``border``
+is the number of pipeline buffers (``schedules.memory.pipeline_buffers``), and ``n_s`` the number of microbatches in flight: ``m`` under
+GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline. ``schedule(f, b, m)`` is the longest path through the schedule's actions
+(``schedules.step_time``), which never falls when an ``f_s`` or a ``b_s`` rises. ``bounds`` has lower bounds, including the linear
+relaxation; ``exact`` solves the problem.
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
-device pays the sum of its stages' ``g`` and keeps the weights of all of them; its live activations are the most that its actions ever
-need at once (``schedules.memory.peak_moments``). Such choices have separate bounds and a separate constructor (``steps`` selects them).
+device takes the sum of its stages' ``g`` and keeps the weights of all of them; its activation memory is the maximum over its actions
+(``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects them).
 
-The same holds for schedules with two-part backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second
-one is the sum of ``weight(i, k(i))``, and a microbatch between the two parts keeps ``waiting`` live besides ``saved``.
+The same holds for schedules that split backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second is the
+sum of ``weight(i, k(i))``, and a microbatch between the two parts of a backward keeps ``waiting`` bytes live.
 
-Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device pays the ``g``
-of both its stages and keeps the weights of both. Such choices have the cheap bound alone, and with few layers the proof of the label
+Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device takes the ``g``
+of both its stages and keeps the weights of both. Such configurations have only the cheap bound and, with few layers, the proof of the label
 method.
 
-1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (observed, and a test
-checks it; not proved), so GPipe is planned only if it is pinned, and the bound does not cover it.
+1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (a test checks it; there
+is no proof), so GPipe is planned only if it is pinned, and the bound does not cover it.
 """
 
 from __future__ import annotations
@@ -74,18 +74,17 @@ Mesh = tuple[Axis, ...]
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_NODES = 4
-"""The most nodes that a degree of tensor or sequence parallelism spans without a pin."""
+"""Maximum number of nodes that a degree of tensor or sequence parallelism spans without a pin."""
 MOST_CHUNKS = 8
-"""The largest number of chunks of a device that is tried without a pin."""
+"""Maximum number of chunks per device that is tried without a pin."""
 LONG_SEQUENCE = 16384
-"""For sequences of at least this length every layer may have a sequence-parallel role without a pin: attention then outweighs the gathers
-for it."""
+"""Minimum sequence length for which every layer may have a sequence-parallel role without a pin: attention then outweighs its gathers."""
 
 
 class PriceSource(Protocol):
     """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone.
 
-    ``prefetch`` and ``sync`` are those of the priced program (see ``Plan``). ``compiled``: whether it compiles layers where no pin decides.
+    ``prefetch`` and ``sync`` are those of the priced program (see ``Plan``). ``compiled``: whether it compiles layers by default.
     """
 
     prefetch: int
@@ -97,47 +96,47 @@ class PriceSource(Protocol):
         ...
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
-        """The widths of a product of a layer class's experts that a program on GPUs computes expert by expert; ``None`` without one."""
+        """Return the widths of a product that the program computes expert by expert instead of grouped; ``None`` if there is none."""
         ...
 
     def on(self, cluster: Any) -> PriceSource:
-        """The prices on other devices, such as those of one stage."""
+        """Return the prices on other devices, such as those of one stage."""
         ...
 
     def of_program(self, prefetch: int, sync: str) -> PriceSource:
-        """The prices of a program with this ``prefetch`` and ``sync``."""
+        """Return the prices of a program with this ``prefetch`` and ``sync``."""
         ...
 
     def with_copies(self, copies: int) -> PriceSource:
-        """The prices of a program with ``copies`` copies of each stage (``Schedule.copies``)."""
+        """Return the prices of a program with ``copies`` copies of each stage (``Schedule.copies``)."""
         ...
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
-        """The layer's price; ``None`` if a role is inadmissible or a size indivisible."""
+        """Return the layer's price; ``None`` if a role is inadmissible or the axes do not divide a dim."""
         ...
 
     def least_time_s(self, cls_name: str, mesh: Mesh, tried: Tried, microbatches: int) -> float:
-        """A lower bound of the seconds of one microbatch, forward plus backward, under any of the candidates; infinite if none has a
-        price. It takes a small part of the time that the prices take."""
+        """Return a lower bound of the seconds of one microbatch, forward plus backward, under any candidate; infinite if none has a price.
+        It takes far less time than the prices."""
         ...
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
-        """Seconds of resharding between layer ``layer_index`` and the next, forward plus backward, one microbatch."""
+        """Return the seconds of resharding between layer ``layer_index`` and the next, forward plus backward, one microbatch."""
         ...
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
-        """Seconds of sending layer ``layer_index``'s outputs to the next stage: one microbatch, one direction."""
+        """Return the seconds to send layer ``layer_index``'s outputs to the next stage: one microbatch, one direction."""
         ...
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
-        """Bytes of the layer's parameter ``name``, of its gradient and of its optimizer state."""
+        """Return the bytes of the layer's parameter ``name``, of its gradient and of its optimizer state."""
         ...
 
 
 class Devices(Protocol):
-    """The part of a cluster that the search reads. ``str()`` of it names it in the plan. Equal devices have equal prices.
+    """The part of a cluster that the search reads. ``str()`` is its name in the plan. Equal devices have equal prices.
 
-    ``stages`` are the devices that each stage of a pipeline runs on; ``borders`` are the links over which each stage but the last sends.
+    ``stages`` returns the devices of each stage of a pipeline, ``borders`` the links over which each stage but the last sends.
     """
 
     def stages(self, pipeline: int) -> Sequence[Devices]: ...
@@ -164,14 +163,14 @@ class Devices(Protocol):
 
 
 Tie = tuple[int, tuple[Role, ...], int]
-"""A decision for one group of layers that share parameters: the group's index, the roles, the ZeRO stage."""
+"""A decision for a group of layers that share parameters: the group's index, the roles, the ZeRO stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration: a stage's mesh; the schedule with its numbers of devices, chunks and microbatches; the decisions for tied
-    layers; whether several layers may be recomputed as one without a pin; and the sequence parallelism of every layer
-    (one of ``SearchOptions.sequences``), if layers do not decide for themselves."""
+    """A configuration: a stage's mesh; the schedule with its number of devices, chunks and microbatches; the decisions for tied layers;
+    whether several layers may be recomputed as one without a pin; and the sequence parallelism of all layers (one of
+    ``SearchOptions.sequences``), if it is not decided per layer."""
 
     mesh: Mesh
     schedule: Schedule
@@ -193,12 +192,12 @@ class Choice:
 
 
 def divisors(n: int) -> list[int]:
-    """Every divisor of ``n``, ascending."""
+    """Return every divisor of ``n``, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def prime_factors(n: int) -> list[int]:
-    """The primes of ``n`` with multiplicity, ascending."""
+    """Return the prime factors of ``n`` with multiplicity, ascending."""
     factors, p = [], 2
     while n > 1:
         while n % p == 0:
@@ -209,10 +208,10 @@ def prime_factors(n: int) -> list[int]:
 
 
 def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
-    """The meshes to try for one stage: its prime factors as axes, small factors innermost, and (if it differs) small factors outermost.
+    """Return the meshes to try for one stage: its prime factors as axes, with small factors innermost, and with small factors outermost.
 
-    The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2.
-    ``every_order`` gives all orders (``in_every_order``).
+    The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2. With
+    ``every_order`` all orders are returned (``in_every_order``).
     """
     factors = prime_factors(devices) or [1]
     orders: list[tuple[int, ...]] = [tuple(factors[::-1]), tuple(factors)]
@@ -222,12 +221,12 @@ def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
 
 
 def in_every_order(pinned: Sequence[LayerPins]) -> bool:
-    """Whether meshes with their axes in every order are searched: a pinned degree may need an order that is rare otherwise."""
+    """Return whether the search tries every order of a mesh's axes: a pinned degree may need an order that is not tried otherwise."""
     return any(pins.degrees for pins in pinned)
 
 
 def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
-    """Every distinct order of ``factors``; equal factors are interchangeable."""
+    """Return every distinct order of ``factors``; equal factors are interchangeable."""
     if not factors:
         return [()]
     found = []
@@ -240,8 +239,8 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The strategies to try for a layer, listed when they are asked for. ``roles`` has the roles of the mesh's axes in every way to assign
-    them, ``options`` those of techniques under each ZeRO stage."""
+    """The strategies to try for a layer, listed on demand. ``roles`` has every assignment of roles to the mesh's axes, ``options`` the
+    combinations of techniques under each ZeRO stage."""
 
     mesh: Mesh
     gpus_per_node: int
@@ -250,14 +249,14 @@ class Candidates:
     options: tuple[tuple[Options, ...], ...]
 
     def under(self, schedule: Schedule) -> Candidates:
-        """The same candidates for a pipeline of this schedule (``Strategy.under``)."""
+        """Return the candidates for a pipeline of this schedule (``Strategy.under``)."""
         if not schedule.split:
             return self
         return replace(self, options=tuple(tuple(each.but(**UNDER_SPLIT) for each in under) for under in self.options))
 
     @cached_property
     def every(self) -> tuple[Strategy, ...]:
-        """All of them."""
+        """All candidates."""
         return tuple(
             Strategy(roles, zero, copies, options)
             for roles in self.roles
@@ -267,8 +266,8 @@ class Candidates:
 
     @cached_property
     def quickest(self) -> tuple[Strategy, ...]:
-        """Strategies of which one takes no longer for a microbatch than the fastest candidate: candidates add work to them. Some may not be
-        candidates. They are few."""
+        """A few strategies to which all candidates only add work, so that one of them is no slower for a microbatch than the fastest
+        candidate. Some may not be candidates themselves."""
         stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
         whole, cut = (
             dict.fromkeys(w.quickest for z in stages for w in self.options[z] if (z >= 2) == late)
@@ -291,12 +290,12 @@ def candidates(
     experts: int = 0,
     context: Context | None = None,
 ) -> Candidates:
-    """Every candidate for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
+    """Return the candidates for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
     samples. ``context`` is what techniques know of the layer (default: ``context_of`` a layer in a step of one microbatch).
 
-    Data takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in between are
-    idle. Since data is a prefix for every layer, the batch dim is gathered from its innermost axis outwards, and each slice stays
-    contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
+    Data parallelism takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in
+    between are idle. Because data is a prefix in every layer, the batch dim is gathered from its innermost axis outwards, and each slice
+    stays contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
     """
     pins = options.common if pins is None else pins
     if any(t.mode(options.of(t.name) or t.default).max_zero == 0 for t in PLAN):
@@ -320,14 +319,14 @@ def candidates(
 
 
 def context_of(options: SearchOptions, **known: Any) -> Context:
-    """The facts of a layer that techniques need: those from ``options``, and ``known``."""
+    """Return the facts of a layer that techniques need: those from ``options``, and ``known``."""
     return Context(allow=options.allow, compiled=options.compiled, nvme=options.nvme, **known)
 
 
 def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
-    """Whether schedules that split the backward pass are tried without a pin. They are not if a pin asks for a technique that they exclude,
-    or if layers may be offloaded (such plans have no exact search); nor, unless the model is ``small``, if they exclude a technique that
-    gains more (``Technique.outweighs_split``)."""
+    """Return whether schedules that split the backward pass are tried without a pin. They are not if a pin requires a technique that they
+    exclude, if layers may be offloaded (such plans have no exact search) or, unless the model is ``small``, if they exclude a technique
+    that gains more (``Technique.outweighs_split``)."""
     allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
     for technique, values in allowed.items():
         wanted = not small and technique.outweighs_split and technique.under_split not in values
@@ -338,7 +337,7 @@ def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
 
 @lru_cache(1024)
 def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...]:
-    """Every combination of techniques' values that pins and conflicts leave to a layer under a ZeRO stage."""
+    """Return every combination of techniques' values that pins and conflicts allow for a layer under a ZeRO stage."""
     allowed: list[tuple[str, ...]] = []
     for technique in LAYER:
         values = technique.allowed(pins.of, context)
@@ -358,11 +357,11 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
 def _suffixes(
     mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins, experts: int
 ) -> tuple[tuple[Role, ...], ...]:
-    """The roles of the innermost axes, besides data: experts outside ring attention, ring attention outside Ulysses and tensor
+    """Return the roles to try for the innermost axes, besides data: experts outside ring attention, which is outside Ulysses and tensor
     parallelism.
 
-    A tensor degree may span at most four nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
-    it saves. Experts, ring and Ulysses are tried alone, beside pinned degrees, or beside one node of tensor parallelism.
+    A tensor degree spans at most ``MOST_NODES`` nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
+    it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with one node of tensor parallelism.
     """
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
     pins = {
@@ -398,7 +397,7 @@ def _suffixes(
 def _wanted(
     role: Role, degrees: dict[Role, int], pins: dict[Role, int | None], roles: tuple[Role, ...], gpus_per_node: int
 ) -> bool:
-    """Whether a role may have its degree, given the degrees of the other roles."""
+    """Return whether a role may have its degree, given the degrees of the other roles."""
     degree, pin = degrees[role], pins[role]
     if pin is not None:
         return degree == pin
@@ -410,8 +409,8 @@ def _wanted(
 
 
 def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:
-    """ZeRO stages, and numbers of copies of the shards (HSDP): from one up to the number at which each copy is within one node. More
-    copies would save little, since the links inside a node are equal."""
+    """Yield ZeRO stages with numbers of copies of the shards (HSDP): from one up to the number at which each copy is within one node. More
+    copies would save little, because the links inside a node are equally fast."""
     axes = [axis for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
     total = math.prod(axis.size for axis in axes)
     counts = [
@@ -427,7 +426,8 @@ def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerP
 
 
 def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
-    """The options with the roles that pay for a sequence of ``length``: below ``LONG_SEQUENCE`` they would only slow the search."""
+    """Return the options with the roles for a sequence of ``length``: below ``LONG_SEQUENCE``, sequence roles would only slow the
+    search."""
     if options.roles is not None:
         return options
     return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
@@ -443,10 +443,10 @@ def _product(sizes: list[int]) -> int:
 def choices(
     graph: Graph, devices: int, options: SearchOptions, pinned: Sequence[LayerPins] | None = None
 ) -> list[Choice]:
-    """Every configuration that the pins allow; ``pinned`` are each layer's pins, if some differ.
+    """Return every configuration that the pins allow; ``pinned`` are each layer's pins, if some differ.
 
     Raises:
-        UsageError: a pinned number that does not divide the number that it must divide.
+        UsageError: a pinned number does not divide the devices, the layers or the batch, or no schedule fits.
     """
     pinned = tuple(dict.fromkeys(pinned or [options.common]))
     pipelines = _pipelines(len(graph.layers), devices, options, pinned)
@@ -481,9 +481,10 @@ def choices(
 
 
 def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, chunks: int | None) -> list[Schedule]:
-    """The schedules of a pipeline of ``pipeline`` devices that the pins ``name`` and ``chunks`` allow, fewest chunks first.
+    """Return the schedules of a pipeline of ``pipeline`` devices that the pins ``name`` and ``chunks`` allow, fewest chunks first.
 
-    Without a name a device has one stage; if only ``name`` is given and that schedule admits several, all ``CHUNKS`` are tried.
+    Without ``name`` a device has one stage. If only ``name`` is pinned, and that schedule admits several stages, up to ``MOST_CHUNKS``
+    chunks are tried.
     """
     several = name in SEVERAL_STAGES
     if pipeline == 1 and not several:
@@ -495,7 +496,7 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
 
 
 def admits_copies(cluster: Devices, schedule: Schedule) -> bool:
-    """Whether both copies of every stage have equal devices and links: one price stands for both."""
+    """Return whether both copies of every stage have equal devices and links, and so equal prices."""
     if schedule.copies == 1:
         return True
     stages, borders = list(cluster.stages(schedule.pipeline)), list(cluster.borders(schedule.pipeline))
@@ -503,7 +504,7 @@ def admits_copies(cluster: Devices, schedule: Schedule) -> bool:
 
 
 def no_copies_error(schedule: str) -> UsageError:
-    """The error for devices that do not mirror each other (``admits_copies``)."""
+    """Return the error for devices that do not mirror each other (``admits_copies``)."""
     return UsageError(
         f"{schedule} has copies of each stage on devices that mirror each other, and these have other devices or links",
         "use devices of one kind, full nodes, or 1f1b",
@@ -511,15 +512,15 @@ def no_copies_error(schedule: str) -> UsageError:
 
 
 def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
-    """The choice with schedules that have smaller bubbles: a list for each schedule, the fewest stages on each device first. Pins of
-    schedule and chunks are not checked; ``split``: whether a backward pass may run in two parts.
+    """Return the configuration with schedules that have smaller bubbles: a list for each schedule, fewest stages per device first. Pins of
+    schedule and chunks are not checked; ``split``: whether backwards may be split.
 
-    ``even``: with numbers of stages that divide the layers, apart from the first and the last one (an embedding and a head are no blocks),
-    as in Megatron (arXiv:2104.04473, section 2.2), or with the others. Many of the others have low bounds and few are fast: no bound shows
-    how long a microbatch waits for the longest stages.
+    ``even``: only numbers of stages that divide the layers, apart from the first and the last layer (an embedding and a head), as in
+    Megatron (arXiv:2104.04473, section 2.2); otherwise only the other numbers. Many of those have low bounds, but few are fast: no bound
+    shows how long a microbatch waits for the longest stages.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
-    if line == 1 or m == 1:  # one microbatch passes all stages one after the other, wherever they are placed
+    if line == 1 or m == 1:  # one microbatch passes all stages in sequence, wherever they are
         return []
     found = [
         [
@@ -533,7 +534,7 @@ def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -
 
 
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
-    """The error that explains why no pipeline can have the pinned schedule and chunks."""
+    """Return the error that explains why no pipeline can have the pinned schedule and chunks."""
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
     if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED
@@ -551,7 +552,7 @@ def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], o
 
 
 def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequence[LayerPins]) -> list[int]:
-    """The pipeline degrees that the pins allow."""
+    """Return the pipeline degrees that the pins allow."""
     pipelines = [p for p in divisors(devices) if p <= layers]
     if options.pipeline is not None:
         if options.pipeline not in pipelines:
@@ -586,7 +587,8 @@ def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequen
 
 
 def tied_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Layers that must have equal roles and ZeRO stage, because they share parameters (directly or through another layer)."""
+    """Return the groups of layers that must have equal roles and ZeRO stage, because they share parameters, perhaps through another
+    layer."""
     group: dict[int, set[int]] = {}
     for layers in graph.shared_parameters.values():
         merged = set(layers).union(*(group[i] for i in layers if i in group))

@@ -1,8 +1,7 @@
-"""Runs of layers, grouped by their composition.
+"""Runs of layers, grouped by their composition: the number of layers of each kind.
 
-Layers of one kind have one table, so the cost or memory of a stage, resharding apart, depends only on how many layers of each kind it
-has. A chain of L layers has L (L+1) / 2 runs, but if blocks repeat, only a few of these compositions: prices are computed per
-composition and then spread over the runs.
+Layers of the same kind share a table, so the cost or memory of a stage, without resharding, depends only on its composition. A chain of L
+layers has L (L+1) / 2 runs but, if blocks repeat, only few compositions: costs are computed per composition and then spread over the runs.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from autopar.search.tables import Instance, Table
 class Compositions:
     """All distinct compositions of a chain's runs."""
 
-    counts: Array  # [composition, kind]: number of layers of that kind
-    has: NDArray[np.bool_]  # [composition, kind]: whether there are any
+    counts: Array  # [composition, kind]: the number of layers of that kind
+    has: NDArray[np.bool_]  # [composition, kind]: whether there is a layer of that kind
     at: Indices  # [i, j]: the composition of layers i..j-1; one past the last for empty runs
 
     def layers(self, instance: Instance, composition: int) -> list[tuple[Table, int]]:
-        """The tables of a composition's layers, and the number of layers of each."""
+        """Return the tables of a composition's layers, and the number of layers of each."""
         counts = self.counts[composition]
         return [(instance.kinds[kind], int(counts[kind])) for kind in np.flatnonzero(counts)]
 
     def spread(self, values: Array) -> Array:
-        """``[..., i, j]``: ``values[..., composition]`` of layers i..j-1, ``inf`` for empty runs."""
+        """Return ``[..., i, j]``: ``values[..., composition]`` of layers i..j-1, ``inf`` for empty runs."""
         return np.concatenate([values, np.full((*values.shape[:-1], 1), np.inf)], axis=-1)[..., self.at]
 
     def most(self, values: Array) -> Array:
-        """``[..., composition]``: the largest of ``values[..., kind]`` among a composition's kinds; values must not be negative."""
+        """Return ``[..., composition]``: the maximum of ``values[..., kind]`` over a composition's kinds; values must not be negative."""
         return np.where(self.has, values[..., None, :], 0.0).max(axis=-1)
 
 
 def compositions(instance: Instance) -> Compositions:
-    """The compositions of the instance's chain, which all configurations without decided ties share."""
+    """Return the compositions of the instance's chain, which all configurations without decided ties share."""
     return _compositions(tuple(instance.kind.tolist()), len(instance.kinds))
 
 

@@ -1,4 +1,4 @@
-"""The progress of a search: the choices that are open, the incumbent, the bound."""
+"""The progress of a search: open configurations, incumbent, bound."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autopar.search.problem import Choice, PriceSource, SequencePin
 from autopar.search.tables import Instance
 
 NEAR = 0.05
-"""The share of a step below which further configurations promise more than those that are open."""
+"""Further configurations are opened once open ones can shorten the step by at most this share."""
 
 TO_OPEN = 0.15
-"""The share of the time that is left for opening the configurations that seem slow, since a first bound is much above their arithmetic."""
+"""The share of the time limit reserved for opening deferred configurations: first bounds are far above the bounds from arithmetic."""
 
 
 @dataclass(order=True)
@@ -35,8 +35,7 @@ class SearchNode:
 
 @dataclass(order=True)
 class UnpricedNode:
-    """A node without prices so far: a configuration, and those that differ from it only in having more chunks, whose bounds are no
-    lower."""
+    """A node without prices: a configuration, followed by those that differ from it only by more chunks, whose bounds are no lower."""
 
     bound_s: float
     number: int
@@ -45,8 +44,9 @@ class UnpricedNode:
 
 @dataclass(order=True)
 class DeferredNode:
-    """A node without a first bound: configurations that differ in their schedules alone, and those of a group in their chunks alone, fewest
-    first. ``bound_s`` counts the arithmetic alone; they are opened in the order of ``estimate_s``, an estimate of their first bound."""
+    """A node without a first bound: configurations that differ only in their schedules; those of a group differ only in their chunks, in
+    ascending order. ``bound_s`` counts arithmetic alone; nodes are opened in the order of ``estimate_s``, an estimate of their first
+    bound."""
 
     estimate_s: float
     number: int
@@ -57,7 +57,7 @@ class DeferredNode:
 
 @dataclass
 class State:
-    """The search's progress; the one mutable record of the search."""
+    """The progress of the search, its only mutable record."""
 
     options: SearchOptions
     prices: Prices
@@ -66,8 +66,8 @@ class State:
     heap: list[SearchNode] = field(default_factory=list)
     to_price: list[UnpricedNode] = field(default_factory=list)  # a heap, too
     least: dict[tuple[int, int], dict[int, Array]] = field(default_factory=dict)
-    """Of opened choices that leave sequence parallelism to the layers, see ``Prices.least_time_s``: for pipeline degree and chunks of a
-    device, for the number of microbatches."""
+    """``Prices.least_time_s`` of opened configurations that leave sequence parallelism to the layers, by (pipeline degree, chunks) and then
+    by microbatches."""
     deferred: list[DeferredNode] = field(default_factory=list)  # a heap, too
     closed_s: float = np.inf
     step_s: float = np.inf
@@ -75,16 +75,17 @@ class State:
     counter: itertools.count[int] = field(default_factory=itertools.count)
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
-    unpriced: int = 0  # choices that were not priced when time ran out
+    unpriced: int = 0  # the number of configurations that were not priced when time ran out
     priced: list[Instance] = field(default_factory=list)
-    tried: set[Choice] = field(default_factory=set)  # choices that ``_try_segments_where_infeasible`` has checked
-    widened: Choice | None = None  # the latest best choice in which segments were tried
-    schedules: dict[str, None] | None = None  # those besides 1F1B and GPipe that were opened; ``None``: not yet
-    uneven: bool = False  # whether they were opened with uneven stages, too
-    wasted_s: float = 0.0  # seconds of early solutions that were no better, since the latest that was better
-    too_large: int = 0  # choices with several stages on each device that were too large for the label method
+    tried: set[Choice] = field(default_factory=set)  # that ``_try_segments_where_infeasible`` has checked
+    widened: Choice | None = None  # the latest best configuration in which segments were tried
+    schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
+    uneven: bool = False  # whether these were also opened with uneven stages
+    wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
+    too_large: int = 0  # configurations with several stages per device that exceeded the label method
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
-    """Seconds of a step's arithmetic in each layer, on all devices at the fastest rate in a price: the bound of choices without a price."""
+    """Seconds of each layer's arithmetic per step, shared by all devices at the fastest rate in any price: the bound of configurations
+    without a price."""
 
     @property
     def bound_s(self) -> float:
@@ -94,20 +95,20 @@ class State:
 
     @property
     def cutoff_s(self) -> float:
-        """A choice whose bound is at least this cannot improve the incumbent by more than the target."""
+        """The bound from which on a configuration cannot improve the incumbent by more than the target gap."""
         rounded = 1 + 1e-12  # so that the gap to such a bound is at most the target
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
     @property
     def nearly_closed(self) -> bool:
-        """Whether the configurations that are open may improve the incumbent by at most ``NEAR``."""
+        """Whether open configurations can improve the incumbent by at most ``NEAR``."""
         return self.bound_s >= self.step_s * (1 - NEAR)
 
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
     def open(self, choice: Choice, *more: Choice) -> bool:
-        """Give a configuration, and those that differ from it only in having ``more`` chunks, a first bound; return whether it has one."""
+        """Open a configuration, and those that differ from it only by ``more`` chunks, with a first bound; return whether it has one."""
         least = self.prices.least_time_s(choice)
         if least is None:
             return False
@@ -119,8 +120,8 @@ class State:
         return True
 
     def defer(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
-        """Defer configurations with this sequence parallelism. A degree of ``n`` shards a microbatch as a batch of ``n`` times as many rows
-        would be sharded, so the estimate is that of ``n`` times fewer microbatches, of which each takes ``n`` times as long."""
+        """Defer configurations with this sequence parallelism. A degree of ``n`` shards a microbatch like data parallelism shards ``n``
+        times as many rows, so the estimate comes from the configuration with ``n`` times fewer microbatches."""
         schedule, n = groups[0][0].schedule, sequence[1]
         m = schedule.microbatches
         likely = on_stage = self.arithmetic * schedule.pipeline / m
@@ -132,7 +133,7 @@ class State:
         heapq.heappush(self.deferred, following)
 
     def _open_next(self) -> None:
-        """Open the configurations with the lowest estimate."""
+        """Open the deferred configurations with the lowest estimate."""
         following = heapq.heappop(self.deferred)
         if following.bound_s >= self.cutoff_s:
             return
@@ -141,7 +142,7 @@ class State:
                 return  # a layer has no candidate, whatever the schedule
 
     def price(self) -> None:
-        """Price the choice with the lowest bound of those that have no prices."""
+        """Price the configuration with the lowest bound among those without prices."""
         following = heapq.heappop(self.to_price)
         choice, *more = following.choices
         instance = self.prices.instance(choice)
@@ -155,7 +156,7 @@ class State:
             heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), tuple(more)))
 
     def pop(self) -> SearchNode | None:
-        """The choice with the lowest bound; ``None`` if no bound is low enough to continue, or time is out."""
+        """Return the configuration with the lowest bound; ``None`` if no bound is low enough to continue, or time is out."""
         while self.left_s() > 0:
             worth_s = min(self.cutoff_s, self._lowest_s(), self._unpriced_s())
             late = worth_s == self.cutoff_s or self.left_s() < TO_OPEN * self.options.time_limit_s
@@ -174,7 +175,7 @@ class State:
         return self.heap[0].bound_s if self.heap else np.inf
 
     def offer(self, instance: Instance, solution: Solution) -> None:
-        """Take a solution as incumbent, if it fits and its true cost is the best so far."""
+        """Take a solution as incumbent, if it fits and its exact step time is the best so far."""
         solution = all_regrouped(instance, solution)
         step = cost(instance, solution).step_time_s
         if step < self.step_s and fits(instance, solution):
@@ -189,10 +190,10 @@ class State:
         return self.deadline - time.monotonic()
 
     def undecided(self, choice: Choice) -> int | None:
-        """The first group of tied layers that the choice leaves open."""
+        """Return the first group of tied layers that the configuration leaves open; ``None`` if all are decided."""
         return len(choice.ties) if len(choice.ties) < len(self.prices.groups) else None
 
 
 def first_bound_s(choice: Choice, least: Array) -> float:
-    """A lower bound of a choice's step from the least seconds of each layer's microbatch, forward plus backward."""
+    """Return a lower bound of the step from the minimum seconds of each layer's microbatch, forward plus backward."""
     return least_pipelined_s(choice.schedule, least, None if choice.schedule.split else least)

@@ -1,6 +1,6 @@
-"""The steps of a configuration: bounds, solutions, the exact method. One step runs each time that the choice's bound is the lowest.
+"""The steps of a configuration: bounds, solutions, the exact method. One step runs each time that the configuration's bound is the lowest.
 
-Bounds come before a solution: most choices need no solution, and the linear program gives it initial cuts.
+Bounds come first: most configurations need no solution, and the linear program provides initial cuts.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from autopar.search.state import SearchNode, State
 from autopar.search.tables import Instance
 
 LABEL_LAYERS = 16
-"""Up to this many layers the label method is tried."""
+"""Maximum number of layers for the label method."""
 
 LABELS_S = 3.0
-"""Seconds for the label method; with several stages on each device, every choice that was too large halves them for the next."""
+"""Seconds for the label method. With several stages on each device, every configuration that was too large halves them for the next."""
 
 MARGIN = 0.15
-"""How far above a choice's bound a plan is searched for while none is known, or when an early solution is tried (``_first``)."""
+"""Relative distance from a configuration's bound. Without an incumbent, bounds look for plans up to this far above it (``_whole``); a bound
+this far below the incumbent makes an early solution worthwhile (``_first``)."""
 
 WASTED = 0.1
-"""After solutions that were no better than the incumbent took this share of the time limit, better bounds come first."""
+"""The share of the time limit for early solutions that do not improve the incumbent; after it, better bounds come first."""
 
 TIE_MULTIPLIERS = (0.0, 0.03, 0.3)
-"""Lagrange multipliers of memory for deciding tied layers, in units of a stage's least time per device memory."""
+"""Lagrange multipliers of memory for decisions on tied layers, in units of a stage's minimum time per device memory."""
 
 Step = Callable[[State, SearchNode], None]
 Bound = Callable[[Instance, float, float], float]
-"""Computes a bound of a choice, in seconds. The numbers that it takes are the known bound, and the seconds from which on the choice cannot
-improve the best plan."""
+"""Computes a bound of a configuration, in seconds, from the known bound and the seconds from which on the configuration cannot improve the
+incumbent."""
 
 
 def may_segment(instance: Instance) -> bool:
-    """Whether several layers of a choice may be recomputed as one without a pin."""
+    """Return whether several layers of a configuration may be recomputed as one without a pin."""
     return not instance.schedule.interleaved
 
 
 def advance(state: State, node: SearchNode) -> None:
-    """Run the next step of a choice."""
+    """Run the next step of a configuration."""
     _steps_of(node.instance)[node.done](state, node)
 
 
@@ -62,7 +63,7 @@ def _steps_of(instance: Instance) -> tuple[Step, ...]:
 
 
 def _raise_bound(state: State, node: SearchNode, bound_s: float) -> None:
-    """Raise a choice's bound; an infinite one proves that no plan of the choice fits."""
+    """Raise a configuration's bound; an infinite bound proves that none of its plans fits."""
     if not np.isfinite(bound_s):
         retry_in_segments(state, node)
     else:
@@ -70,20 +71,20 @@ def _raise_bound(state: State, node: SearchNode, bound_s: float) -> None:
 
 
 def _bounding(bound: Bound) -> Step:
-    """The step that computes a bound."""
+    """Return the step that computes a bound."""
     return lambda state, node: _raise_bound(state, node, bound(node.instance, node.bound_s, state.cutoff_s))
 
 
 def retry_in_segments(state: State, node: SearchNode) -> None:
-    """No plan of a choice fits: go on with segments of several layers, which need less memory and are never faster, except in place of
-    offloading."""
+    """Continue a configuration of which no plan fits with segments of several layers, which need less memory and are never faster, except
+    if they replace offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:
         state.push(instance, cheap_bound(instance) if instance.offload_tiers else node.bound_s)
 
 
 def proved_infeasible(instance: Instance, deadline: float) -> bool:
-    """Whether it is proved that no plan of a choice fits in device memory and in the other memories that it uses."""
+    """Return whether there is a proof that no plan of a configuration fits in device memory and in its offload tiers."""
     if least_memory(instance)[0] > 1:
         return True
     if not instance.offload_tiers or instance.layers > LABEL_LAYERS:
@@ -95,7 +96,7 @@ def proved_infeasible(instance: Instance, deadline: float) -> bool:
 
 
 def segmented(state: State, instance: Instance) -> Instance | None:
-    """The same choice with segments of several layers among its candidates; ``None`` if there are no such candidates."""
+    """Return the configuration with segments of several layers among its candidates; ``None`` if there are no such candidates."""
     choice = instance.choice
     if choice.segments or not may_segment(instance):
         return None
@@ -108,7 +109,8 @@ def segmented(state: State, instance: Instance) -> Instance | None:
 
 
 def _coarse(state: State, node: SearchNode) -> None:
-    """A coarse bound first: most choices are far from the best."""
+    """Compute a coarse bound, which suffices for most configurations. Without an incumbent, late in the search, construct a solution at
+    once."""
     bound = bottleneck_bound(node.instance, node.bound_s)
     if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
         _construct(
@@ -123,14 +125,15 @@ def _whole(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
 
 
 def _linear(state: State, node: SearchNode) -> None:
-    """``linear_bound``: all devices together."""
+    """Compute ``linear_bound``, which considers all devices together."""
     state.solvers.add("GLOP")
     _raise_bound(state, node, linear_bound(node.instance, node.bound_s, state.cutoff_s))
 
 
 def _first(state: State, node: SearchNode) -> None:
-    """A coarse bound for several stages on each device. If it is far below the incumbent, a solution is tried at once: a better incumbent
-    discards other choices, and is worth more than a better bound; not so once too many such solutions were no better."""
+    """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
+    incumbent discards other configurations, and is worth more than a better bound. After too many solutions without improvement, stop doing
+    so."""
     bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
     if far and state.wasted_s < WASTED * state.options.time_limit_s:
@@ -141,7 +144,7 @@ def _first(state: State, node: SearchNode) -> None:
 
 
 def _construct(state: State, node: SearchNode) -> None:
-    """Search for a solution of a choice."""
+    """Search for a solution of a configuration."""
     instance = node.instance
     wanted = node.bound_s < state.cutoff_s
     if wanted and not _find_solution(state, instance) and may_segment(instance) and least_memory(instance)[0] > 1:
@@ -150,7 +153,7 @@ def _construct(state: State, node: SearchNode) -> None:
 
 
 def _find_solution(state: State, instance: Instance) -> bool:
-    """Search for a solution of the choice; return whether one was found."""
+    """Search for a solution of the configuration; return whether one was found."""
     state.opened += 1
     decided = _dive(state, instance)
     if decided is None:
@@ -164,7 +167,7 @@ def _find_solution(state: State, instance: Instance) -> bool:
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:
-    """The instance with every tie decided in the way that looks best: a solution is searched for in it before the search branches on
+    """Return the instance with the most promising decision for every tie, in which a solution is searched before the search branches on
     ties."""
     while (group := state.undecided(instance.choice)) is not None:
         children = list(decided(state, instance, group))
@@ -179,7 +182,7 @@ def _dive(state: State, instance: Instance) -> Instance | None:
 
 
 def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
-    """The instances in which the tie of ``group`` is decided, one for each possible decision."""
+    """Yield an instance for each possible decision of the tie of ``group``."""
     for roles, zero in state.prices.ties(instance.choice, group):
         child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
         if child is not None:
@@ -187,7 +190,7 @@ def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
 
 
 def _close(state: State, node: SearchNode) -> None:
-    """Decide the next tie of a choice, or solve it: its bound is then final."""
+    """Branch on the next tie of a configuration, or solve it; its bound is then final."""
     instance = node.instance
     group = state.undecided(instance.choice)
     if group is not None and (not instance.schedule.interleaved or instance.layers <= LABEL_LAYERS):
@@ -200,7 +203,7 @@ def _close(state: State, node: SearchNode) -> None:
 
 
 def _labels(state: State, node: SearchNode) -> bool:
-    """Run the label method; return whether it solved the choice."""
+    """Run the label method; return whether it solved the configuration."""
     instance, several = node.instance, node.instance.schedule.interleaved
     deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
@@ -218,11 +221,11 @@ def _labels(state: State, node: SearchNode) -> bool:
 
 
 NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
-"""One stage has no cuts, so the linear program is needed for the proof alone."""
+"""One stage has no cuts, so the linear program serves only the proof."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
 SEVERAL_STAGES = (_first, _linear, _construct, _bounding(device_bound), _close)
-"""Whole layers are bounded last: it takes long, and counts only with an incumbent."""
+"""The bound of whole layers comes last: it takes long, and needs an incumbent."""
 
 BIDIRECTIONAL = (_construct, _close)
-"""Schedules that have copies of each stage have the cheap bound alone, and, in small models, the exact method."""
+"""Schedules with copies of each stage have only the cheap bound and, in small models, the exact method."""

@@ -1,8 +1,8 @@
-"""Prices as arrays: one table per layer class and configuration, Pareto-pruned, and an ``Instance`` that binds them to the layers.
+"""Prices as arrays: one table per layer class and configuration, Pareto-pruned, and an ``Instance`` that assigns tables to layers.
 
-Dominated candidates are dropped twice. Within a layout (the roles) a candidate that is no better in any of (forward, backward,
-step, weights, saved, transient) is not needed for an optimum, because resharding and p2p depend on the layout alone. For bounds, which
-leave resharding out, the same holds across layouts.
+Dominated candidates are dropped twice. Within a layout (the roles) no optimum needs a candidate that is no better than another in any of
+(forward, backward, step, weights, saved, transient), because resharding and p2p depend on the layout alone. For bounds, which leave
+resharding out, the same holds across layouts.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from autopar.search.problem import Choice, Mesh, PriceSource
 Roles = tuple[Role, ...]
 
 OFFLOAD_TIERS = ("host", "nvme")
-"""The offload tiers, each with a limit: host memory and NVMe."""
+"""The offload tiers, each with a memory limit: host memory and NVMe."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The candidates of one layer class: strategies and, in the same order, their prices (seconds, bytes) at one place.
+    """The candidates of one layer class: strategies and, in the same order, their prices (seconds, bytes) at one place. Arrays are
+    ``[candidate]``.
 
-    A place is a distinct kind of device that a stage runs on. ``elsewhere`` are the same candidates at the instance's other places.
+    A place is a distinct kind of device that a stage runs on. ``elsewhere`` has the same candidates at the instance's other places.
     """
 
     strategies: tuple[Strategy, ...]
     prices: tuple[LayerPrice, ...]
     forward: Array
-    backward: Array  # of the inputs alone, if backwards are in two parts
-    weight: Array  # the backward of the weights then; otherwise 0
+    backward: Array  # only the input gradients if backwards are split
+    weight: Array  # the weight gradients if backwards are split; otherwise 0
     step: Array
     weights: Array  # parameters, gradients and optimizer state
     saved: Array
-    waiting: Array  # bytes added between the two parts of a backward; otherwise 0
+    waiting: Array  # bytes live between the two parts of a split backward; otherwise 0
     transient: Array
     border: Array
-    host: Array  # bytes in host memory, and those per microbatch in flight
+    host: Array  # bytes in host memory during the whole step; host_saved: per microbatch in flight
     host_saved: Array
     nvme: Array  # bytes on NVMe
     everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
-    split: bool = False  # whether backwards are in two parts
+    split: bool = False  # whether backwards are split
 
     def __len__(self) -> int:
         return len(self.strategies)
@@ -73,27 +74,27 @@ class Table:
 
     @cached_property
     def time(self) -> Array:
-        """Forward plus backward of one microbatch."""
+        """Seconds of one microbatch, forward plus backward."""
         return self.forward + self.backward + self.weight
 
     @property
     def seconds(self) -> tuple[Array, ...]:
-        """The two or three parts of ``time``."""
+        """The two or three parts of ``time``: forward, backward and, if backwards are split, weight gradients."""
         return (self.forward, self.backward, *([self.weight] if self.split else []))
 
     def live(self, in_flight: float, waiting: float = 0.0) -> Array:
-        """Live bytes: weights and the activations of ``in_flight`` microbatches, ``waiting`` of them between the two parts of a
-        backward."""
+        """Return the live bytes of weights and of the activations of ``in_flight`` microbatches; ``waiting`` others are between the two
+        parts of a split backward."""
         return self.weights + in_flight * self.saved + waiting * self.waiting
 
     @cached_property
     def segment(self) -> Indices:
-        """How many layers a candidate recomputes as one."""
+        """The number of layers that a candidate recomputes as one."""
         return np.array([p.segment for p in self.prices], dtype=np.int64)
 
     @cached_property
     def kept(self) -> Array:
-        """Bytes that the first layer of a candidate's segment keeps of a microbatch; for a single layer, the bytes that it saves."""
+        """Bytes per microbatch that the first layer of a candidate's segment keeps; for a single layer, the bytes that it saves."""
         return np.where(self.segment > 1, np.array([float(p.kept_bytes) for p in self.prices]), self.saved)
 
     @cached_property
@@ -108,7 +109,7 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     def offloaded_bytes(self, in_flight: float) -> tuple[Array, Array]:
-        """Bytes in host memory and on NVMe (the order of ``StagePlaces.tier_limits``), with ``in_flight`` microbatches in flight."""
+        """Return the bytes in host memory and on NVMe (as in ``StagePlaces.tier_limits``), with ``in_flight`` microbatches in flight."""
         return self.host + in_flight * self.host_saved, self.nvme
 
     @cached_property
@@ -118,7 +119,7 @@ class Table:
 
     @cached_property
     def columns(self) -> Array:
-        """All prices of a candidate at all places, side by side."""
+        """All prices of each candidate at all places: ``[candidate, price]``."""
         found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
         if self.split:
             found += [t.waiting for t in self.places]
@@ -127,21 +128,22 @@ class Table:
         return np.stack(found, axis=1)
 
     def transient_bytes(self, buffers: int) -> Array:
-        """The transient bytes of a running layer, with so many pipeline buffers of the size of its border."""
+        """Return the transient bytes of a running layer, including ``buffers`` pipeline buffers of the size of its border tensor."""
         return self.transient + buffers * self.border
 
     @cached_property
     def bounding(self) -> Indices:
-        """The candidates that no other dominates across layouts."""
+        """The indices of the candidates that no other candidate of any layout dominates."""
         return np.sort(undominated(self.columns))
 
 
 def make_table(
     candidates: list[Strategy], prices: list[tuple[LayerPrice, ...]], tied: bool = False, split: bool = False
 ) -> Table:
-    """A table without the candidates that another of the same layout (and, for tied layers, ZeRO stage) dominates at every place.
+    """Return a table without the candidates that another one of the same layout (and, for tied layers, ZeRO stage) dominates at every
+    place.
 
-    ``prices`` are each candidate's prices at each place. ``split``: backwards are in two parts.
+    ``prices`` are each candidate's prices at each place. ``split``: backwards are split.
     """
     first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
@@ -183,10 +185,10 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where the stages of a pipeline run: the place of each stage, the link over which each but the last sends, and its memory limit.
+    """Where the stages of a pipeline run: the place of each stage, the link over which each stage but the last sends, and its memory limit.
 
-    Places and links (``link``) are numbers of distinct devices and links; a send to a stage on the same device has no link. ``tier_limits``
-    is a device's share of its node's offload tiers (``OFFLOAD_TIERS``), by place.
+    ``place`` and ``link`` are indices of distinct devices and links; a send to a stage on the same device has no link. ``tier_limits`` has,
+    for each place, a device's share of its node's offload tiers (``OFFLOAD_TIERS``).
     """
 
     place: tuple[int, ...]
@@ -199,12 +201,12 @@ class StagePlaces:
 
 
 Regime = tuple[int, int, int, float]
-"""The properties that make stages equivalent: microbatches in flight, pipeline buffers, place, memory limit."""
+"""The properties of a stage on which its costs depend: microbatches in flight, pipeline buffers, place, memory limit."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One configuration with its prices: ``kinds`` are the tables, ``kind[i]`` is the table of layer ``i``."""
+    """One configuration with its prices: ``kinds`` are the tables, ``kind[i]`` is the index of layer ``i``'s table."""
 
     choice: Choice
     kinds: tuple[Table, ...]
@@ -226,12 +228,12 @@ class Instance:
 
     @cached_property
     def limit(self) -> float:
-        """The largest memory limit of a stage."""
+        """The maximum memory limit of a stage, in bytes."""
         return max(self.layout.limit)
 
     @cached_property
     def offload_tiers(self) -> tuple[int, ...]:
-        """The offload tiers that some candidate uses, so that their limits matter (indices of ``OFFLOAD_TIERS``)."""
+        """The offload tiers that some candidate uses, whose limits therefore matter (indices of ``OFFLOAD_TIERS``)."""
         return tuple(sorted(frozenset().union(*(table.uses for table in self.kinds))))
 
     @cached_property
@@ -254,7 +256,7 @@ class Instance:
 
     @cached_property
     def owns(self) -> Array:
-        """``[stage, device]``: 1 where the device has the stage (or a copy of it)."""
+        """``[stage, device]``: 1 if the device has the stage or a copy of it, else 0."""
         own = [self.schedule.own(d) for d in range(self.schedule.pipeline)]
         return np.array([[float(s in mine) for mine in own] for s in range(self.schedule.stages)])
 
@@ -264,7 +266,7 @@ class Instance:
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
         live = self.in_flight.tolist(), pipeline_buffers(self.schedule)
-        return tuple(zip(*live, self.layout.place, self.layout.limit, strict=False))  # for each device, its first stage
+        return tuple(zip(*live, self.layout.place, self.layout.limit, strict=False))  # of each device's first stage
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:
@@ -272,18 +274,19 @@ class Instance:
         return tuple(dict.fromkeys(self._by_stage))
 
     def at(self, place: int) -> tuple[Table, ...]:
-        """The tables at a place."""
+        """Return the tables at a place."""
         return self.kinds if place == 0 else tuple(table.at(place) for table in self.kinds)
 
     def table(self, layer: int, place: int = 0) -> Table:
         return self.kinds[self.kind[layer]].at(place)
 
     def least(self, name: str) -> Array:
-        """Per layer, the smallest price among its candidates, over all places."""
+        """Return each layer's minimum of the price ``name`` over its candidates and all places."""
         return np.array([min(float(getattr(t, name).min()) for t in table.places) for table in self.kinds])[self.kind]
 
     def resharding(self, layer: int, place: int) -> Array:
-        """Seconds of resharding after ``layer``, indexed by its table's layouts and by those of the next layer's, which is at ``place``."""
+        """Return the seconds of resharding between ``layer`` and the next layer, which is at ``place``: ``[layout, next layer's
+        layout]``."""
         times = self.layout.resharding[place]
         key = (place, times.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
@@ -292,14 +295,14 @@ class Instance:
         return self.matrices[key]
 
     def edge(self, layer: int, place: int, before: Indices | int, after: Indices | int) -> Array:
-        """Seconds of resharding between candidates ``before`` of ``layer`` and ``after`` of the next layer, which is at ``place``; both are
-        broadcast."""
+        """Return the seconds of resharding between candidates ``before`` of ``layer`` and ``after`` of the next layer, which is at
+        ``place``; index arrays are broadcast."""
         left, right = self.table(layer), self.table(layer + 1)
         found: Array = self.resharding(layer, place)[left.layout[before], right.layout[after]]
         return found
 
     def p2p(self, layer: int, stage: int) -> Array:
-        """Seconds of sending ``layer``'s outputs from ``stage`` to the next stage, indexed by its candidates."""
+        """Return the seconds to send ``layer``'s outputs from ``stage`` to the next stage: ``[candidate]``."""
         link = self.layout.link[stage]
         if link is None:
             return np.zeros(len(self.table(layer)))
@@ -312,7 +315,7 @@ class Instance:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Maximal runs of layers of one kind: (kind, first layer, number)."""
+        """Maximal runs of layers of the same kind: (kind, first layer, number of layers)."""
         found: list[tuple[int, int, int]] = []
         for i, kind in enumerate(self.kind.tolist()):
             if found and found[-1][0] == kind:
@@ -323,7 +326,7 @@ class Instance:
 
 
 class TransferTimes:
-    """Seconds between layers; the pricer computes them once per border and pair of layouts."""
+    """Seconds of resharding and of sends between layers, computed once per border and pair of layouts."""
 
     def __init__(self, border: list[int], pricer: PriceSource) -> None:
         self._pricer, self.border = pricer, border

@@ -1,9 +1,8 @@
-"""The live memory of one device through a step: bytes by part at each action of its schedule. Its maximum is a plan's memory figure.
+"""The live memory of one device through a step: bytes by part at each action of its schedule. Its maximum is the memory in a plan.
 
-Parameters, gradients and optimizer state are live throughout (gradients only from the first backward on, but nothing else ever uses
-their room). A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them at its end. If that
-backward is in two parts, the second part frees them, together with the bytes that the first has added. While an action runs, its stage's
-transients are live too.
+Parameters, gradients and optimizer state count as live throughout (gradients only exist from the first backward on, but nothing else uses
+their memory before). A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them when it ends.
+If backwards are split, I replaces them with the *waiting* bytes, which W frees. While an action runs, its stage's transients are live, too.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from autopar.schedules.memory import StageBytes, counts_by_stage, device_buffers
 from autopar.schedules.orders import device_order
 
 Counts = tuple[tuple[float, float], ...]
-"""For each stage of a device: the microbatches in flight, and how many of these are between the two parts of their backward."""
+"""For each stage of a device: the microbatches in flight, and the microbatches between the two parts of a split backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One action and the live memory while it runs."""
+    """One action, and the live memory while it runs."""
 
     kind: str
     stage: int
@@ -32,7 +31,7 @@ class Moment:
 
 
 class Device:
-    """The live memory of the device at pipeline rank ``device``; ``layers`` are those of each of its stages."""
+    """The live memory of the device at pipeline rank ``device``; ``layers`` has the layers' prices of each of its stages."""
 
     def __init__(self, schedule: Schedule, device: int, layers: Sequence[Sequence[LayerPrice]]) -> None:
         self.schedule, self.device = schedule, device
@@ -49,17 +48,17 @@ class Device:
         )
 
     def most(self) -> Memory:
-        """The memory when it peaks."""
+        """Return the live memory at its peak."""
         return Memory(*self.state, *peak(self.schedule, self.device, self.stages)[:2])
 
     def counts_at_peak(self) -> Counts:
-        """When memory peaks: the microbatches in flight, and those between ``I`` and ``W``, of each stage of the device."""
+        """Return the microbatches in flight, and those between ``I`` and ``W``, of each stage of the device when its memory peaks."""
         number = peak(self.schedule, self.device, self.stages)[2]
         counts = peak_moments(self.schedule, self.device)[0][number]
         return counts_by_stage(self.schedule, self.device, counts)
 
     def timeline(self) -> tuple[Moment, ...]:
-        """Every action in the order in which the device runs them, with the live memory."""
+        """Return every action in the order in which the device runs them, with the live memory."""
         order = list(device_order(self.schedule, self.device))
         activations, transient = live_bytes(order, self.schedule.own(self.device), self.stages)
         return tuple(
@@ -69,8 +68,8 @@ class Device:
 
 
 def kept(prices: Sequence[LayerPrice]) -> list[int]:
-    """Bytes that each of a stage's layers keeps of a microbatch. If layers are recomputed as one, the first keeps the bytes of all: equal
-    neighbours have one price and form segments, starting at the first of them; the last segment may be shorter."""
+    """Return the bytes that each of a stage's layers keeps per microbatch. In a segment, the first layer keeps the bytes of all. Adjacent
+    layers with the same price object form segments from the first one on; the last segment may be shorter."""
     if all(price.segment == 1 for price in prices):
         return [int(price.saved_bytes) for price in prices]
     found, at = [], 0
@@ -82,10 +81,10 @@ def kept(prices: Sequence[LayerPrice]) -> list[int]:
 
 
 def transients(prices: Sequence[LayerPrice], buffers: int = 0) -> int:
-    """The most bytes that are live while an action of these layers runs, besides those that its microbatch saves, ``buffers`` pipeline
-    buffers included.
+    """Return the maximum bytes that are live while an action of these layers runs, besides what its microbatch saves, and including
+    ``buffers`` pipeline buffers.
 
-    While the backward of a layer runs, the activations of later layers are freed, and their fresh gradients are live in their place.
+    While a layer runs backward, the activations of later layers are already freed, and their fresh gradients are live instead.
     """
     most = after = 0
     for price, saved in zip(reversed(prices), reversed(kept(prices)), strict=True):

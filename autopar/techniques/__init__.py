@@ -1,7 +1,7 @@
 """The registry of the techniques of layers and plans.
 
-To add one: write its file, and put it into ``LAYER`` or ``PLAN``. Plans, pins, options, comparisons, descriptions and ``verify`` read the
-registry, and name no technique.
+To add a technique, write its file, and put it into ``LAYER`` or ``PLAN``. Plans, pins, options, comparisons, descriptions and ``verify``
+read the registry, and name no technique.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import Call, Case, Conflict, Facts, Technique
 
 LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
-"""Every technique of a layer. A search varies the last ones first."""
+"""Every technique of a layer. A search enumerates their values with the last technique varying fastest."""
 
 PLAN: tuple[Technique, ...] = (SYNC,)
 """Every technique of the whole plan."""
@@ -32,17 +32,17 @@ ALL = (*PLAN, *LAYER)
 BY_NAME = {technique.name: technique for technique in LAYER}
 
 OF_LAYERS = tuple(mode.gives_up for technique in LAYER for mode in technique.modes if mode.gives_up)
-"""The kinds of exactness that techniques of layers give up: a search decides which layers do."""
+"""The numerical deviations that techniques of layers cause: a search decides in which layers."""
 
 GIVEN_UP = (*OF_LAYERS, *(mode.gives_up for technique in PLAN for mode in technique.modes if mode.gives_up))
-"""The kinds of exactness that techniques give up."""
+"""The numerical deviations that techniques cause."""
 
 _made: dict[tuple[str, ...], Options] = {}
 
 
 class Options(Facts):
-    """A layer's value of every technique, and the combined facts of these values: of each number the largest, while text and
-    ``quantized`` come from one value. Equal options are one object: prices are cached by strategy, and identity is the fastest hash."""
+    """A layer's value of every technique, and the combined facts of these values: of each number the maximum, while text and ``quantized``
+    come from one value. Equal options are the same object: prices are cached by strategy, and identity is the fastest hash."""
 
     values: tuple[str, ...]
 
@@ -63,7 +63,7 @@ class Options(Facts):
         return _made[values]
 
     def __init__(self, **chosen: str) -> None:
-        """Nothing: ``__new__`` finds or makes the object."""
+        """Do nothing: ``__new__`` returns a complete object."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.values,)  # a copy is the same object
@@ -76,31 +76,31 @@ class Options(Facts):
         return self.by_name[technique.name]
 
     def but(self, **changes: str) -> Options:
-        """The same values, except these."""
+        """Return the options with these values changed."""
         return Options(**(self.by_name | changes))
 
     @cached_property
     def by_name(self) -> dict[str, str]:
-        """Every value by its technique's name."""
+        """The value of every technique, by the technique's name."""
         return {technique.name: value for technique, value in zip(LAYER, self.values, strict=True)}
 
     @property
     def chosen(self) -> Iterator[tuple[Technique, str]]:
-        """The techniques whose value is not the default."""
+        """The techniques whose value is not the default, with the value."""
         return ((t, value) for t, value in zip(LAYER, self.values, strict=True) if value != t.default)
 
     @cached_property
     def on_nvme(self) -> bool:
-        """Whether they need room on the node's NVMe."""
+        """Whether saved activations or optimizer states are on the node's NVMe."""
         return "nvme" in (self.saved_in, self.states_in)
 
     @cached_property
     def segment_layers(self) -> int:
-        """The number of consecutive layers that are treated as one."""
+        """The number of consecutive layers in a segment, which is recomputed as one layer."""
         return max((technique.split(value)[1] for technique, value in self.chosen), default=1)
 
     def of_at_most(self, layers: int) -> Options:
-        """The same values, with no more than so many consecutive layers treated as one."""
+        """Return the options with segments of no more than ``layers`` layers."""
         limited = {
             technique.name: name if layers == 1 else f"{name}:{layers}"
             for technique, value in self.chosen
@@ -111,12 +111,12 @@ class Options(Facts):
 
     @property
     def splitting(self) -> Technique:
-        """The technique that computes microbatches in parts; only if ``parts`` is above 1."""
+        """The technique that computes microbatches in parts. ``parts`` must be above 1."""
         return next(technique for technique, value in self.chosen if technique.mode(value).parts > 1)
 
     @cached_property
     def unsplit(self) -> Options:
-        """The same values, with microbatches that are not computed in parts."""
+        """The options with the fallback of each value that computes microbatches in parts."""
         modes = {technique.name: technique.mode(value) for technique, value in self.chosen}
         return self.but(**{name: mode.fallback for name, mode in modes.items() if mode.parts > 1})
 
@@ -127,23 +127,24 @@ class Options(Facts):
 
     @cached_property
     def specified(self) -> dict[str, str]:
-        """The values that the runtime reads (``LayerSpec.options``), by name."""
+        """The values that the runtime reads (``LayerSpec.options``), by the technique's name."""
         return {technique.name: value for technique, value in self.chosen if technique.specified}
 
     @cached_property
     def runtime_parts(self) -> dict[str, str]:
-        """The runtime modules that a program with such layers needs (``Technique.runtime_parts``)."""
+        """The runtime modules that a program with these options needs (``Technique.runtime_parts``)."""
         return {name: part for technique, value in self.chosen for name, part in technique.runtime_parts(value).items()}
 
     def wrap_call(self, call: Call) -> Call:
-        """The call of a layer, or of several, in the text of a program; each technique wraps the call of those after it."""
+        """Return the call of a layer, or of several, in a program's text. Each technique wraps the call that later techniques have
+        wrapped."""
         for technique, value in reversed([*self.chosen]):
             call = technique.wrap_call(value, call)
         return call
 
     @cached_property
     def quickest(self) -> Options:
-        """The same values, with the default of every technique that only adds time to a microbatch."""
+        """The options with the default of every technique whose other values only make microbatches slower."""
         return self.but(**{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work})
 
     @cached_property
@@ -166,15 +167,15 @@ def _restored(values: tuple[str, ...]) -> Options:
 
 @cache
 def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
-    """A technique's conflicts: those that it lists, and those between values that compute microbatches in parts and values that need whole
-    ones."""
+    """Return the conflicts that a technique lists, and those of its values that compute microbatches in parts with values that are
+    ``unsplittable``."""
     in_parts = tuple(mode.name for mode in technique.modes if mode.parts > 1)
     whole = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
     return (*technique.conflicts, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in whole))
 
 
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:
-    """The first conflict of a technique's value with the other decisions, given by name; ``None`` without one."""
+    """Return the first conflict of a technique's value with ``others``, the other decisions by name; ``None`` if there is none."""
     name, _ = technique.split(value)
     for found in conflicts_of(technique):
         if name in found.values and str(others.get(found.other, "")).partition(":")[0] in found.others:
@@ -185,21 +186,21 @@ def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Con
 DEFAULTS = Options()
 
 UNDER_SPLIT = {technique.name: technique.under_split for technique in LAYER if technique.under_split}
-"""The values that a schedule that splits the backward pass forces on techniques."""
+"""The values that techniques must have under a schedule that splits the backward pass."""
 
 
 def read_options(layer: Mapping[str, Any]) -> Options:
-    """The values of a layer in a plan file, in the current fields or in those of older versions."""
+    """Return the options of a layer in a plan file, from the current fields or those of older versions."""
     return Options(**{technique.name: technique.read(layer) for technique in LAYER})
 
 
 def parts_phrase(options: Options) -> str:
-    """How microbatches are computed in parts, in words: ``"in two halves that take turns"``."""
+    """Return in words how microbatches are computed in parts: ``"in two halves that take turns"``."""
     return options.splitting.phrase(options[options.splitting])
 
 
 def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
-    """The plans with a technique that ``verify`` runs (``Technique.cases``); their names also state the other techniques."""
+    """Yield the plans with a technique that ``verify`` runs (``Technique.cases``); their names also state the other pinned techniques."""
     for name, pins in technique.cases(devices):
         beside = (other for other in ALL if other is not technique and other.name in pins)
         words = (other.case_phrase(pins[other.name]) for other in beside)
@@ -207,7 +208,7 @@ def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
 
 
 def not_splittable_error(options: Options, reasons: Mapping[str, str]) -> UsageError:
-    """The error where no layer's microbatches can be computed in parts; ``reasons`` are the layers' refusal reasons, by name."""
+    """Return the error for a model in which no layer's microbatches can be computed in parts; ``reasons`` are refusal reasons by layer."""
     technique, value = options.splitting, options[options.splitting]
     reason = Counter(reasons.values()).most_common(1)[0][0]
     layer = next(name for name, why in reasons.items() if why == reason)
@@ -218,7 +219,7 @@ def not_splittable_error(options: Options, reasons: Mapping[str, str]) -> UsageE
 
 
 def phrases(options: Options) -> list[str]:
-    """What a layer's techniques do, in words: ``["recomputed", "gradients reduced once a step"]``."""
+    """Return in words what a layer's techniques do: ``["recomputed", "gradients reduced once a step"]``."""
     words = [(technique, technique.phrase(value)) for technique, value in options.chosen]
     return [
         text if technique.subject == "layers" else f"{technique.subject} {text}" for technique, text in words if text

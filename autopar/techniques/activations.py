@@ -1,11 +1,11 @@
-"""The activations that a layer saves for its backward pass: all, a part, its input alone; and where and in what form.
+"""Which activations a layer saves for its backward pass (all, a part, or its input alone), where, and in what form.
 
 ``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` four consecutive layers of one class and one
-strategy from the first one's input, ``selective`` all that is cheap to compute again (Korthikanti et al. 2022, arXiv:2205.05198;
-``passes.selective`` selects). ``host`` offloads activations to host memory, ``full+host`` the input of a recomputed layer, and
-``selective+host`` what a layer that is recomputed in part keeps besides the selected values. ``int8`` stores activations as 8-bit integers
-(``program.activation_storage``), which is not exact: gradients are computed from rounded numbers. The layer that computes the loss
-always keeps its activations unrounded.
+strategy from the first layer's input, and ``selective`` everything that is cheap to recompute (Korthikanti et al. 2022, arXiv:2205.05198;
+``passes.selective`` selects). ``host`` offloads activations to host memory, ``full+host`` the input of a fully recomputed layer, and
+``selective+host`` what a selectively recomputed layer saves besides the selected values. ``int8`` stores activations as 8-bit integers
+(``program.activation_storage``), which is not exact: gradients are computed from rounded activations. The layer that computes the loss
+always saves exact activations.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ KEEP, SELECTIVE, FULL, HOST, INT8 = "keep", "selective", "full", "host", "int8"
 FULL_HOST, SELECTIVE_HOST = "full+host", "selective+host"
 
 INT8_ACTIVATIONS = "int8_activations"
-"""The exactness that ``int8`` gives up."""
+"""The numerical deviation of ``int8``."""
 
 SEGMENTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of layers that are tried as one segment of recomputation."""
+"""The numbers of layers per recomputed segment that a search tries."""
 
 INT8_ROUNDING = Constant(
     47.0,
@@ -56,7 +56,7 @@ _IN_8_BITS = QuantizedStorage(
     restoring=INT8_RESTORING,
     kernels=INT8_KERNELS,
 )
-"""As ``program.activation_storage`` stores them."""
+"""The format of ``program.activation_storage``."""
 
 _UNSPLIT = "microbatches in parts go with full recomputation"
 
@@ -196,7 +196,7 @@ class Activations(Technique):
         return self._satisfies(value, pinned) and segment in (None, layers) and wanted in (1, layers)
 
     def _satisfies(self, value: str, pinned: Pinned) -> bool:
-        """Whether a value satisfies every pin, except for the number of layers."""
+        """Return whether a value satisfies every pin, except for the number of layers."""
         name, own = self.split(value)[0], pinned(self.name)
         by_pin = {
             "recompute": _RECOMPUTE_PIN[_RECOMPUTED.index(self.mode(name).recomputes)],
@@ -295,7 +295,7 @@ class Activations(Technique):
             yield from self._combined(n // 2)
 
     def _combined(self, half: int) -> Iterator[Case]:
-        """On two times ``half`` devices, combined with pipelines and sequence parallelism."""
+        """Yield cases on ``2 half`` devices that combine recomputation with pipelines and sequence parallelism."""
         full, part = {self.name: FULL}, {self.name: SELECTIVE}
         sequence, sharded = {"tensor": half, "sequence": True}, {"data": half, "zero": 3}
         one = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
@@ -332,7 +332,7 @@ class Activations(Technique):
             )
         flag = mode or kind
         value = {"off": KEEP, "none": KEEP}.get(flag, flag) if flag else None
-        if int(layers or 1) > 1 and value in (None, FULL):  # other recomputation has no use for it
+        if int(layers or 1) > 1 and value in (None, FULL):  # the flag has no effect on other recomputation
             return full(int(layers or 1))
         return value
 
@@ -347,13 +347,12 @@ class Activations(Technique):
 
 
 def full(layers: int) -> str:
-    """The value that recomputes ``layers`` layers as one."""
+    """Return the value that recomputes ``layers`` consecutive layers as one segment."""
     return f"{FULL}:{layers}" if layers > 1 else FULL
 
 
 def _tried(chain: int) -> list[int]:
-    """The numbers of layers that are tried as one. The live memory is smallest at about the square root of a stage's layers: the segments
-    end at twice the square root of the chain."""
+    """Return the segment sizes that a search tries: up to twice the square root of ``chain``, since live memory is lowest near the root."""
     return [n for n in SEGMENTS if n <= chain and n * n <= 4 * chain]
 
 

@@ -1,5 +1,7 @@
-"""How the layer with the loss computes the logits of its cross entropy: all at once, or in slices of the vocabulary, recomputed in the
-backward pass (``passes.slice_logits``, ``program.kernels_logits``), so that memory holds one slice at a time."""
+"""How the layer with the loss computes the logits of its cross entropy: all at once, or in slices of the vocabulary.
+
+Slices are recomputed in the backward pass, so that memory holds one slice at a time (``passes.slice_logits``, ``program.kernels_logits``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Logits(Technique):
     modules = ("kernels_logits",)
     rewrite = "slice_logits"
     advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
-    # if whole logits take less, slices gain little, and the search takes a fifth longer with them
+    # slices of smaller logits save little memory, and trying them makes the search a fifth slower
     share = 0.1
 
     def refusal(self, graph: Any, cls: str) -> str:
@@ -41,7 +43,7 @@ class Logits(Technique):
         return str(pinned(self.name) or WHOLE)
 
     def is_tried_with(self, value: str, options: Any) -> bool:
-        """With slices, recomputing or offloading the layer's activations saves little."""
+        """Don't combine slices with recomputation or offload of the layer's activations, which would save little more."""
         return value == WHOLE or not (options.recomputes or options.saved_in)
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:

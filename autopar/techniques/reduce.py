@@ -30,7 +30,7 @@ class Reduce(Technique):
         return (), (self.values.index(value),)
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
-        # with one microbatch both are the same
+        # with one microbatch per step both values reduce once a step
         return super().allowed(pinned, context) if context.several else (MICROBATCH,)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ class Reduce(Technique):
             yield from self._combined(n // 2)
 
     def _combined(self, half: int) -> Iterator[Case]:
-        """On two times ``half`` devices, combined with HSDP and pipelines."""
+        """Yield cases on ``2 half`` devices that combine the value ``step`` with HSDP and pipelines."""
         two, three = ({"data": half, "zero": zero, self.name: STEP} for zero in (2, 3))
         copies = {"mesh": (("replicas", 2), ("data", half)), "replicate": 2, "zero": 3, self.name: STEP}
         one, gpipe = ({"pipeline": 2, "microbatches": 2, "schedule": name} for name in (ONE_F_ONE_B, GPIPE))

@@ -1,5 +1,8 @@
-"""Where a layer's optimizer states and master copies are: in device memory, in host memory, or in a file on the node's NVMe
-(ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity, arXiv:2104.07857). The host updates offloaded states (``program.state_places``)."""
+"""Where a layer's optimizer states and master weights are: in device memory, in host memory, or in a file on the node's NVMe.
+
+The host runs the optimizer on offloaded states (``program.state_places``), as ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity
+(arXiv:2104.07857) do.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""How data-parallel replicas are synchronised, in the whole plan.
+"""How a plan synchronises its data-parallel replicas.
 
-``all-reduce``: every replica gets the sum of all gradients, and updates. With a ``parameter-server`` one rank of each replica group gets
-the sum, has the optimizer states, updates, and broadcasts the parameters. With ``local-steps:K`` each replica updates by the gradients of
-its own samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019, arXiv:1805.09767), which is not exact.
-With ``stale:K`` every replica updates by the sum of all gradients of *K* steps before (delayed SGD, Langford et al. 2009,
-arXiv:0911.0491): the sums overlap the steps in between (``program.late_gradients``). The staleness is always exactly *K*, where stale
-synchronous parallel training (Ho et al. 2013) has at most *K*, so that a run is reproducible; it is not exact.
+``all-reduce``: every replica receives the sum of all gradients, and updates its parameters. ``parameter-server``: one rank of each replica
+group receives the sum, stores the optimizer states, updates the parameters and broadcasts them. ``local-steps:K`` (not exact): each replica
+updates with the gradients of its own samples, and every *K* steps the replicas average their parameters (local SGD, Stich 2019,
+arXiv:1805.09767). ``stale:K`` (not exact): every replica updates with the sum of all gradients of *K* steps before (delayed SGD, Langford
+et al. 2009, arXiv:0911.0491), whose all-reduce overlaps the steps in between (``program.late_gradients``). The staleness is always *K*, so
+that runs are reproducible; in stale synchronous parallel training (Ho et al. 2013) it is at most *K*.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from autopar.techniques.technique import PLAN, Case, Conflict, Mode, Technique
 ALL_REDUCE, PARAMETER_SERVER, LOCAL_STEPS, STALE = "all-reduce", "parameter-server", "local-steps", "stale"
 
 LOCAL_SGD = "local_steps"
-"""The exactness that ``local-steps`` gives up."""
+"""The numerical deviation of ``local-steps``."""
 
 STALE_GRADIENTS = "stale_gradients"
-"""The exactness that ``stale`` gives up."""
+"""The numerical deviation of ``stale``."""
 
 
 class Sync(Technique):

@@ -1,7 +1,7 @@
 """A technique: one optional behaviour of a layer or of the whole plan.
 
-Each has a file in this package with its values, their meaning and conflicts, the candidates of a search, and the pins under which
-``verify`` runs it. Storage, plan files, pins, options, comparisons, descriptions and the cases of ``verify`` are made from the registry
+Each technique has a file in this package with its values, their meaning and conflicts, the candidates of a search, and the pins under which
+``verify`` runs it. Storage, plan files, pins, options, comparisons, descriptions and the cases of ``verify`` are derived from the registry
 (``autopar.techniques``).
 """
 
@@ -25,14 +25,14 @@ LAYER, PLAN = "layer", "plan"
 """The scopes of techniques."""
 
 ANY = "any"
-"""The value of a pin that leaves to the search what it would not try by itself."""
+"""The value of a pin with which the search also tries values that it skips by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One row of the table of pins. Without ``values`` a pin is a whole number from ``least`` to ``most``; with ``switch`` its values also
-    have the short forms ``True``, for the last one, and ``False``, for the first one. ``counted`` are values that are followed by a colon
-    and a whole number from ``least``. ``former``: an old spelling, which another pin has replaced."""
+    """One row of the table of pins. A pin without ``values`` is an integer from ``least`` to ``most``. With ``switch``, ``True`` stands for
+    the last value and ``False`` for the first. ``counted`` are values that are followed by a colon and an integer from ``least``. A
+    ``former`` pin is an old spelling that another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -47,18 +47,18 @@ class Pin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values in their spelling; none for a whole number."""
+        """The values as they are written; empty for an integer."""
         return (*self.values, *(f"{name}:K" for name in self.counted))
 
     @property
     def choices(self) -> str:
-        """The values in words."""
+        """The valid values in words, for error messages."""
         if self.values:
             return f"one of {', '.join(self.names)}"
         return f"a whole number from {self.least}" + ("" if self.most is None else f" to {self.most}")
 
     def checked(self, key: str, value: Value) -> Value:
-        """The value in its standard spelling. Raises ``UsageError``, which names ``key``, if the pin cannot have it."""
+        """Return the value in its standard spelling. Raises ``UsageError``, which names ``key``, if the value is invalid."""
         if self.switch and isinstance(value, bool):
             return self.values[-1 if value else 0]
         if self.values:
@@ -78,11 +78,11 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStorage:
-    """How saved tensors are stored in fewer bits: a byte for each number, and a scale of ``scale_bytes`` for each ``block`` of them, of
-    tensors of at least ``least`` numbers.
+    """How saved tensors of at least ``least`` elements are quantized: a byte per element, and ``scale_bytes`` per ``block`` of elements.
 
-    In a layer that is not compiled, ``kernels`` round or restore ``chunk`` numbers at a time; for each number they move ``rounding`` or
-    ``restoring`` bytes besides those read and stored, and ``temporary_bytes`` are live meanwhile. In a compiled layer it is one kernel.
+    In a layer that is not compiled, ``kernels`` kernels quantize or dequantize ``chunk`` elements at a time. Per element they move
+    ``rounding`` or ``restoring`` bytes besides the tensor that they read and the tensor that they write, and allocate ``temporary_bytes``.
+    In a compiled layer one kernel does it.
     """
 
     block: int
@@ -97,25 +97,24 @@ class QuantizedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """The facts on which prices, passes and programs depend, of one value of a technique or of all values of a layer together
-    (``Options``)."""
+    """What prices, passes and programs must know of a technique's value, or of all of a layer's values together (``Options``)."""
 
     min_zero: int = 0
-    """The least ZeRO stage under which layers may have it."""
+    """The lowest ZeRO stage under which layers may have the value."""
     recomputes: str = ""
-    """What the backward pass computes again: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
+    """What the backward pass recomputes: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
     saved_in: str = ""
     """Where saved activations are offloaded: ``host``, or empty."""
     states_in: str = ""
     """Where optimizer states are offloaded: ``host`` or ``nvme``, or empty."""
     quantized: QuantizedStorage | None = None
-    """How saved tensors are stored in fewer bits, if they are."""
+    """How saved tensors are quantized; ``None`` if they are stored exactly."""
     wraps_layer: bool = False
-    """Whether something is done before and after the layer as a whole."""
+    """Whether the program runs code before and after the layer's call."""
     whole_gradients: bool = False
     """Whether gradients accumulate unsharded over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
     early_collectives: bool = False
-    """Whether collectives of the backward pass start before the gradients of weights are computed."""
+    """Whether collectives of the backward pass start before the weight gradients are computed."""
     compiled: bool = False
     """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
     parts: int = 1
@@ -123,7 +122,7 @@ class Facts:
 
     @property
     def offload_tier(self) -> str:
-        """The offload tier that is needed: ``host`` or ``nvme``, or empty."""
+        """The slowest offload tier that the value uses: ``host`` or ``nvme``, or empty."""
         return max(self.saved_in, self.states_in)
 
 
@@ -131,13 +130,16 @@ class Facts:
 class Mode(Facts):
     """A mode of a technique; its ``name`` is the value in pins and plans.
 
-    ``phrase`` describes it, as in "30 of 34 layers **recomputed**", or is empty; ``cell`` stands for it in a table. ``gives_up`` names the
-    exactness that a user must allow (of ``plan.ALLOWED``), and ``inexact`` says what is not exact. ``max_zero`` is the last ZeRO stage
-    under which layers may have it. ``unsearched``: why its memory can't be priced; a plan may have such a value, but no search takes it.
-    ``counted``: it is written with a colon and a number, at least this one (``full:4``); if this is 2, the value without a number means 1.
-    A layer that can't be computed in ``parts`` has the value ``fallback``; ``unsplittable`` is the reason why microbatches can't be
-    computed in parts with this value. ``stale``: the number is by how many updates gradients are late. ``local_sgd``: the number is local
-    SGD's steps between two averages of the parameters. ``has_server``: one replica has the optimizer states and updates.
+    - ``phrase``: words for it, as in "30 of 34 layers **recomputed**", or empty; ``cell``: its entry in a table.
+    - ``gives_up``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
+    - ``max_zero``: the highest ZeRO stage under which layers may have the mode.
+    - ``unsearched``: why its memory can't be priced; a plan may have such a mode, but no search chooses it.
+    - ``counted``: the minimum of the number after its colon (``full:4``); if it is 2, a value without a number means 1.
+    - ``fallback``: the value of layers that can't be computed in ``parts``.
+    - ``unsplittable``: why microbatches can't be computed in parts with this mode.
+    - ``stale``: the number says by how many updates gradients are late.
+    - ``local_sgd``: the number is local SGD's steps between two averages of the parameters.
+    - ``has_server``: one replica has the optimizer states and updates the parameters.
     """
 
     name: str
@@ -157,7 +159,7 @@ class Mode(Facts):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The ``values`` of a technique that do not go with some values of another decision: of a technique, or of the schedule."""
+    """The ``values`` of a technique that exclude the values ``others`` of the decision ``other``: a technique, or the schedule."""
 
     values: tuple[str, ...]
     other: str
@@ -170,9 +172,9 @@ class Context:
     """The facts of a layer and a configuration from which a search lists candidates.
 
     ``refused`` has the layer's refusal reasons by technique (``Technique.refusal``). Up to ``chain`` layers of its class may be recomputed
-    as one, and ``segments`` says whether this is tried without a pin. ``several``: whether a step has several microbatches.
-    ``allow`` names the exactness that may be given up. ``compiled``: whether layers are compiled where no pin decides. ``nvme``: whether
-    the cluster describes its NVMe.
+    as one segment, and ``segments`` says whether a search tries this without a pin. ``several``: whether a step has several microbatches.
+    ``allow``: the numerical deviations that the user allows. ``compiled``: whether layers are compiled by default. ``nvme``: whether the
+    cluster describes its NVMe.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -186,12 +188,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call in the text of a program, which techniques change: of a layer's arithmetic, or of consecutive ``layers`` in turn.
+    """A call in a program's text that techniques wrap: of a layer's arithmetic or, with ``layers``, of consecutive layers.
 
-    ``arguments`` are the texts of the arguments; for ``layers`` the first one is their sequence, and a technique names the ``function``.
-    ``rows`` has the batch dim of each argument (``None``: it has none), ``joined`` that of each result. ``inputs`` are the arguments that
-    are tensors, and ``resident`` those of them that are in memory anyway. ``compiled``: ``torch.compile`` compiles the layer.
-    ``gives_loss``: it computes the loss.
+    ``arguments`` are the texts of the arguments; with ``layers`` the first one is the sequence of layers, and a technique sets the
+    ``function``. ``rows`` has the batch dim of each argument (``None`` without one), ``joined`` the batch dim of each result. ``inputs``
+    are the arguments that are tensors, ``resident`` the inputs that stay in memory anyway. ``compiled``: ``torch.compile`` compiles the
+    layer. ``gives_loss``: the layer computes the loss.
     """
 
     arguments: tuple[str, ...]
@@ -207,11 +209,11 @@ class Call:
     contexts: tuple[tuple[str, str], ...] = ()
 
     def by(self, function: str, *arguments: str, remark: str = "") -> Call:
-        """Return the call of another function; its arguments are the same ones if none are named."""
+        """Return a call of another function, with the same arguments unless new ones are passed."""
         return replace(self, function=function, arguments=arguments or self.arguments, remark=remark or self.remark)
 
     def inside(self, context: str, remark: str) -> Call:
-        """Return the call inside a context manager, which becomes the outermost."""
+        """Return the call inside one more context manager, as the outermost one."""
         return replace(self, contexts=(*self.contexts, (remark, context)))
 
     def lines(self, start: str) -> list[str]:
@@ -227,14 +229,14 @@ PERMISSIVE = Context(chain=2**30, several=True)
 """The context of a layer without known facts: only pinned values are tried."""
 
 Pinned = Callable[[str], Any]
-"""The value of a layer's pin by its name; ``None`` where it has none."""
+"""Returns the value of a layer's pin from the pin's name; ``None`` if it is not pinned."""
 
 
 class Technique:
-    """The base of all techniques. A subclass sets the attributes, and overrides the methods in which it differs."""
+    """The base class of all techniques. A subclass sets the attributes, and overrides methods whose default does not fit."""
 
     scope: ClassVar[str] = LAYER
-    """Whether each layer has a value, or the whole plan."""
+    """``LAYER`` if each layer has a value of its own, ``PLAN`` if the plan has one value."""
     name: ClassVar[str]
     modes: ClassVar[tuple[Mode, ...]]
     """The modes; the first is the default."""
@@ -244,45 +246,46 @@ class Technique:
     """What a pin of the technique decides, for help and tables."""
     example: ClassVar[str]
     shown: ClassVar[bool] = False
-    """Whether a table of layers has a column for it even if all have the default."""
+    """Whether a table of layers has a column for the technique even if every layer has the default."""
     of_one: ClassVar[bool] = False
-    """Whether only one layer of a model has a choice."""
+    """Whether only one layer of a model can have another value than the default."""
     switch: ClassVar[bool] = False
     optional: ClassVar[bool] = False
-    """Whether a pin has the value ``any``, for values that a search would not try by itself."""
+    """Whether the pin also has the value ``any``, which adds values that a search skips by default."""
     if_missing: ClassVar[str] = ""
-    """The value for plan files that are older than the technique; the default if empty."""
+    """The value of layers in plan files that are older than the technique; empty for the default."""
     under_split: ClassVar[str] = ""
-    """The value that schedules that split the backward pass force, if any."""
+    """The value that layers must have under schedules that split the backward pass; empty for any value."""
     outweighs_split: ClassVar[bool] = False
-    """Whether it gains more than a schedule that splits the backward pass; such schedules are then tried in small models only."""
+    """Whether the technique gains more than a schedule that splits the backward pass; such schedules are then tried for small models
+    only."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     former_pins: ClassVar[tuple[Pin, ...]] = ()
-    """Old pins, each of which decides a part of it."""
+    """Old pins, each of which decides a part of the technique's value."""
     former_fields: ClassVar[Mapping[str, Any]] = {}
-    """Fields of a layer in plan files of older versions, each with its values (``plan_schema`` has the format)."""
+    """Fields of a layer in plan files of older versions, with their valid values (``plan_schema`` has the format)."""
     former_modules: ClassVar[tuple[str, ...]] = ()
-    """Its modules in the runtime of folders that older versions emitted."""
+    """The technique's runtime modules in programs that older versions emitted."""
     run_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of a published run that give its value."""
+    """The fields of a published run from which ``of_run`` reads the value."""
     flags: ClassVar[tuple[str, ...]] = ()
-    """The flags of other trainers that give its value."""
+    """The flags of other trainers from which ``of_flags`` reads the value."""
     modules: ClassVar[tuple[str, ...]] = ()
-    """The modules of the runtime that ``model.py`` calls for it."""
+    """The runtime modules that ``model.py`` calls for the technique."""
     specified: ClassVar[bool] = False
     """Whether the runtime reads a layer's value in ``LayerSpec.options``."""
     compute_type: ClassVar[str] = ""
-    """The return type of a layer's ``compute`` if it computes a part of a microbatch."""
+    """The return type of a layer's ``compute`` in programs that compute microbatches in parts."""
     rewrite: ClassVar[str] = ""
     """The module of ``passes`` whose function ``rewrite`` changes a layer class for every value but the default (``passes.rewrite``)."""
     rewrite_local: ClassVar[str] = ""
-    """The module of ``passes`` that rewrites a layer's local graph for its values (``passes.rewrite``)."""
+    """The module of ``passes`` that rewrites a layer's local graph for the technique's values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
-    """Whether the default is the fastest value for a microbatch."""
+    """Whether every value but the default makes a microbatch slower."""
     advice: ClassVar[str] = ""
-    """The hint of the error that refuses a pinned value."""
+    """The hint of the error about a pinned value that layers can't have."""
     share: ClassVar[float] = 0.0
-    """The share of device memory from which a layer's saved bytes and transients make a search try other values than the default."""
+    """A search tries other values than the default only if a layer's saved and transient bytes are at least this share of device memory."""
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -294,21 +297,21 @@ class Technique:
         return self.modes[0].name
 
     def value_with(self, **facts: Any) -> str:
-        """The first value whose mode has these facts."""
+        """Return the first value whose mode has these facts."""
         return next(mode.name for mode in self.modes if all(getattr(mode, key) == fact for key, fact in facts.items()))
 
     def split(self, value: str) -> tuple[str, int]:
-        """``"full:4"`` as ``("full", 4)``; the number is 1 where there is none."""
+        """Split ``"full:4"`` into ``("full", 4)``; a value without a number gets 1."""
         name, _, number = value.partition(":")
         return name, int(number) if number else 1
 
     def mode(self, value: str) -> Mode:
-        """The mode of a value."""
+        """Return the mode of a value."""
         name, _ = self.split(value)
         return next(mode for mode in self.modes if mode.name == name)
 
     def known(self, value: object) -> bool:
-        """Whether ``value`` is a value in its standard spelling."""
+        """Return whether ``value`` is a valid value in its standard spelling."""
         if not isinstance(value, str):
             return False
         name, colon, number = value.partition(":")
@@ -323,7 +326,7 @@ class Technique:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The values in their spelling."""
+        """The values as they are written: ``"full"``, ``"full:K"``."""
         plain = (mode.name for mode in self.modes if mode.counted != 1)
         return (*plain, *(f"{mode.name}:K" for mode in self.modes if mode.counted))
 
@@ -337,46 +340,47 @@ class Technique:
         return Pin(self.name, self.scope == LAYER, self.meaning, self.example, plain, switch=self.switch, **form)  # type: ignore[arg-type]
 
     def phrase(self, value: str) -> str:
-        """What the value does to the subject (``Mode.phrase``), or an empty string."""
+        """Return in words what the value does to the subject (``Mode.phrase``), or an empty string."""
         return self.mode(value).phrase
 
     def case_phrase(self, value: str) -> str:
-        """The words for the value in the names of other techniques' cases."""
+        """Return the words for the value in the names of other techniques' cases."""
         return self.phrase(value)
 
     def cell(self, value: str) -> str:
-        """The value in a table of layers."""
+        """Return the value's entry in a table of layers."""
         return self.mode(value).cell
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The parts of a strategy's sort key before and after ZeRO's: among equally fast strategies a plan takes the lowest."""
+        """Return the parts of a strategy's sort key before and after the ZeRO stage's: of equally fast strategies a search takes the
+        lowest."""
         return (), ()
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
-        """The values that a search tries, in order; empty where pins contradict each other."""
+        """Return the values that a search tries, in order; empty if pins contradict each other."""
         value = pinned(self.name)
         if value == ANY:
             return self.within(self.values, context)
         return self.candidates(context) if value is None else (str(value),)
 
     def admits(self, value: str, pinned: Pinned) -> bool:
-        """Whether a layer that has the value satisfies the pins."""
+        """Return whether a layer with the value satisfies the pins."""
         return pinned(self.name) in (None, ANY, value)
 
     def within(self, values: Sequence[str], context: Context) -> tuple[str, ...]:
-        """The values that are exact, or whose deviation is allowed."""
+        """Return those of ``values`` that are exact, or whose deviation is allowed."""
         return tuple(v for v in values if not (name := self.mode(v).gives_up) or name in context.allow)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
-        """The values that a search tries without a pin."""
+        """Return the values that a search tries without a pin."""
         return (self.default,)
 
     def simplest(self, pinned: Pinned, context: Context) -> str:
-        """The value of a plan that is not searched: the simplest that the pins allow."""
+        """Return the simplest value that the pins allow, for a plan that is not searched."""
         return self.allowed(pinned, context)[0]
 
     def admitted(self, pinned: Pinned) -> tuple[str, ...]:
-        """The values that the pins allow in a plan that is not searched; empty if the pins contradict each other."""
+        """Return the values that the pins allow in a plan that is not searched; empty if the pins contradict each other."""
         return self.allowed(pinned, PERMISSIVE)
 
     def refusal(self, graph: Any, cls: str) -> str:
@@ -384,8 +388,8 @@ class Technique:
         return graph.refused.get((self.name, cls), "was not asked") if self.rewrite else ""
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
-        """Return why a plan of ``graph`` can't have a value, or an empty string. ``data`` are the layers' pinned data-parallel degrees,
-        ``None`` where one is free."""
+        """Return why a plan of ``graph`` can't have a value, or an empty string. ``data`` has each layer's pinned data-parallel degree, or
+        ``None``."""
         return ""
 
     def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
@@ -393,24 +397,24 @@ class Technique:
         return ""
 
     def is_tried_with(self, value: str, options: Any) -> bool:
-        """Whether an unpinned value is tried together with ``options``, the values of the other techniques (``Options``)."""
+        """Return whether a search tries an unpinned value with ``options``, the values of the other techniques (``Options``)."""
         return True
 
     def unreadable(self, layer: Mapping[str, Any]) -> str:
-        """Return what a layer in a plan file has if its old fields have no current equivalent, or an empty string."""
+        """Return what is wrong with the old fields of a layer in a plan file if no current value is equivalent, or an empty string."""
         return ""
 
     def read(self, layer: Mapping[str, Any]) -> str:
-        """The value of a layer in a plan file."""
+        """Return the value of a layer in a plan file."""
         return str(layer.get(self.name, self.if_missing or self.default))
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
-        """A sentence for a plan's notes on the layers ``names``, of ``total``, that have the value, or an empty string."""
+        """Return a sentence for a plan's notes on the value, which the layers ``names`` of ``total`` have, or an empty string."""
         return ""
 
     def header(self, value: str, gives_loss: bool = False) -> str:
-        """A sentence at the head of ``model.py`` on how the program deviates from one device's step, or an empty string. ``gives_loss``:
-        the layer that has the value computes the loss."""
+        """Return a sentence for the head of ``model.py`` on how the program deviates from training on one device, or an empty string.
+        ``gives_loss``: the layer with the value computes the loss."""
         return ""
 
     def wrap_call(self, value: str, call: Call) -> Call:
@@ -418,45 +422,46 @@ class Technique:
         return call
 
     def cases(self, n: int) -> Iterator[Case]:
-        """The plans with the technique that ``verify`` runs on ``n`` devices: names, with ``{}`` in place of words for other techniques,
-        and pins. ``mesh`` among the pins has the names and sizes of a mesh's axes."""
+        """Yield the name and the pins of each plan with the technique that ``verify`` runs on ``n`` devices. In a name ``{}`` stands for
+        the words of other techniques; the pin ``mesh`` has the names and sizes of the mesh's axes."""
         yield from ()
 
     def staleness(self, value: str) -> int:
-        """By how many updates gradients are late (stale)."""
+        """Return by how many updates gradients are late (stale)."""
         return self.split(value)[1] if self.mode(value).stale else 0
 
     def averaging_steps(self, value: str) -> int:
-        """The number of local SGD's steps between two averages; 0 if replicas are synchronised in every step."""
+        """Return local SGD's number of steps between two averages; 0 if replicas are synchronised in every step."""
         return self.split(value)[1] if self.mode(value).local_sgd else 0
 
     def compared(self, value: str) -> str:
-        """What ``verify`` compares a plan with, in words, if not with training on one device."""
+        """Return in words what ``verify`` compares a plan with; an empty string means training on one device."""
         return ""
 
     def spec(self, value: str) -> Mapping[str, Any]:
-        """The fields of ``ProgramSpec`` that tell a program of the value."""
+        """Return the fields of ``ProgramSpec`` that the value sets."""
         known = {"late": self.staleness(value), "apart": self.averaging_steps(value)}
         known["served"] = self.mode(value).has_server
         return {name: fact for name, fact in known.items() if fact}
 
     def runtime_parts(self, value: str) -> Mapping[str, str]:
-        """The fields of ``ProgramSpec`` that name parts of the runtime for the value, each with its module and class."""
+        """Return the fields of ``ProgramSpec`` that name runtime parts for the value, each with its ``module.Class``."""
         return {}
 
     def of_run(self, run: Mapping[str, Any]) -> str:
-        """The value of a published run, from its ``run_fields``. Raises ``UsageError`` if they make no sense."""
+        """Return the value of a published run, from its ``run_fields``. Raises ``UsageError`` if the fields are invalid."""
         return self.default
 
     def of_flags(self, flags: Mapping[str, str]) -> str | None:
-        """The value that another trainer's flags give, from the texts of those of ``flags`` that are set; ``None`` if they give none.
-        Raises ``UsageError`` if they make no sense."""
+        """Return the value that another trainer's flags stand for, or ``None``; ``flags`` has the texts of the flags that are set. Raises
+        ``UsageError`` if the flags are invalid."""
         return None
 
     def random_value(self, number: float, zero: int) -> str:
-        """The value in a randomly drawn plan, for a layer under ZeRO stage ``zero``; ``number`` is drawn between 0 and 1."""
+        """Return the value in a random plan for a layer under ZeRO stage ``zero``; ``number`` is a random number from 0 to 1."""
         return self.default
 
     def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
-        """Alternatives that ``explain`` compares: a name, a title, pins, and what the cluster must describe ("host", "nvme" or "")."""
+        """Yield alternatives that ``explain`` compares: a name, a title, pins, and what the cluster must describe ("host", "nvme" or
+        "")."""
         yield from ()

@@ -1,6 +1,6 @@
-"""Lower bounds of the step time of one configuration, from cheap to expensive; they leave resharding out.
+"""Lower bounds of the step time of one configuration, from cheap to expensive. They leave resharding out.
 
 ``cheap``       each layer's best price alone
-``bottleneck``  one stage on each device: stages of consecutive layers, memory priced (GRIDS) or exact (``whole_bound``)
-``linear``      a linear program over cuts, paths through the schedule and prices of memory; with ``whole``, of whole layers on each device
+``bottleneck``  one stage on each device: stages of consecutive layers, with a multiplier of memory or with exact memory (``whole_bound``)
+``linear``      a linear program over cuts, candidates and paths through the schedule; with ``whole``, over integer numbers of layers
 """

@@ -1,23 +1,23 @@
-"""A bound that uses the memory of each stage and the fact that stages are contiguous runs of layers, for one stage on each device.
+"""A bound from the memory of each stage and the contiguity of stages, for one stage on each device.
 
 For any stage s of layers i..j-1, any cost c and any Lagrange multiplier of memory lambda >= 0:
 
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
-because a stage that fits uses no more than the limit. The largest value over a ladder of lambdas is close to the linear relaxation of
-that stage's choice; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, the costs are
+because a stage that fits uses no more than the limit. The maximum over a ladder of lambdas is close to the linear relaxation of that
+stage's problem; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, the costs are
 
     time     t                        total    t + g/P
     round    m t - (w_s - 1) f + g/P
 
-A step with this stage takes no less than its paths (``textbook_paths``):
+A step with this stage takes at least as long as its paths (``textbook_paths``):
 
     ahead(i) + round(i, j) + behind(j)
     ahead(i) + total(i, j) + (m - w_s) time(i, j) + behind(j) + twice(j)         (GPipe: with m - 1 and without the last term)
 
-where ahead, behind (of total) and twice (of time) are the least sums over the stages before and after, found by dynamic programming
-over the cuts. The bound is the least possible value of the worst stage, found in the same way. ``linear`` couples the stages, but mixes
-cuts and parts of layers.
+where ahead, behind (sums of total) and twice (of time) are the minimum sums over the stages before and after; dynamic programming over the
+cuts computes them. The bound is the minimum over all cuts of the worst stage's value, computed in the same way. ``linear`` couples the
+stages, but mixes cuts and fractions of layers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
 
 LADDER = (0.0, *np.geomspace(1e-4, 1e4, 41).tolist())
-"""Lagrange multipliers of memory, in units of a stage's least time per device memory."""
+"""Lagrange multipliers of memory, in units of a stage's minimum time per device memory."""
 
 
 def bottleneck_bound(instance: Instance, at_least_s: float = 0.0) -> float:
-    """The bound of the module's docstring in seconds; ``inf`` if no cuts fit."""
+    """Return the bound of the module's docstring in seconds; ``inf`` if no cuts fit."""
     stages = _Stages(instance)
     return max(at_least_s, smallest_bottleneck(stages.spans()) * (1 - TOLERANCE))
 
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """The same bound from stages of whole layers (``knapsacks``); only stages that a step below ``cutoff_s`` may contain are computed."""
+    """Return the same bound from the integer optimum of stages (``knapsacks``), as far as a step below ``cutoff_s`` may contain them."""
     stages = _Stages(instance)
     for s, span in enumerate(stages.spans()):
         wanted = np.unique(stages.runs.at[span < cutoff_s])
@@ -57,7 +57,7 @@ def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float
 
 
 class _Stages:
-    """Lower bounds of the costs of every composition as each stage, with the cheapest sends."""
+    """Lower bounds of the costs of every composition of layers as each stage, with the cheapest sends."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.runs = instance, compositions(instance)
@@ -66,7 +66,7 @@ class _Stages:
         ladder = np.array(LADDER) * (float(instance.least("time").sum()) / self.stages / instance.limit)
         regimes: dict[Regime, _Ladder] = {}
         known: dict[tuple[Regime, Weights], Array] = {}
-        self.costs: list[list[Array]] = []  # of each stage: time, total, round
+        self.costs: list[list[Array]] = []  # by stage: time, total, round, each [composition]
         for s in range(self.stages):
             regime, found = instance.regime(s), []
             if regime not in regimes:
@@ -78,7 +78,7 @@ class _Stages:
             self.costs.append(found)
 
     def _weights(self, s: int) -> tuple[tuple[Weights, float], ...]:
-        """``time``, ``total`` and ``round`` of stage ``s``: the weights of its layers' seconds, and the seconds of its sends."""
+        """Return for ``time``, ``total`` and ``round`` of stage ``s`` the weights of its layers' seconds, and the seconds of its sends."""
         m, hidden = float(self.instance.schedule.microbatches), float(warm_up(self.instance.schedule)[s] - 1)
         forth, back = self.send * (s < self.stages - 1), self.send * (s > 0)
         once = 1 / self.stages
@@ -89,15 +89,15 @@ class _Stages:
         )
 
     def costs_of(self, s: int) -> list[tuple[Weights, float, Array]]:
-        """The weights, sends and values of the three costs of a stage."""
+        """Return the weights, sends and values of the three costs of a stage."""
         return [(*each, values) for each, values in zip(self._weights(s), self.costs[s], strict=True)]
 
     def spans(self) -> Iterator[Array]:
-        """By stage ``[i, j]``: the least step if it has layers i..j-1."""
+        """Yield for each stage ``[i, j]``: a lower bound of the step if the stage has layers i..j-1."""
         schedule, at = self.instance.schedule, np.arange(self.instance.layers + 1)
         behind = [np.where(at == self.instance.layers, 0.0, np.inf)]
         later = list(behind)  # of time
-        for cost in reversed(self.costs):  # one stage's spans at a time: those of a thousand layers are 8 MB
+        for cost in reversed(self.costs):  # one stage at a time: its spans take 8 MB for a thousand layers
             for sums, values in ((later, cost[0]), (behind, cost[1])):
                 sums.insert(0, (self.runs.spread(values) + sums[0][None, :]).min(axis=1))
         ahead = np.where(at == 0, 0.0, np.inf)
@@ -112,7 +112,7 @@ class _Stages:
 
 
 class _Ladder:
-    """The stages of one regime at each multiplier of memory; what does not depend on a cost is computed once."""
+    """The stages of one regime at each multiplier of memory. The constructor computes what does not depend on a cost."""
 
     def __init__(self, instance: Instance, regime: Regime, ladder: Array) -> None:
         n, buffers, place, limit = regime
@@ -131,7 +131,7 @@ class _Ladder:
         self.room = ladder * room[:, None]
 
     def costs(self, weights: Weights) -> Array:
-        """Per composition: a lower bound of that cost of its layers as one stage of the regime; ``inf`` if they never fit."""
+        """Return for each composition a lower bound of its layers' cost as one stage of the regime; ``inf`` if the layers never fit."""
         time, forward, step = weights
         best = [((time * t + forward * f + step * g)[None, :] + priced).min(axis=1) for t, f, g, priced in self.tables]
         price = self.runs.counts @ np.array(best)

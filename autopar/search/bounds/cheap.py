@@ -12,11 +12,11 @@ from autopar.schedules.orders import warm_forwards
 from autopar.search.pareto import Array
 from autopar.search.tables import Instance
 
-TOLERANCE = 1e-7  # the solvers' feasibility tolerance, relative: every bound is lowered by it before use
+TOLERANCE = 1e-7  # the solvers' relative feasibility tolerance: bounds are lowered by it before use
 
 
 def cheap_bound(instance: Instance) -> float:
-    """A lower bound of the step time of any choice, in seconds."""
+    """Return a lower bound of the step time of any configuration, in seconds."""
     schedule = instance.schedule
     if schedule.stages == 1:
         tables = [float((schedule.microbatches * t.time + t.step).min()) for t in instance.kinds]
@@ -28,28 +28,28 @@ def cheap_bound(instance: Instance) -> float:
 
 
 def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = None, sent_s: float = 0.0) -> float:
-    """A lower bound of the seconds from the first forward to the last backward, from each layer's least seconds of one microbatch.
+    """Return a lower bound of the seconds from the first forward to the last backward, from each layer's minimum seconds of one microbatch.
 
-    With several stages on each device, ``fill_s`` has each layer's pipeline fill (the function of that name), by default 0, and ``sent_s``
+    With several stages on each device, ``fill_s`` has each layer's pipeline fill (see the function ``fill_s``; default 0), and ``sent_s``
     the seconds that all stages spend on sends.
     """
     if not schedule.interleaved:
         return _one_stage(schedule, time)
     line, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
     work = max((float(time.sum()) + sent_s) / line, float(time.max()) / copies)
-    # a microbatch passes all layers forward, then backward; with few microbatches devices wait for it
+    # a microbatch passes all layers forward, then backward: with few microbatches this is the longest path
     passed = 0.0 if schedule.split else float(time.sum())
     if fill_s is None:
         return max(m * work, passed)
-    # a device whose first stage is s begins after at least s layers: each stage has at least one
+    # a device whose first stage is s begins after at least s layers, because each stage has at least one layer
     begins = np.array([schedule.own(d)[0] for d in range(line)])
     later = (begins[:, None] > np.arange(line - 1)).sum(axis=0)
     return max(m * work + float((later * fill_s[: line - 1]).sum()) / line, passed)
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:
-    """For one stage on each device: the longest of the paths ``upto`` and ``twice`` of ``textbook_paths``, for the best cuts; GPipe's step
-    is given by its slowest stage."""
+    """Return the longest of the paths ``upto`` and ``twice`` of ``textbook_paths`` for the best cuts, with one stage on each device; for
+    GPipe, whose slowest stage determines the step, the exact step."""
     m, stages = schedule.microbatches, schedule.stages
     before = np.concatenate([[0.0], np.cumsum(time)])
     total = float(before[-1])
@@ -63,8 +63,8 @@ def _one_stage(schedule: Schedule, time: Array) -> float:
 
 
 def smallest_bottleneck(spans: Iterable[Array]) -> float:
-    """The least possible value of the worst stage; ``span[i, j]`` of each stage is the value of layers i..j-1 as that stage, such as
-    their seconds (dynamic programming over the cuts)."""
+    """Return the minimum over all cuts of the worst stage's value, by dynamic programming; ``span[i, j]`` of each stage is the value of
+    layers i..j-1 as that stage, such as their seconds."""
     slowest = np.zeros(0)
     for span in spans:
         slowest = np.maximum(slowest[:, None], span).min(axis=0) if len(slowest) else span[0]
@@ -72,7 +72,7 @@ def smallest_bottleneck(spans: Iterable[Array]) -> float:
 
 
 def cheapest_send(instance: Instance) -> float:
-    """Seconds of the cheapest p2p that any cut could need."""
+    """Return the seconds of the cheapest send that any cut could need, one direction."""
     if instance.schedule.pipeline == 1:
         return 0.0
     layout, kind = instance.layout, instance.kind.tolist()
@@ -83,13 +83,13 @@ def cheapest_send(instance: Instance) -> float:
 
 
 def sends(instance: Instance) -> Array:
-    """The least seconds that each stage spends on sends, forward and backward: ``[2, stage]``."""
+    """Return the minimum seconds that each stage spends on sends, forward and backward: ``[2, stage]``."""
     crosses = np.array([0, *(link is not None for link in instance.schedule.links), 0]) * cheapest_send(instance)
     return np.stack([crosses[1:], crosses[:-1]])
 
 
 def buffer_bytes(instance: Instance, device: int) -> float:
-    """The least bytes of the pipeline buffers on a device."""
+    """Return the minimum bytes of the pipeline buffers on a device."""
     if device == instance.schedule.device[-1]:  # the last layer sends nothing
         return 0.0
     kinds = np.unique(instance.kind[:-1])
@@ -98,6 +98,6 @@ def buffer_bytes(instance: Instance, device: int) -> float:
 
 
 def fill_s(instance: Instance) -> Array:
-    """Per layer: the least time that it adds before a later device begins and, unless weight gradients come last, after that device
-    ends."""
+    """Return for each layer the minimum time that it adds before a later device begins and, unless weight gradients come last, after that
+    device ends."""
     return instance.least("forward" if instance.schedule.split else "time")

@@ -1,15 +1,15 @@
-"""Lower bounds of the step time of a choice, from a linear program over the paths through its schedule.
+"""Lower bounds of the step time of a configuration, from a linear program over the paths through its schedule.
 
 The step is at least the seconds of any path (``schedules.step_time.textbook_paths``) plus the once-per-step seconds of any device, and the
-live bytes of a device are at most its memory. The program relaxes whole layers: each stage runs some number of layers of each run of equal
-layers, split among their candidates, and the stages follow each other through the runs. It has rows for paths, devices and memory; paths
-that are longer than those of its rows, and candidates that would shorten its solution, are added until there are none.
+live bytes of a device are at most its memory. The program allows fractions of layers: each stage runs some number of layers of each run of
+equal layers, split among their candidates, and the stages follow each other through the runs. It has rows for paths, devices and memory.
+Paths that are longer than those in its rows, and candidates that would shorten its solution, are added until there are none.
 
-Its value is not the bound. The multipliers of its rows price the seconds, once-per-step seconds and bytes of each layer on each stage; the
-cheapest candidate of each layer and the cheapest cuts for these prices are found by dynamic programming over the stages, as the minimum of
-the rest of a prefix sum. Whatever the multipliers are, that is a bound (Lagrangian relaxation), so rounding in the solver does no harm.
+The program's value is not the bound. The multipliers of its rows price the seconds, once-per-step seconds and bytes of each layer on each
+stage; dynamic programming over the stages computes the cheapest candidates and cuts for these prices, from minima over prefix sums. This is
+a bound for any multipliers (Lagrangian relaxation), so rounding errors of the solver do no harm.
 
-``device_bound`` adds what is known of whole layers on each device (``whole``). Resharding is left out, as everywhere in bounds.
+``device_bound`` adds rows for integer numbers of layers on each device (``whole``). Like all bounds, these leave resharding out.
 """
 
 from __future__ import annotations
@@ -31,49 +31,50 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 LADDER = np.geomspace(1e-4, 1e4, 9)
-"""Multipliers of memory to start with, in units of a device's least time per device memory."""
+"""Initial multipliers of memory, in units of a device's minimum time per device memory."""
 
 ROUNDS = 3000
-"""The most rounds in which paths and candidates are added, times the number of stages: with many stages a round takes long."""
+"""Maximum number of rounds that add paths and candidates, times the number of stages: with many stages a round takes long."""
 
 STALLED = 5, 1e-3
-"""A program without rows of whole layers ends once its value rises by less than this share (second) in so many rounds (first)."""
+"""A program without rows of whole layers ends when its value rises by less than the second number (relative) in the first number of
+rounds."""
 
 SECONDS = 0.5, 1.0
-"""After so many seconds no further round begins, without and with rows of whole layers: a solution needs time, too."""
+"""Seconds after which no further round begins, without and with rows of whole layers: solutions need time, too."""
 
 LONGEST_S = 2.0
 """The most seconds of one solution of the program: the simplex may cycle."""
 
 PATHS = 12
-"""The most paths that are added at once."""
+"""Maximum number of paths added per round."""
 
 PRECISION = 1e-4
-"""The relative difference from which on a path is longer, or a candidate better."""
+"""Minimum relative difference that makes a path longer, or a candidate better."""
 
 GLOP = "use_dual_simplex: true use_preprocessing: false"
-"""Rows are added to a solved program: the dual simplex goes on from its basis."""
+"""Rows are added to a solved program, and the dual simplex continues from its basis."""
 
 LARGEST = 2_000
-"""The largest number of runs of equal layers times stages for which there is a program."""
+"""Maximum number of runs of equal layers times stages for which the program is solved."""
 
 CUT_ACTIONS = 40_000
-"""The largest number of microbatches times stages for which paths are searched: Python finds a path action by action."""
+"""Maximum number of microbatches times stages for which paths are searched, action by action in Python."""
 
 
 def first_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """The bound with equal multipliers of all textbook paths; ``inf`` if nothing fits."""
+    """Return the bound with equal multipliers of all textbook paths; ``inf`` if nothing fits."""
     return max(at_least_s, _Lagrangian(instance).first())
 
 
 def linear_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """The bound with the multipliers of the linear program; stops at ``cutoff_s``, and is never below ``at_least_s``."""
+    """Return the bound with the multipliers of the linear program, at least ``at_least_s``; the computation stops at ``cutoff_s``."""
     return max(at_least_s, _best(instance, cutoff_s, None))
 
 
 def device_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """``linear_bound`` of the plans that are faster than ``cutoff_s``, each device of which has a whole number of layers."""
-    if not np.isfinite(cutoff_s):  # without an incumbent nothing is known of whole layers
+    """Return ``linear_bound`` with integer numbers of layers on each device, as far as plans faster than ``cutoff_s`` need them."""
+    if not np.isfinite(cutoff_s):  # the rows of whole layers need an incumbent
         return at_least_s
     whole = whole_layers(instance, cutoff_s)
     if whole is None:
@@ -84,7 +85,7 @@ def device_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> floa
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """Lagrange multipliers: ``seconds[part, stage]`` of a microbatch's seconds, ``once[device]`` of once-per-step seconds, ``byte[device]``
-    of live bytes, ``layer[device]`` of each of the most frequent layers; and the constant term."""
+    of live bytes, ``layer[device]`` of the number of layers of the most frequent kind; and the constant term."""
 
     seconds: Array
     once: Array
@@ -94,7 +95,7 @@ class Multipliers:
 
 
 class _Lagrangian:
-    """The least value of a choice under multipliers."""
+    """The Lagrangian relaxation of a configuration: its minimum under multipliers."""
 
     def __init__(self, instance: Instance) -> None:
         schedule = instance.schedule
@@ -104,12 +105,12 @@ class _Lagrangian:
         self.device = instance.device
         least = float(instance.least("transient").min())
         self.room = np.array([space(instance, d) for d in range(self.line)])
-        # for the stage that runs when a device's live memory is largest: its largest transient is at least the mean of its layers'
+        # for the stage that runs when a device's memory peaks: its maximum transient is at least the mean of its layers' transients
         self.transient = np.zeros(self.stages)
         self.transient[list(peak_counts(schedule).running)] = 1 / (instance.layers - self.stages + 1)
         self.send = np.zeros((len(self.paths), self.stages))
         self.send[:2] = sends(instance)
-        self.place = np.searchsorted(sorted(set(instance.layout.place)), instance.layout.place)  # of each stage
+        self.place = np.searchsorted(sorted(set(instance.layout.place)), instance.layout.place)  # [stage]
         widest = max(len(table.bounding) for table in instance.kinds)
         # [place, price, kind, candidate]; shorter lists are padded by repetition
         self.prices = np.array(
@@ -128,11 +129,11 @@ class _Lagrangian:
                 for tables in (instance.at(place) for place in sorted(set(instance.layout.place)))
             ]
         )
-        self.most = int(np.bincount(instance.kind).argmax())  # the kind of most layers
+        self.most = int(np.bincount(instance.kind).argmax())  # the most frequent kind
 
     def first(self) -> float:
-        """The bound with equal multipliers of all textbook paths, memory priced if it binds; ``inf`` if all devices together lack
-        memory."""
+        """Return the bound with equal multipliers of all textbook paths, and multipliers of memory if it binds; ``inf`` if all devices
+        together lack memory."""
         nothing, even = np.zeros(self.line), np.full(self.line, 1 / self.line)
         mean = self.paths.mean(axis=1)
         none = Multipliers(np.zeros_like(mean), nothing, np.ones(self.line), nothing, 0.0)
@@ -145,11 +146,11 @@ class _Lagrangian:
         return best * (1 - TOLERANCE)
 
     def ladder(self, value_s: float) -> Array:
-        """Prices of bytes to try, ``[number, device]``, in a choice of about ``value_s`` seconds."""
+        """Return the prices of bytes to try, ``[number, device]``, in a configuration of about ``value_s`` seconds."""
         return np.outer(LADDER * value_s / float(self.room.mean()), np.ones(self.line))
 
     def value(self, by: Multipliers) -> tuple[float, Indices, Indices]:
-        """The least value, its cuts, and each kind's candidate on each stage ``[stage, kind]``."""
+        """Return the minimum value, its cuts, and the candidate of each kind on each stage, ``[stage, kind]``."""
         per_byte, per_step = by.byte[self.device], by.once[self.device]
         kinds = self.prices.shape[2]
         cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
@@ -170,20 +171,20 @@ class _Lagrangian:
         return value + float((by.seconds * self.send).sum() - by.byte @ self.room) + by.constant, bounds, pick
 
     def takes(self, stage: int, kind: int, candidate: int) -> tuple[Array, float, float]:
-        """A layer's seconds of each part, its once-per-step seconds, and its live bytes, on a stage."""
+        """Return a layer's seconds of each part, its once-per-step seconds, and its live bytes, on a stage."""
         *parts, step, weights, saved, waiting, transient = self.prices[self.place[stage], :, kind, candidate]
         live = weights + self.in_flight[stage] * saved + self.waiting[stage] * waiting
         return np.array(parts), float(step), float(live + self.transient[stage] * transient)
 
     def used(self, bounds: Indices, pick: Indices) -> Array:
-        """The live bytes of each device with these cuts and candidates."""
+        """Return the live bytes of each device with these cuts and candidates."""
         found = np.zeros(self.line)
         for s, kind, layers in self._stages(bounds):
             found[self.device[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
         return found
 
     def even_cuts(self) -> Indices:
-        """Cuts that give all devices about equal work."""
+        """Return cuts that give all devices about equal work."""
         least = [
             np.array([float(table.time.min()) for table in self.instance.at(place)])[self.instance.kind]
             for place in self.instance.layout.place[: self.line]
@@ -192,14 +193,14 @@ class _Lagrangian:
         return np.array(balanced_cuts(sums, self.instance.schedule.device))
 
     def seconds(self, bounds: Indices, pick: Indices) -> Array:
-        """The seconds ``[part, stage]`` of stages with these cuts and candidates."""
+        """Return the seconds ``[part, stage]`` of stages with these cuts and candidates."""
         found = self.send.copy()
         for s, kind, layers in self._stages(bounds):
             found[:, s] += layers * self.takes(s, kind, pick[s, kind])[0]
         return found
 
     def _stages(self, bounds: Indices) -> Iterator[tuple[int, int, int]]:
-        """Each stage, the kinds of its layers, the number of layers of that kind."""
+        """Yield (stage, kind, number of layers of that kind) for the kinds of layers on each stage."""
         for s, (start, stop) in enumerate(itertools.pairwise(bounds)):
             kinds, counts = np.unique(self.instance.kind[start:stop], return_counts=True)
             for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
@@ -207,7 +208,7 @@ class _Lagrangian:
 
 
 def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> float:
-    """The bound of the linear program, ``whole`` its rows of whole layers; the program's mean cuts become those of the instance."""
+    """Return the bound of the linear program, with rows of whole layers from ``whole``; store the program's mean cuts in the instance."""
     lagrangian = _Lagrangian(instance)
     best = lagrangian.first()
     if not best < cutoff_s or len(instance.runs) * lagrangian.stages > LARGEST:
@@ -225,7 +226,7 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
         stalled = len(values) > rounds and values[-1] < values[-1 - rounds] * (1 + rise)
         if best >= cutoff_s or (stalled and whole is None):
             break
-        if time.monotonic() > deadline and paths is not None:  # with cuts for a solution
+        if time.monotonic() > deadline and paths is not None:  # with cuts from which a solution can start
             break
         wider = value < solved.step_s * (1 - PRECISION) and model.admit(pick)
         paths = paths or _Paths(lagrangian, pick)
@@ -239,10 +240,10 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
 
 
 class _Paths:
-    """Searches paths that are longer than those of the linear program's rows.
+    """Searches paths that are longer than those in the linear program's rows.
 
-    They are searched half way between the program's solution, which is at a corner, and the shortest stages seen: there, a path cuts off
-    more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
+    The search is halfway between the program's solution, which is at a vertex, and the stages with the shortest step so far: there, a path
+    cuts off more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
     """
 
     def __init__(self, lagrangian: _Lagrangian, pick: Indices) -> None:
@@ -254,8 +255,8 @@ class _Paths:
         self.inner_s = simulate_parts(self.schedule, self.inner) if self.searched else np.inf
 
     def longer(self, solved: _Solved) -> list[Array]:
-        """Paths that are longer for these stages than the longest known one; empty if there are none. ``cuts`` become those of the shortest
-        stages seen."""
+        """Return paths that are longer for these stages than the longest known path, if any. Set ``cuts`` to those of the stages with the
+        shortest step so far."""
         if not self.searched:
             self.cuts = solved.cuts
             return []
@@ -271,8 +272,8 @@ class _Paths:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """Seconds of the step and of its longest path, the mean seconds of the stages ``[part, stage]``, their mean cuts, the rows'
-    multipliers."""
+    """A solution of the program: seconds of the step and of its longest path, mean seconds of the stages ``[part, stage]``, mean cuts, and
+    the rows' multipliers."""
 
     step_s: float
     path_s: float
@@ -284,8 +285,8 @@ class _Solved:
 class _Program:
     """The linear program. Seconds are in units of ``scale_s``, bytes in units of a device's memory.
 
-    Variables: the seconds of each part of each stage, the layers of each run on each stage, those of each kind with each candidate
-    (``admit``), the flow through stages and runs; the seconds of the longest path and of the most once-per-step work.
+    Variables: the seconds of each part of each stage; the number of layers of each run on each stage, and of each kind with each candidate
+    (``admit``); the flow through stages and runs; the seconds of the longest path, and the maximum once-per-step seconds.
     """
 
     def __init__(self, lagrangian: _Lagrangian, scale_s: float, whole: WholeLayers | None) -> None:
@@ -303,7 +304,7 @@ class _Program:
             for each in zip(self.seconds, lagrangian.send, strict=True)
         ]
         self.once = [self._row({self.step: 1.0}, at_least=0.0) for _ in range(line)]
-        # exceeding the memory costs time, so a solution always exists
+        # memory beyond the limit costs time, so that a solution always exists
         self.memory = [self._row({self._variable(cost=100.0): -1.0}, at_most=1.0) for _ in range(line)]
         self.layers = [[self._variable(number) for _, _, number in runs] for _ in range(stages)]
         self.kinds = sorted({kind for kind, _, _ in runs})
@@ -346,8 +347,8 @@ class _Program:
         return row
 
     def _in_order(self) -> None:
-        """Every layer is on a stage, every stage has one, and the stages follow each other through the runs: one unit flows from the first
-        stage and run to the last; a stage has layers only of runs through which it flows."""
+        """Add rows: every layer is on a stage, every stage has a layer, and stages follow each other through the runs. One unit flows from
+        the first stage and run to the last; a stage has layers only of runs through which the unit flows."""
         runs = [number for _, _, number in self.of.instance.runs]
         stages, last = self.of.stages, len(runs) - 1
         for r, number in enumerate(runs):
@@ -371,7 +372,7 @@ class _Program:
                 self._row({self.layers[s][r]: 1.0} | flows, at_most=number * starts)
 
     def admit(self, pick: Indices) -> bool:
-        """Add these candidates ``[stage, kind]``; return whether some are new."""
+        """Add the candidates ``pick[stage, kind]``; return whether some are new."""
         before = len(self.admitted)
         for stage, kind in self.split:
             key = (stage, kind, int(pick[stage, kind]))
@@ -391,12 +392,12 @@ class _Program:
         return {self.seconds[part][s]: -float(path[part, s]) for part, s in zip(*np.nonzero(path), strict=True)}
 
     def add_path(self, path: Array) -> None:
-        """``path``: how often the path contains each part of each stage."""
+        """Add a row for a path; ``path[part, stage]`` is how often it contains each part of each stage."""
         self.rows.append(self._row({self.total: 1.0} | self._terms(path), at_least=0.0))
         self.paths.append(path)
 
     def _common(self, device: int) -> Iterable[pywraplp.Variable]:
-        """The layers of the most frequent kind on a device."""
+        """Yield the variables of the numbers of layers of the most frequent kind on a device."""
         for s in self.of.instance.schedule.own(device):
             for layers, (kind, _, _) in zip(self.layers[s], self.of.instance.runs, strict=True):
                 if kind == self.of.most:
@@ -413,7 +414,7 @@ class _Program:
 
     def solve(self) -> _Solved | None:
         status = self.solver.Solve()
-        if status == pywraplp.Solver.ABNORMAL:  # numerically too hard for the dual simplex
+        if status == pywraplp.Solver.ABNORMAL:  # the dual simplex has numerical trouble: try the primal one
             self.solver.SetSolverSpecificParametersAsString("")
             status = self.solver.Solve()
             self.solver.SetSolverSpecificParametersAsString(GLOP)
@@ -426,7 +427,7 @@ class _Program:
         return None if by is None else _Solved(step_s, path_s, mean, np.cumsum([0.0, *layers]), by)
 
     def _multipliers(self) -> Multipliers | None:
-        """The duals of the rows, made feasible: those of paths add up to 1, those of once-per-step seconds, too."""
+        """Return the duals of the rows, scaled to be feasible: those of paths sum to 1, and so do those of once-per-step seconds."""
         paths, once, work = (
             np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once, self.work)
         )
@@ -450,13 +451,13 @@ class _Program:
 
 
 def space(instance: Instance, device: int) -> float:
-    """The most bytes that a device has for weights and activations, besides the least that an action and the pipeline keep live."""
+    """Return the maximum bytes that a device has for weights and activations, after the minimum of transients and pipeline buffers."""
     least = float(instance.least("transient").min())
     return instance.layout.limit[device] - least - buffer_bytes(instance, device)
 
 
 def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:
-    """The cheapest cuts of a chain into non-empty stages; a stage costs the sum of ``cost[stage, layer]`` over its layers."""
+    """Return the cost and the bounds of the cheapest cuts into non-empty stages; a stage costs the sum of ``cost[stage, layer]``."""
     stages, count = cost.shape
     prefix = np.zeros((stages, count + 1))
     np.cumsum(cost, axis=1, out=prefix[:, 1:])

@@ -1,12 +1,12 @@
-"""How many whole layers a device of a pipeline can have in a plan that is faster than the incumbent, and the least work of that many.
+"""The number of layers that a device can have in a plan that is faster than the incumbent, and the minimum work of that many layers.
 
-The linear program (``linear``) mixes plans: a device has 5.9 layers, a third of one of which is recomputed. With few layers on each device
-that is several per cent better than any plan. Here the candidates of the layers of one device are chosen exactly, within its memory
-(``knapsacks``), for each number of layers. A path to the end of the device must then be shorter than the incumbent, which limits their
-number; and if all devices together must have all layers, none may have many fewer than its limit.
+The linear program (``linear``) mixes plans: a device has 5.9 layers, of which a third of one is recomputed. With few layers on each device
+that is several per cent better than any plan. Here the candidates of one device's layers are chosen exactly, within its memory
+(``knapsacks``), for each number of layers. A path to the end of the device must then be shorter than the incumbent, which limits the number
+of layers. And because all devices together must have all layers, no device may have far fewer than its limit.
 
-A device has at least one layer on each of its stages, and its other layers on any of them. Layers of other kinds than the most frequent
-one count where they are known to be: at the two ends.
+A device has at least one layer on each of its stages, and its other layers on any of them. Layers of other kinds than the most frequent one
+count only where their place is known: at the two ends.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 MANY = 16
-"""With this many layers on each device or more, a fraction of a layer matters little."""
+"""Maximum mean number of layers per device: with more layers, a fraction of a layer matters little."""
 
 MORE = 3
-"""A device's limit is searched up to this number of layers above the average."""
+"""Maximum number of layers above the average up to which a device's limit is searched."""
 
 LEVELS = 100
-"""Transients that differ by less than this part of a device's memory count as equal to the least of them."""
+"""Transients that differ by less than a device's memory divided by this number are grouped, and count as the smallest of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A path to the end of ``device`` takes at least ``constant_s + per_layer_s * (its layers)``, the device's once-per-step seconds
-    included, and what the path contains of the other devices, ``others[part, stage]``."""
+    """A lower bound of a path to the end of ``device``: ``constant_s + per_layer_s * (number of its layers)``, including the device's
+    once-per-step seconds, plus the path's parts on other devices, counted in ``others[part, stage]``."""
 
     device: int
     others: Array
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class WholeLayers:
-    """By device, the fewest and the most layers of the most frequent kind, and the least work of its layers."""
+    """The minimum and the maximum number of layers of the most frequent kind ``[device]``, and lower bounds of the devices' work."""
 
     fewest: Array
     most: Array
@@ -54,7 +54,7 @@ class WholeLayers:
 
 
 def whole_layers(instance: Instance, cutoff_s: float) -> WholeLayers | None:
-    """What the plans that take less than ``cutoff_s`` have in common; ``None`` if there are none."""
+    """Return bounds that hold in all plans that take less than ``cutoff_s``; ``None`` if there are no such plans."""
     schedule = instance.schedule
     line, frequent = schedule.pipeline, np.bincount(instance.kind)
     count = int(frequent.max())
@@ -80,19 +80,19 @@ def whole_layers(instance: Instance, cutoff_s: float) -> WholeLayers | None:
         Work(device.number, device.others(path), slope, constant)
         for device, (_, works), low, high in zip(devices, found, fewest.tolist(), limits.tolist(), strict=True)
         for path, work in works
-        if average - 1 <= low and high <= tried  # the numbers of layers whose work is known
+        if average - 1 <= low and high <= tried  # work is known for these numbers of layers
         for constant, slope in _below(int(low), work[int(low) : int(high) + 1])
     ]
     return WholeLayers(fewest, limits, tuple(lines))
 
 
 def _paths_to(paths: Array, split: bool, device: int, line: int) -> Array:
-    """The ``textbook_paths`` to the end of a device, ``[path, part, stage]``."""
+    """Return the ``textbook_paths`` to the end of a device, ``[path, part, stage]``."""
     return paths[4 * device : 4 * device + 4] if split else paths[[device, line + device]]
 
 
 def _below(first: int, values: Array) -> list[tuple[float, float]]:
-    """The lines (constant, slope) of the lower convex hull of ``values``, at ``first`` and the next integers."""
+    """Return the lines (constant, slope) of the lower convex hull of ``values`` at the integers from ``first`` on."""
     if len(values) == 1:
         return [(float(values[0]), 0.0)]
     hull: list[tuple[int, float]] = []
@@ -109,7 +109,7 @@ def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
 
 
 class _Device:
-    """The layers of one device; ``frequent`` is the kind that is counted."""
+    """The layers of one device; ``frequent`` is the kind whose layers are counted."""
 
     def __init__(self, instance: Instance, number: int, frequent: int) -> None:
         self.instance, self.number, self.frequent = instance, number, frequent
@@ -117,8 +117,8 @@ class _Device:
         self.own = schedule.own(number)
         self.send = sends(instance)
         ends = {0: int(kind[0]), schedule.stages - 1: int(kind[-1])}
-        self.ends = {s: k for s, k in ends.items() if k != frequent}  # stages that may have their end's layer alone
-        self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have other layers alone
+        self.ends = {s: k for s, k in ends.items() if k != frequent}  # end stages that may have only the end's layer
+        self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have only layers of other kinds
         (self.running,) = set(peak_counts(schedule).running) & set(self.own)
         self.room = instance.layout.limit[number] - buffer_bytes(instance, number)
 
@@ -130,13 +130,13 @@ class _Device:
         return self.known and stage not in self.ends
 
     def others(self, path: Array) -> Array:
-        """A path without the device's own stages."""
+        """Return a path without the device's own stages."""
         found = path.copy()
         found[:, list(self.own)] = 0
         return found
 
     def _seconds_elsewhere(self, path: Array, layers: Indices) -> Array:
-        """The least seconds of a path on other devices, if they have these numbers of layers."""
+        """Return the minimum seconds of a path on other devices, for each number of ``layers`` on them."""
         others, table = self.others(path), self.instance.kinds[self.frequent]
         each = sum(
             weight * min(float(part.min()) for part in parts)
@@ -148,7 +148,7 @@ class _Device:
         return sent + each[needed].sum() + np.maximum(layers - len(needed), 0) * each[stages].min(initial=np.inf)
 
     def _singles(self, path: Array, stage: int, kind: int, level: float) -> Front:
-        """The ways to run one layer on a stage, with transients up to ``level`` if the stage runs when most bytes are live."""
+        """Return the front of one layer's candidates on a stage, with transients up to ``level`` if the stage runs when memory peaks."""
         table, keep = (
             self.instance.kinds[kind].at(self.instance.layout.place[stage]),
             self.instance.kinds[kind].bounding,
@@ -161,7 +161,7 @@ class _Device:
 
     @cached_property
     def _levels(self) -> list[tuple[float, float]]:
-        """The least and the largest transients of groups that count as equal."""
+        """The minimum and maximum transients of each group of transients that count as equal."""
         place = self.instance.layout.place[self.running]
         kinds = {self.frequent, *([self.ends[self.running]] if self.running in self.ends else [])}
         tables = [self.instance.kinds[kind] for kind in kinds]
@@ -174,8 +174,9 @@ class _Device:
         return found
 
     def least_work(self, path: Array, fewest: int, most: int, cutoff_s: float) -> tuple[int, Array]:
-        """The largest number of layers, up to ``most``, with which the path may be shorter than ``cutoff_s`` (-1: none), and the least
-        seconds of the device's part of the path by number of layers, from ``fewest`` on: smaller numbers are taken for possible."""
+        """Return the maximum number of layers, up to ``most``, with which the path may be shorter than ``cutoff_s`` (-1: none), and the
+        minimum seconds of the device's part of the path by number of layers, from ``fewest`` on; smaller numbers are assumed to be
+        possible."""
         elsewhere = self._seconds_elsewhere(
             path, int((self.instance.kind == self.frequent).sum()) - np.arange(most + 1)
         )
@@ -189,7 +190,7 @@ class _Device:
         return int(possible.max(initial=fewest - 1)), work
 
     def _fill(self, work: Array, path: Array, fewest: int, limits: tuple[float, float, float]) -> None:
-        """Lower ``work`` to the least seconds within the limits of live bytes, transients and seconds."""
+        """Lower ``work[number of layers]`` to the minimum seconds within ``limits`` of live bytes, transients and seconds."""
         room, level, max_cost = limits
         front, layers = NO_LAYERS, 0
         free = [self._singles(path, s, self.frequent, level) for s in self.own]

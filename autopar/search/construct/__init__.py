@@ -1,2 +1,2 @@
-"""A solution of one configuration: cuts (``drafts``), candidates within memory (of a stage ``candidates``, of all ``refine``), improved
-(``local``)."""
+"""Heuristics that construct a solution of one configuration: cuts (``drafts``), candidates within memory (of a stage: ``candidates``; of
+all stages: ``refine``), and a local search (``local``)."""

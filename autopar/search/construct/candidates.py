@@ -1,6 +1,6 @@
-"""The cheapest candidates that fit for the layers of one stage or one device, resharding between neighbours included.
+"""The cheapest candidates that fit for the layers of one stage or one device, including resharding between neighbours.
 
-Viterbi's algorithm with a Lagrange multiplier of memory, found by bisection; the remaining memory is spent where a byte saves most time.
+Viterbi's algorithm with a Lagrange multiplier of memory from bisection; the remaining memory goes where a byte saves most time.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance, Roles, Table
 
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
-"""Multipliers of memory to try, in units of a stage's time per device memory; the last one is "memory alone"."""
+"""Multipliers of memory to try, in units of a stage's time per device memory; the last one minimises memory alone."""
 
 LOWER = 0.01
 """The smallest share of the limit by which a lower peak of transient memory is tried."""
 
 TIER_MULTIPLIERS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Multipliers of the offload tiers to try with each multiplier of device memory, in units of the limits: the first with which a stage fits
-is used."""
+"""Multipliers of the offload tiers to try with each multiplier of device memory, in units of the limits. The first one with which a stage
+fits is used."""
 
 
 def seconds_of(instance: Instance, t: Table) -> Array:
-    """Seconds per microbatch that count for a candidate: its time, and its share of the once-per-step seconds."""
+    """Return a candidate's seconds per microbatch: its time, and a microbatch's share of the once-per-step seconds."""
     return t.time + t.step / instance.schedule.microbatches
 
 
 def memory_scale(instance: Instance) -> float:
-    """A stage's least time per byte of device memory."""
+    """Return a stage's minimum time divided by the bytes of device memory."""
     least = np.array([float(seconds_of(instance, t).min()) for t in instance.kinds])
     return max(float(least[instance.kind].sum()) / instance.schedule.pipeline / instance.limit, 1e-30)
 
@@ -50,7 +50,7 @@ def all_candidates(instance: Instance) -> tuple[Indices, ...]:
 
 
 def modes_of(instance: Instance) -> list[CandidateMode]:
-    """The candidates of every kind: all, then those of one layout at a time (all candidates, for a kind that lacks that layout)."""
+    """Return the modes to try: all candidates, then those of one layout at a time (all candidates of kinds without that layout)."""
     allowed = all_candidates(instance)
     layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
     modes = [CandidateMode(None, allowed)]
@@ -60,7 +60,7 @@ def modes_of(instance: Instance) -> list[CandidateMode]:
 
 
 def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
-    """The cost of the cheapest candidates of some layers: their time, and their live bytes times ``price`` in units of ``memory_scale``."""
+    """Return the cost of the cheapest candidates of some layers: time, and live bytes times ``price`` in units of ``memory_scale``."""
     n, total = float(instance.in_flight.max()), 0.0
     for layer in layers:
         t = instance.table(layer)
@@ -71,9 +71,10 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """The candidates of a layer that may be used: seconds per microbatch, live bytes, transient bytes and, for each memory besides the
-    device's, the bytes there. Resharding depends on layouts alone: ``layout`` is each candidate's index in ``layouts``, the table's
-    numbers of the layouts that occur; ``sort`` orders the candidates by layout, ``starts`` is where each layout begins in that order.
+    """The candidates of a layer that may be used: their indices in the table (``keep``), seconds per microbatch (``weight``), live bytes,
+    transient bytes, and bytes in each offload tier. Resharding depends on layouts alone: ``layout`` is each candidate's index in
+    ``layouts``, which has the table's indices of the layouts that occur; ``sort`` orders the candidates by layout, and ``starts`` is where
+    each layout begins in that order.
     """
 
     keep: Indices
@@ -87,7 +88,7 @@ class _Layer:
     offloaded: tuple[Array, ...] = ()
 
     def slower(self, seconds: Array) -> _Layer:
-        """The layer with further seconds for each of the kept candidates."""
+        """Return the layer with ``seconds`` added to each candidate."""
         return replace(self, weight=self.weight + seconds)
 
     def up_to(self, transient: float) -> _Layer:
@@ -95,11 +96,11 @@ class _Layer:
         return self.slower(np.where(self.transient <= transient, 0.0, np.inf))
 
     def least(self, cost: Array) -> Array:
-        """The least cost of each layout."""
+        """Return the minimum cost of each layout."""
         return np.minimum.reduceat(cost[self.sort], self.starts)
 
     def cheapest(self, cost: Array, layout: int) -> int:
-        """The candidate of least cost of one layout."""
+        """Return the candidate of minimum cost of one layout."""
         members = np.flatnonzero(self.layout == layout)
         return int(members[cost[members].argmin()])
 
@@ -112,10 +113,10 @@ def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, f
 
 
 class LayerSelection:
-    """The layers, in order, whose candidates are chosen together under one memory limit. ``in_flight`` is how many microbatches of each are
-    live, and how many of these are between the two parts of their backward; ``buffers`` is the number of pipeline buffers.
+    """Chooses the candidates of layers, in order, together under one memory limit. ``in_flight`` has for each layer the microbatches in
+    flight, and those between the two parts of a split backward; ``buffers`` is the number of pipeline buffers.
 
-    ``rooms`` are the limits of the memories besides the device's that some candidate has bytes in.
+    ``rooms`` are the memory limits of the offload tiers that some candidate uses.
     """
 
     rooms: Sequence[float] = ()
@@ -157,11 +158,11 @@ class LayerSelection:
         return None
 
     def _candidates(self, pick: list[int]) -> tuple[int, ...]:
-        """The table's numbers of kept candidates."""
+        """Return the indices in the tables of the layers' kept candidates."""
         return tuple(int(layer.keep[k]) for layer, k in zip(self.layers, pick, strict=True))
 
     def _kept(self, pick: tuple[int, ...]) -> list[int]:
-        """The reverse of ``_candidates``."""
+        """Return the indices among the kept candidates, from indices in the tables."""
         return [int(np.searchsorted(layer.keep, k)) for layer, k in zip(self.layers, pick, strict=True)]
 
     def _with_lower_peak(self, pick: list[int]) -> list[int]:
@@ -214,7 +215,7 @@ class LayerSelection:
         return float(sum(shares))
 
     def offload_fits(self, pick: tuple[int, ...]) -> bool:
-        """Whether what these candidates offload fits the offload tiers."""
+        """Return whether the bytes that these candidates offload fit in the offload tiers."""
         return self._room_for(self._kept(pick))
 
     def _room_for(self, pick: list[int]) -> bool:
@@ -224,7 +225,7 @@ class LayerSelection:
         return float(sum(layer.offloaded[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
-        """These candidates, or better ones found by changing single layers."""
+        """Return these candidates, or better ones after changes of single layers."""
         kept = self._kept(pick)
         return self._candidates(self._spend(kept)) if self._fits(kept) else pick
 
@@ -243,7 +244,7 @@ class LayerSelection:
         return needs <= self.limit and self._room_for(pick)
 
     def _viterbi(self, price: float) -> list[int]:
-        """The candidates of least cost; between two layers only the best candidate of each layout matters."""
+        """Return the candidates of minimum cost; between two layers only the best candidate of each layout matters."""
         costs = {layer: self._cost(layer, price) for layer in self.layers}
         least = {layer: layer.least(cost) for layer, cost in costs.items()}
         first, *others = self.layers
@@ -260,15 +261,15 @@ class LayerSelection:
         return [cheapest[each] for each in chosen]
 
     def _cost(self, layer: _Layer, price: float) -> Array:
-        """Seconds, and bytes at a price. A share of the transient is priced, too: only the stage's largest counts, and it is not known
-        yet."""
+        """Return the seconds of candidates plus their bytes times ``price``. Only a share of a transient is priced, because only the
+        stage's maximum counts, which is not known yet."""
         cost = layer.weight + price * (layer.live + layer.transient / len(self.layers))
         for sizes, room in zip(layer.offloaded, self.rooms, strict=True) if self.pressure else ():
             cost = cost + price * self.pressure * self.limit / max(room, 1.0) * sizes
         return cost
 
     def _spend(self, pick: list[int]) -> list[int]:
-        """Change single layers while a change saves time and fits, most seconds per byte first."""
+        """Change single layers as long as a change saves time and fits, most seconds per byte first."""
         pick = list(pick)
         live = float(sum(layer.live[k] for layer, k in zip(self.layers, pick, strict=True)))
         highest = max(float(layer.transient[k]) for layer, k in zip(self.layers, pick, strict=True))
@@ -290,7 +291,8 @@ class LayerSelection:
         return pick
 
     def _move(self, pick: list[int], a: int, live: float, highest: float) -> tuple[float, int]:
-        """The best other candidate of layer ``a``: (seconds saved per byte, 0 if no candidate saves time and fits; the candidate)."""
+        """Return the seconds saved per byte by the best other candidate of layer ``a`` (0 if none saves time and fits), and the
+        candidate."""
         layer, now = self.layers[a], pick[a]
         total = layer.weight
         if a > 0:
@@ -318,14 +320,14 @@ def stage_of(
     before: int | None,
     spare: float = 0.0,
 ) -> LayerSelection:
-    """Layers i..j-1 as stage ``s``, with resharding at its entry and its sends. ``before`` is the candidate of layer ``i - 1``, ``spare``
-    the memory that is left free."""
+    """Return the selection of layers i..j-1 as stage ``s``, with resharding at its entry and its sends. ``before`` is the candidate of
+    layer ``i - 1``, ``spare`` the bytes to leave free."""
     n, buffers, place, limit = instance.regime(s)
     found = LayerSelection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, buffers, limit - spare)
     if before is not None:
         layer, sent = found.layers[0], instance.table(i - 1).layout[before]
         found.layers[0] = layer.slower(instance.resharding(i - 1, place)[sent, layer.layouts[layer.layout]])
-    if j < instance.layers:  # forwards, and backwards by the next stage
+    if j < instance.layers:  # the forward's send, and the next stage's send in the backward
         layer = found.layers[-1]
         found.layers[-1] = layer.slower(2 * instance.p2p(j - 1, s)[layer.keep])
     if instance.offload_tiers:

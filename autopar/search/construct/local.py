@@ -1,14 +1,14 @@
-"""The local search: changes of a solution, judged by the simulated schedule.
+"""The local search: changes of a solution, evaluated by the simulated schedule.
 
-The constructors choose candidates by a stage's or a device's own seconds. Which stage has the slower layer matters as well: a device that
+The constructors choose candidates by the seconds of one stage or device. But the stage of a slower layer matters, too: a device that
 recomputes a layer does so in every pass over that stage, and its neighbours wait unless their slower layers are in the same pass.
 
-- ``changed``: layers of one kind on one device exchange candidates, or a single layer takes another candidate of the same layout, which
-  changes nothing else. All such changes are simulated at once, and the best one that fits is taken.
-- ``improved``: a layer moves from one stage to another. All such moves are simulated at once, every layer with its own candidate; for the
-  best ones the candidates of the stages are chosen again.
+- ``changed``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate of the same layout,
+  which changes nothing else. All such changes are simulated at once, and the best one that fits is kept.
+- ``improved``: a layer moves from one stage to another. All such moves are simulated at once, with unchanged candidates; for the best
+  moves the candidates of the stages are chosen again.
 
-Both go on as long as the step gets shorter.
+Both continue as long as the step gets shorter.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 ROUNDS, LONGEST = 24, 200_000
-"""Most changes, and most actions of a schedule in all rounds together."""
+"""Maximum number of rounds, and of a schedule's actions in all rounds together."""
 
 ACTIONS = 8_000_000
-"""Most actions of all changes of one round together."""
+"""Maximum number of actions of all changes of one round together."""
 
 CHECKED = 32
 """The number of a round's best changes for which memory is checked."""
 
 LEAST = 1e-5
-"""The smallest share of a step that a change must save."""
+"""Minimum share of a step that a change must save."""
 
 TRIED = 12
 """The number of a round's best moves for which the candidates are chosen again."""
 
 CLOSE = 0.005
-"""How far above the best step a solution may be for candidates of single layers to be changed in it."""
+"""Maximum relative distance from the best step of solutions in which candidates of single layers are changed."""
 
 Refine = Callable[[tuple[int, ...]], Solution | None]
-"""Chooses the candidates for cuts; ``None`` if none that it finds fit."""
+"""Returns the solution for cuts, with chosen candidates; ``None`` if it finds none that fit."""
 
 Change = tuple[tuple[int, int], ...]
 """Layers and their new candidates."""
@@ -55,7 +55,7 @@ Change = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Now:
-    """A solution with the stage of each layer, the parts of the stages' seconds, and the free bytes of each device."""
+    """A solution with the stage of each layer, the parts of the stages' seconds, and the ``spare`` bytes of each device."""
 
     instance: Instance
     solution: Solution
@@ -65,7 +65,7 @@ class _Now:
     spare: Array  # [device]
 
     def changes(self) -> Iterator[Change]:
-        """Every change that may shorten the step; layers of one kind in one stage with equal candidates count once."""
+        """Yield every change that may shorten the step; of layers of the same kind, stage and candidate, only one is changed."""
         instance, pick = self.instance, self.solution.pick
         alike = {(int(self.stage[i]), int(instance.kind[i]), k): i for i, k in enumerate(pick)}
         for ((s, kind, k), a), ((z, other, j), b) in itertools.combinations(alike.items(), 2):
@@ -89,7 +89,7 @@ class _Now:
         return replace(self.solution, pick=tuple(pick))
 
     def after(self, changes: list[Change]) -> Array:
-        """The seconds of a step after each change."""
+        """Return the seconds of a step after each change."""
         instance = self.instance
         parts = np.repeat(self.parts[:, :, None], len(changes), axis=2)
         once = np.repeat(self.step[:, None], len(changes), axis=1)
@@ -103,7 +103,7 @@ class _Now:
 
 
 def changed(instance: Instance, solution: Solution, deadline: float = np.inf) -> Solution:
-    """``solution``, or a faster one that fits."""
+    """Return ``solution``, or a faster one that fits, after changes of candidates."""
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
     step_s = cost(instance, solution).step_time_s
@@ -116,7 +116,7 @@ def changed(instance: Instance, solution: Solution, deadline: float = np.inf) ->
 
 
 def _better(instance: Instance, solution: Solution, step_s: float, most: int) -> tuple[Solution, float] | None:
-    """The best solution after one change that fits; at most ``most`` changes are simulated."""
+    """Return the best solution that fits after one change, and its step time; at most ``most`` changes are simulated."""
     now = _now(instance, solution)
     changes = list(itertools.islice(now.changes(), most))
     steps = now.after(changes) if changes else np.zeros(0)
@@ -143,12 +143,13 @@ def _now(instance: Instance, solution: Solution) -> _Now:
 
 
 def alike_in_rounds(instance: Instance) -> bool:
-    """Whether stages of equally many layers are even, so that nothing is to be moved: interleaved 1F1B of layers that are mostly alike."""
+    """Return whether stages with equal numbers of layers are balanced, so that no layer needs to move: under interleaved 1F1B, if all but a
+    few layers are of the same kind."""
     return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
 
 
 def improved(instance: Instance, solution: Solution, refine: Refine, deadline: float = np.inf) -> Solution:
-    """``solution``, or a faster one that fits, after moves of single layers between stages."""
+    """Return ``solution``, or a faster one that fits, after moves of single layers between stages."""
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
     if alike_in_rounds(instance):
@@ -176,7 +177,7 @@ def improved(instance: Instance, solution: Solution, refine: Refine, deadline: f
 
 
 def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...]]) -> Array:
-    """The seconds of a step with each of the cuts and the same candidates; resharding is left out."""
+    """Return the seconds of a step with each of ``cuts`` and unchanged candidates, without resharding."""
     layout, schedule, pick = instance.layout, instance.schedule, solution.pick
     bounds = np.array(cuts).T  # [stage + 1, set]
     sums = {place: _sums(instance, solution, place) for place in layout.place}
@@ -196,7 +197,7 @@ def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...
 
 
 def _sums(instance: Instance, solution: Solution, place: int) -> Array:
-    """Sums over the first layers, from none to all, at a place: of each part of the time, and of the once-per-step seconds."""
+    """Return prefix sums over the layers at a place: of each part of the time, and of the once-per-step seconds."""
     tables = [instance.table(i, place) for i in range(instance.layers)]
     each = [[float(x[k]) for x in (*t.seconds, t.step)] for t, k in zip(tables, solution.pick, strict=True)]
     return np.concatenate([np.zeros((len(each[0]), 1)), np.cumsum(each, axis=0).T], axis=1)
