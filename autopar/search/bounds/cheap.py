@@ -16,7 +16,7 @@ TOLERANCE = 1e-7  # the solvers' relative feasibility tolerance: bounds are lowe
 
 
 def cheap_bound(instance: Instance) -> float:
-    """Return a lower bound of the step time of any configuration, in seconds."""
+    """Return a lower bound of the configuration's step time, in seconds; it holds for every schedule."""
     schedule = instance.schedule
     if schedule.stages == 1:
         tables = [float((schedule.microbatches * t.time + t.step).min()) for t in instance.kinds]

@@ -70,7 +70,7 @@ def linear_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> floa
 
 
 def device_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """Return ``linear_bound`` with integer numbers of layers on each device, as far as plans faster than ``cutoff_s`` need them."""
+    """Return ``linear_bound`` with rows for integer numbers of layers on each device, which hold in all plans faster than ``cutoff_s``."""
     if not np.isfinite(cutoff_s):  # the rows of whole layers need an incumbent
         return at_least_s
     whole = whole_layers(instance, cutoff_s)
