@@ -48,8 +48,8 @@ def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = No
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:
-    """Return the longest of the paths ``upto`` and ``twice`` of ``textbook_paths`` for the best cuts, with one stage on each device; for
-    GPipe, whose slowest stage determines the step, the exact step."""
+    """Return the longest of the paths ``upto`` and ``twice`` of ``textbook_paths`` for the best cuts, with one stage on each device; under
+    GPipe, the step time that the slowest stage determines."""
     m, stages = schedule.microbatches, schedule.stages
     before = np.concatenate([[0.0], np.cumsum(time)])
     total = float(before[-1])

@@ -423,7 +423,8 @@ class _Program:
         return None if by is None else _Solved(step_s, path_s, mean, np.cumsum([0.0, *layers]), by)
 
     def _multipliers(self) -> Multipliers | None:
-        """Return the duals of the rows, scaled to be feasible: those of paths sum to 1, and so do those of once-per-step seconds."""
+        """Return the duals of the rows, scaled to be feasible: those of paths and work sum to 1, and so do those of once-per-step seconds
+        and work."""
         paths, once, work = (
             np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once, self.work)
         )
