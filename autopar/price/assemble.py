@@ -31,7 +31,8 @@ def assemble(
     trainer: TrainerModel,
     context: PrefetchContext,
 ) -> LayerPrice:
-    """Return a microbatch's price with ZeRO over the data axes, the optimizer and offloading. Layers in ``context`` have this strategy."""
+    """Return a microbatch's price with ZeRO over the data axes, the optimizer and offloading. Layers in ``context`` are assumed to have the
+    same strategy."""
     c, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
     trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)

@@ -113,7 +113,7 @@ def group_time_s(
     if (measured_s := _measured(collective, bytes_total, n, cluster, caller)) is not None:
         return cluster.collective_s + measured_s
     if 0 < members.per_part < n and cluster.between is not None:
-        # the link between parts replaces the network if it is slower; the members in a part share it
+        # the link between parts replaces the network if it is slower; a ring has the shares of all members in a part
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
         slow = Link(
             max(cluster.inter.latency_s, cluster.between.latency_s),

@@ -48,7 +48,7 @@ Part = Callable[[], SizedClass | None]
 
 
 def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerModel) -> Passes:
-    """Return the passes of a microbatch under ``strategy``; a layer that can't be computed in parts gets early collectives instead."""
+    """Return the passes of a microbatch under ``strategy``. A layer that isn't computed in parts may have early collectives."""
     if (parts := strategy.options.parts) > 1:
         found = _part_and_turns(sized.bound, part, strategy.options)
         if not isinstance(found, str):

@@ -271,6 +271,6 @@ def _split_paths(schedule: Schedule) -> Array:
             path[2, turn + 1 if start else schedule.stages :] = 1  # and the gradients on the way back
             np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
             path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # a full backward takes no less time than its input gradients and weight gradients together
+    # gradients on the way back count as I; a stage that runs a full backward takes no less
 
     return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

@@ -416,7 +416,7 @@ def evaluate(
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
-        UsageError: a schedule with copies of each stage on unequal devices; ``overlap=halves`` where no layer can be halved.
+        UsageError: copies of a stage would be on unequal devices; or no layer can be computed in parts (``overlap=halves``).
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     if not admits_copies(cluster, schedule):

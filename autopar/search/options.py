@@ -190,7 +190,7 @@ def _check_searched(layer: str, pins: LayerPins) -> None:
 
 
 def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
-    """Raise ``UsageError`` if a technique is pinned for layers none of which can have it."""
+    """Raise ``UsageError`` if no layer for which a technique is pinned can have it."""
     for technique in LAYER:
         wanted: dict[str, list[str]] = {}
         for layer, own in zip(graph.layers, pins, strict=True):

@@ -76,7 +76,7 @@ def _bounding(bound: Bound) -> Step:
 
 
 def retry_in_segments(state: State, node: SearchNode) -> None:
-    """Continue a configuration of which no plan fits with segments of several layers, which need less memory and are never faster, except
+    """Continue a configuration for which no plan fits: try segments of several layers, which need less memory and are never faster, except
     if they replace offloading."""
     instance = segmented(state, node.instance)
     if instance is not None:

@@ -281,11 +281,11 @@ class Technique:
     rewrite_local: ClassVar[str] = ""
     """The module of ``passes`` that rewrites a layer's local graph for the technique's values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
-    """Whether every value but the default makes a microbatch slower."""
+    """Whether no other value makes a microbatch faster than the default."""
     advice: ClassVar[str] = ""
     """The hint of the error about a pinned value that layers can't have."""
     share: ClassVar[float] = 0.0
-    """A search tries other values than the default only if a layer's saved and transient bytes are at least this share of device memory."""
+    """A search tries other values than the default only if a layer's saved and transient bytes exceed this share of device memory."""
 
     @property
     def values(self) -> tuple[str, ...]:

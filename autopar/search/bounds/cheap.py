@@ -16,7 +16,7 @@ TOLERANCE = 1e-7  # the solvers' relative feasibility tolerance: bounds are lowe
 
 
 def cheap_bound(instance: Instance) -> float:
-    """Return a lower bound of the step time of any configuration, in seconds."""
+    """Return a lower bound of the configuration's step time, in seconds; it holds for every schedule."""
     schedule = instance.schedule
     if schedule.stages == 1:
         tables = [float((schedule.microbatches * t.time + t.step).min()) for t in instance.kinds]
@@ -48,8 +48,8 @@ def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = No
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:
-    """Return the longest of the paths ``upto`` and ``twice`` of ``textbook_paths`` for the best cuts, with one stage on each device; for
-    GPipe, whose slowest stage determines the step, the exact step."""
+    """Return the longest of the paths ``upto`` and ``twice`` of ``textbook_paths`` for the best cuts, with one stage on each device; under
+    GPipe, the step time that the slowest stage determines."""
     m, stages = schedule.microbatches, schedule.stages
     before = np.concatenate([[0.0], np.cumsum(time)])
     total = float(before[-1])

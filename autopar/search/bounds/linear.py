@@ -73,7 +73,7 @@ def linear_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> floa
 
 
 def device_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """Return ``linear_bound`` with integer numbers of layers on each device, as far as plans faster than ``cutoff_s`` need them."""
+    """Return ``linear_bound`` with rows for integer numbers of layers on each device, which hold in all plans faster than ``cutoff_s``."""
     if not np.isfinite(cutoff_s):  # the rows of whole layers need an incumbent
         return at_least_s
     whole = whole_layers(instance, cutoff_s)
@@ -427,7 +427,8 @@ class _Program:
         return None if by is None else _Solved(step_s, path_s, mean, np.cumsum([0.0, *layers]), by)
 
     def _multipliers(self) -> Multipliers | None:
-        """Return the duals of the rows, scaled to be feasible: those of paths sum to 1, and so do those of once-per-step seconds."""
+        """Return the duals of the rows, scaled to be feasible: those of paths and work sum to 1, and so do those of once-per-step seconds
+        and work."""
         paths, once, work = (
             np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once, self.work)
         )

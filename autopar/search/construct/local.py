@@ -143,8 +143,8 @@ def _now(instance: Instance, solution: Solution) -> _Now:
 
 
 def alike_in_rounds(instance: Instance) -> bool:
-    """Return whether stages with equal numbers of layers are balanced, so that no layer needs to move: under interleaved 1F1B, if all but a
-    few layers are of the same kind."""
+    """Return whether stages with equal numbers of layers are balanced, so that no layer needs to move: under interleaved 1F1B, if at most
+    one kind has several layers."""
     return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
 
 
