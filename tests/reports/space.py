@@ -180,13 +180,16 @@ def page(lines: list[Line]) -> str:
     found = judged(lines)
     broken = [each for each in found if each["faster"]]
     below = [each for each in found if each["below"]]
-    slow = max((line["user_s"] for line in lines), default=0.0)
+    planned = [line["user_s"] for line in lines if "step_time_s" in line]
+    others = [line["user_s"] for line in lines if "step_time_s" not in line]
+    largest = max((line.get("process_bytes", 0) for line in lines), default=0)
     text = [
         "# Pins against the plan without one\n",
         f"{len(found)} requests, {sum(each['pins'] for each in found)} plans with a pin. In {len(broken)} requests a pin is faster",
         f"than the plan without one by more than {MORE:.0%}, in {len(below)} requests a pinned plan is below the bound that the plan",
-        "without one claims.",
-        f"The slowest answer took {slow:.0f} s of a processor. What is *faster* says by how much of the default's step.\n",
+        f"without one claims. Of {len(planned)} plans the slowest took {max(planned, default=0.0):.1f} s of a processor, of {len(others)}",
+        f"answers that nothing fits or that a pin is impossible {max(others, default=0.0):.1f} s; the largest process had",
+        f"{largest / 1e9:.2f} GB. The column *faster* says by how much of the default's step.\n",
         "| request | step without a pin | gap | best pin | its step | faster | below the bound |",
         "|---|---|---|---|---|---|---|",
     ]
