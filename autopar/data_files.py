@@ -15,7 +15,7 @@ MOST_LEVELS = 100
 
 
 class MalformedFileError(ValueError):
-    """A file has invalid content; the message is the end of a sentence about the file."""
+    """A file has invalid content; the message is a clause about it, such as "it has more than 10 bytes"."""
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:

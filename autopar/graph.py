@@ -1,7 +1,7 @@
 """The dataclasses of a captured model: layers, layer classes, parameters and inputs.
 
-A **layer** is a contiguous run of graph nodes between two narrow cuts. Layers of equal structure and shapes share a **layer class**, which
-stores the graph once. Shapes are those of the global batch; types later determine local shapes.
+A **layer** is a contiguous run of graph nodes between two narrow cuts: places that few tensors cross. Layers of equal structure and shapes
+share a **layer class**, which stores the graph once. Shapes are those of the global batch; types later determine local shapes.
 """
 
 from __future__ import annotations

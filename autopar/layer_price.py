@@ -10,7 +10,8 @@ from autopar.plan import Strategy
 
 
 class Tried(Protocol):
-    """The candidate strategies of a layer: ``every`` one, and the ``quickest``, one of which is the fastest for a microbatch."""
+    """The candidate strategies of a layer: ``every`` one; and the ``quickest``, a few strategies, perhaps none of them a candidate, one of
+    which takes no longer for a microbatch than the fastest candidate."""
 
     @property
     def every(self) -> Iterable[Strategy]: ...

@@ -233,8 +233,8 @@ def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut
 
 def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
     """Return the types in which the stage reads its inputs. An axis slices an input along the batch if all layers that read the input need
-    it sliced there; otherwise each rank has all of it, because a layer can slice it for nothing, but would have to gather it. An axis
-    inside one on which only some layers slice the input does not slice it either."""
+    it sliced there; otherwise each rank has all of it, because a layer can slice it for nothing, but would have to gather it. If only some
+    layers need it sliced on an axis, the axes inside that axis don't slice it either."""
     wanted: dict[str, list[Types]] = {}
     for i in own:
         first = len(graph.layers[i].activations)

@@ -39,12 +39,12 @@ from autopar.torch_private import results_of_ops
 ROWS = 2
 """Number of rows of the first comparison (batch norm needs two); the second has one more."""
 DRAWN_BYTES = 2**26
-"""A model on meta with up to this many bytes of parameters in float64 is compared with random values."""
+"""A model on meta gets random parameters for the comparison if they take at most this many bytes in float64, else it isn't compared."""
 LIMIT_BYTES = 2**34
 """A model with more bytes of parameters and gradients in float64 isn't compared."""
 FLOOR = 1e-3
-"""A gradient below this fraction of the largest one is compared relative to that fraction: the gradient of a bias before batch norm
-consists of rounding errors, which two nearly equal rows amplify."""
+"""A gradient's error is relative to its own largest value or to this fraction of the largest gradient, whichever is larger: the gradient
+of a bias before batch norm consists of rounding errors, which two nearly equal rows amplify."""
 MOST_OPERATIONS = 10**14
 """A comparison with more FLOPs (products, forward and backward) is skipped: it would take an hour."""
 MOST_ROWS = 64
@@ -304,7 +304,8 @@ def _chances(graph: Graph) -> set[float]:
 
 
 def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
-    """Return the first line at which fewer rows take another branch than the full batch (numbers may differ), or an empty string."""
+    """Return the first line at which fewer rows take another branch than the full batch, or an empty string. Integers that the model reads
+    from its tensors may differ, booleans may not."""
     for guard, other in zip(guards, others, strict=False):
         if guard.line != other.line or (guard.value != other.value and isinstance(guard.value, bool)):
             return guard.line

@@ -167,10 +167,10 @@ def export(
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor], dict[str, str]]:
     """Export the model.
 
-    Returns the lifted graph with labelled placeholders (``passes.clean.nodes``), the values of its buffers and lifted constants by name
-    (none for a model on meta), and the class name of every module by path (``""`` is the model). If ``batch`` has values, modules that
-    can't be exported become opaque ops if that is sound, and branches on the batch's values are specialised and guarded. The graph's notes
-    list both.
+    Returns the lifted graph with labelled placeholders (``ops.meta`` declares the labels), the values of its buffers and lifted constants
+    by name (none for a model on meta), and the class name of every module by path (``""`` is the model). If ``batch`` has values, modules
+    that can't be exported become opaque ops if that is sound, and branches on the batch's values are specialised and guarded. The graph's
+    notes list both.
     """
     _refuse(model, loss_fn)
 

@@ -1,4 +1,8 @@
-"""Turns the groups of a segmented graph into layers and layer classes, and the scalars into a prelude."""
+"""Turns the groups of a segmented graph into layers and layer classes, and its scalars into a prelude.
+
+A *scalar* is a 0-d value that depends on the batch alone, such as the number of valid tokens. The *prelude* is the graph that computes the
+scalars from the global batch, before any layer runs.
+"""
 
 from __future__ import annotations
 

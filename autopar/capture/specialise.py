@@ -2,9 +2,9 @@
 
 A trace has no values. So the model first runs on the batch, and every read of a tensor's value is recorded with its line and the value, the
 answer. The trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must depend
-on the batch only: the prelude computes it in every step, and a running program refuses a batch with another answer
-(``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its read is dropped with a note if
-the opposite answer makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
+on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a running program refuses a batch
+with another answer (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its read is
+dropped with a note if the opposite answer makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -168,7 +168,9 @@ def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answ
 
 
 def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
-    """Store the guards of the outputs that follow the loss in the exported graph's meta data, and drop those that can't be checked.
+    """Store the guards in the exported graph's meta data, and drop those that can't be checked on a batch.
+
+    The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards go, too.
 
     Raises ``NotTraceableError`` if an answer depends on a parameter or a random number and its opposite doesn't make the model raise.
     """
@@ -216,7 +218,7 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """Compare the guards' values that the prelude computes from the batch with the model's answers, and return the graph with the former.
+    """Compare the model's answers with the guards' values that the prelude computes from the batch; return the graph with the latter.
 
     Raises ``CaptureError`` if they differ.
     """

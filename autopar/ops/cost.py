@@ -71,7 +71,7 @@ def model_flops(node: fx.Node) -> float:
         return 0.0
     if is_attention(node):
         return _attention_flops(node)
-    if isinstance(node.target, Experts):  # the shapes in the body count all chosen rows
+    if isinstance(node.target, Experts):  # the body's rows are all pairs of a token and a chosen expert
         return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
     own = own_op(node)
     formula = own.flops if own is not None else _FLOPS.get(facts(node).kind)
@@ -82,7 +82,7 @@ def model_flops(node: fx.Node) -> float:
 class GradientProduct:
     """A product in an op's backward: its FLOPs, and the operand whose gradient it computes.
 
-    In a mixture of experts, the gradient of a value between two products counts as one of the tokens.
+    In a mixture of experts, the gradient of a value between two of the experts' products has the tokens as its operand.
     """
 
     flops: float

@@ -32,10 +32,11 @@ class Passes(NamedTuple):
 class OwnOp:
     """A fused op that a runtime function computes.
 
-    ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which backward recomputes (``slices`` kernels in each
-    direction); ``passes`` is the rest of the work. ``padding_after`` has the result of ``rules.padding.padding_after``; ``resize`` sets the
-    true sizes in the call of a padded graph. ``call`` returns a rank's call (``passes.kernel_calls``). ``samples`` returns arguments for
-    checking the rule, from functions that draw normal floats of a shape, and integers below a limit.
+    ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which the backward computes again; ``slices`` is the
+    number of parts in which the op computes them. ``passes`` is the rest of the work. ``padding_after`` has the result of
+    ``rules.padding.padding_after``; ``resize`` sets the true sizes in the call of a padded graph. ``call`` returns a rank's call
+    (``passes.kernel_calls``). ``samples`` returns arguments for checking the rule, from functions that draw normal floats of a shape, and
+    integers below a limit.
     """
 
     name: str

@@ -1,7 +1,8 @@
 r"""Seconds of a collective: latency per hop plus bytes over bandwidth, per link level.
 
 A group has *n* members on *N* nodes, at least *k* per node. *B* is the bytes of the full tensor (not sharded over the axis): the result of
-an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or of an all-to-all (each rank has *B / n* bytes of it).
+an all-gather, the input of a reduce-scatter, the tensor of an all-reduce or of an all-to-all (each rank has *B / n* bytes of it). *c* is
+the fixed cost of a collective on a device, *a* the latency of a hop inside a node or between nodes.
 
 * A ring sends *B (n-1)/n* over every link, at the speed of the slowest link. Each GPU has a share of its node's network bandwidth, because
   all groups of the node run the same collective at once; a group's ring between nodes has the shares of its *k* members::
@@ -43,7 +44,7 @@ FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured s
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """The ranks that run a collective together: ``size`` members on ``nodes`` nodes (or NVLink domains), with ``per_node`` members on each
-    node, and ``per_part`` in each part of the cluster (0 if the cluster has no parts).
+    node, and ``per_part`` in each part of a cluster that is joined from several (``Cluster.parts``; 0 if it isn't).
 
     The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
     group determines the time, so ``per_node`` and ``per_part`` are the minimum over all groups and ``nodes`` the maximum.

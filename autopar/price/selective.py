@@ -1,7 +1,7 @@
 """Prices of selective recomputation: the values that a layer saves, and the ops that it runs again.
 
-Emitted programs save the values that ``passes.selective`` selects. Depending on the types, such a value is a product or its sum over
-devices, so a table has entries for both, and ``Selection.under`` chooses.
+Emitted programs save the values that ``passes.selective`` selects. Depending on the layer's types, a selected product is saved as it is, or
+as its sum over devices. ``select_emitted`` lists both, as entries (``Saved``), and ``Selection.under`` chooses once the types are known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 @dataclass(frozen=True)
 class Selected:
-    """A selection under specific types: the saved entries, not yet one per storage; and the ops and moves that run ``again``."""
+    """A selection under specific types: flags of the entries that are ``saved`` (several may have the same storage) and of the ops that run
+    ``again``; and the collectives that are repeated (``moves``)."""
 
     saved: Flags
     again: Flags
@@ -39,12 +40,13 @@ class Selected:
 
 @dataclass(frozen=True)
 class Selection:
-    """The selection of selective recomputation before types are known, with an entry per saved entry or per op.
+    """What selective recomputation may save and run again, before the layer's types are known.
 
-    ``stays`` are the entries that may be saved. An entry with a ``maker`` (an op's index, else -1) is saved if that op's value is no
-    partial sum over devices; a ``summed`` entry, if the value is a partial sum. ``again`` are the ops that run again, except for ``costly``
-    ops whose value is saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in the ops that run
-    again are repeated, but not sums of the values ``sums``.
+    ``stays``, ``maker`` and ``summed`` have an element for each ``Saved`` entry. Entries with ``stays`` may be saved. Those with a
+    ``maker`` (the index of the op that computes the value, else -1) are saved if the value is no partial sum over devices, or, if they are
+    ``summed``, only if it is one: they are its sum. ``again`` has a flag for each op; ``costly`` ops don't run again if their value is
+    saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in the ops that run again are repeated,
+    except for the sums of the values ``sums``.
     """
 
     stays: Flags
@@ -97,9 +99,9 @@ class Selection:
     ) -> tuple[float, float]:
         """Return the bytes that the layer saves, and the peak while it runs again.
 
-        An op that runs again reads selected entries, and saves the entries that it saves without recomputation. While it runs, the latter
-        are live for the ops before it, and the former for the ops after it. ``plain`` are the indices of the entries that are saved without
-        recomputation, ``selected`` those that are saved with it; ``saver`` is the op that saves each entry.
+        When an op runs again, memory has two kinds of entries: those that it and the ops before it save without recomputation, because they
+        are saved again, and the selected ones of later ops, which haven't been used yet. ``plain`` are the indices of the entries that are
+        saved without recomputation, ``selected`` those that are saved with it; ``saver`` is the op that saves each entry.
         """
         saved = float(entry_bytes[selected].sum())
         again = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
@@ -126,7 +128,8 @@ def select_emitted(
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
     at = {node.name: i for i, node in made}
-    # such as attention's log-sum-exp; what only a product saves is a copy of an operand, and is computed again
+    # the index of the op for what attention saves besides operands and results, such as the log-sum-exp; -1 for all other entries. What a
+    # product saves so is a copy of an operand, which is computed again
     inside = [
         at[e.node] if e.operand == INTERNAL and e.node in at and cost.is_attention(ops[at[e.node]]) else -1
         for e in plain

@@ -52,8 +52,8 @@ def _of_weight(node: fx.Node, run: Trace) -> float:
 
 
 def waiting(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:
-    """Return the values in memory between I and W, as (op's index, value's name): each product's result, for its gradient, and its input,
-    once if several products read it."""
+    """Return the values in memory between I and W, as (op's index, value's name): each product's input, once if several products read it,
+    and the gradient of its result, under the result's name, because both have the same size."""
     found: dict[object, tuple[int, str]] = {}
     for i in np.flatnonzero(shares).tolist():
         read = arguments(ops[i])["input"].name

@@ -1,9 +1,9 @@
-"""Regroups ZeRO's small ranges of elements into large boxes before a checkpoint is written.
+"""Regroups ZeRO's small ranges of elements into large boxes (rectangular parts of a tensor) before a checkpoint is written.
 
-Under ZeRO each rank has a small range of every parameter's elements: millions of boxes on all ranks, more than a checkpoint's metadata can
-list. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of a few tensors,
-up to ``boxes.LARGEST`` bytes in a round, about as many as it sends. If several groups have equal values, each exchanges a part of the
-tensors.
+Under ZeRO each rank has a small range of every parameter's elements. A checkpoint's metadata lists every box, and these would be millions
+of boxes on all ranks. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of
+a few tensors, up to ``boxes.LARGEST`` bytes in a round, about as many as it sends. If several groups have equal values, each exchanges a
+part of the tensors.
 """
 
 from __future__ import annotations

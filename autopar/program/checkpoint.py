@@ -499,7 +499,7 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
 
 
 def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
-    """Return the prefix of this rank's tensor names there. Several replicas can start from one model, but one model not from several."""
+    """Return the prefix of this rank's tensor names in the checkpoint. Several replicas can start from one model, but not the reverse."""
     there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()

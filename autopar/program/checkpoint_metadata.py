@@ -1,5 +1,6 @@
 """torch's metadata of a checkpoint, computed from the tables of the ranks' files (``box_files``), and which boxes a rank reads.
 
+A box is a rectangular part of a tensor; torch's metadata calls it a chunk.
 Rank 0 computes the metadata from the tables in the shared folder: the ranks need not send it their lists of boxes.
 """
 

@@ -158,7 +158,7 @@ def in_steps(
     x, index, weights = tokens
     owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
     if spmd.is_type_checking():
-        if send is not _at_once:  # what the caller computes meanwhile has other types
+        if send is not _at_once:  # at a yield, the caller's ops would be checked under the ``spmd.local`` below
             return experts(x, index, weights, parameters, body, count, **axes)
         places = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
@@ -203,7 +203,7 @@ def _check(
 
 
 def _as_terms(parameter: Tensor) -> Tensor:
-    """Declare a parameter that is added to a partial product as a term of a sum (P): each rank has its own term."""
+    """Declare a parameter of type P as varying (V): the body adds it to a partial product, each rank its own term to its own product."""
     if not spmd.is_type_checking() or P not in spmd.get_local_type(parameter).values():
         return parameter
     types: dict[Any, Any] = {axis: V if t is P else t for axis, t in spmd.get_local_type(parameter).items()}

@@ -51,7 +51,8 @@ class _Key(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """A box of a parameter that is sent between the ranks ``holder`` and ``owner``. It is box ``number`` of the holder's master ``index``;
-    the owner doesn't use these two. Of ranks with the same values one is ``counted``."""
+    the owner doesn't use these two. Owners gather only ``counted`` boxes, which one of the ranks with the same values holds, so that each
+    value is sent once. All holders get the new values."""
 
     key: _Key
     holder: int
@@ -179,7 +180,7 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
     owners: dict[_Key, int] = {}
     for layout in sorted(layouts, key=lambda x: (-math.prod(x.original_shape), x.stage, x.original)):
         row = world.placed[layout.stage]
-        # ``grid`` has one row for a pipeline rank and its mirror
+        # if every stage has two copies, ``grid`` has one row for both pipeline ranks of a stage: ``r`` and ``P - 1 - r``
         row = row if row < len(world.grid) else max(world.placed) - row
         for replica in replicas:
             if (row, replica) not in loads:

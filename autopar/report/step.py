@@ -63,7 +63,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A predicted step: ``actions`` has a tuple for each pipeline rank, ``prices`` an entry for each layer, ``cost`` one for each stage."""
+    """A predicted step: ``actions`` has a tuple for each pipeline rank, ``prices`` one for each layer, ``cost`` each stage's seconds."""
 
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]

@@ -29,7 +29,8 @@ def names(ndim: int) -> Words:
 
 
 def line(given: Sequence[Words], result: Words, *clauses: str) -> str:
-    """Return the text of a line: operands and result are given as one word (a letter, say) for each dim."""
+    """Return the text of a line: operands and result are given as one word (a letter, say) for each dim. ``clauses`` follow: the kernel of
+    a letter (``v = masked_embedding``), or the operands in which the op is linear (``linear 0 1``), through which partial sums pass."""
     return " ; ".join([", ".join(" ".join(words) for words in given) + " -> " + " ".join(result), *clauses])
 
 

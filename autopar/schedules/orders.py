@@ -9,6 +9,8 @@ forward's result when both are done.
 ``chimera`` runs full backwards of two pipelines in opposite directions (``_chimera``).
 
 Stage 0 runs both I and W, like the other stages: its I computes the gradients that its later layers pass to the earlier ones.
+
+In the functions of this module ``line`` is the number of pipeline ranks.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def simulate(
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
-    """Return each stage's number of forwards before its first backward; the path ``round`` of ``textbook_paths`` counts one of them. It is
-    1 for GPipe, whose forwards and backwards are two pipelines, one after the other."""
+    """Return each stage's number of forwards before its first backward: ``n_s`` in ``textbook_paths``, whose path ``round`` contains one of
+    them. It is 1 for GPipe, whose forwards and backwards are two pipelines, one after the other."""
     return (1,) * schedule.stages if schedule.name == GPIPE else peak_counts(schedule).in_flight
 
 

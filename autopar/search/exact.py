@@ -60,8 +60,8 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _regimes(instance: Instance) -> list[Regime]:
-    """Return the regime of each stage. If devices have several stages, memory is checked later, so that regimes differ only in pipeline
-    buffers and place."""
+    """Return the regime of each stage (``Regime``: what its labels depend on besides its layers). If devices have several stages, memory is
+    checked later, so that regimes differ only in pipeline buffers and in the kind of device (``place``)."""
     schedule, place = instance.schedule, instance.layout.place
     if not schedule.interleaved:
         return [instance.regime(s) for s in range(schedule.stages)]
@@ -171,8 +171,9 @@ class _Labels:
 def _joined(
     instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
 ) -> tuple[Array, Indices]:
-    """Return the bytes that a layer keeps per microbatch beyond its share, and how many layers may still join its segment, both ``[previous
-    label, candidate]``, flattened. A layer that joins a segment keeps nothing; a layer that begins a segment keeps all of its bytes.
+    """Return a correction of the layer's saved bytes per microbatch, and how many layers may still join its segment, both ``[previous
+    label, candidate]``, flattened. ``saved`` is a layer's mean in a full segment; in fact a layer that joins a segment keeps nothing, and
+    the layer that begins it keeps the bytes of all.
     ``last`` has each previous label's last candidate, ``joinable`` the number of layers that may join that candidate's segment."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
     same = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])

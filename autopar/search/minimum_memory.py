@@ -161,7 +161,8 @@ class _LeastMemory:
     """The minimum memory of runs of layers, without transients, over the candidates whose transients are at most ``level``.
 
     A segment of s layers has the layers' weights and keeps the bytes of its first layer; dynamic programming cuts a chain into segments.
-    Consecutive layers form a chain if they share a candidate of several layers; these may be layers of one class with different pins.
+    Consecutive layers form a chain if they share a candidate that recomputes several layers as one; these may be layers of one class with
+    different pins.
     """
 
     def __init__(self, instance: Instance, regime: Regime, level: float) -> None:
@@ -218,7 +219,7 @@ class _LeastMemory:
         return found
 
     def _common(self, kinds: Collection[int]) -> list[dict[int, int]]:
-        """Return the candidates of several layers that all of these kinds share: for each candidate, its index by kind."""
+        """Return the candidates that recompute several layers as one and that all of these kinds share: for each, its index by kind."""
         by_price = [
             {id(price): k for k, price in enumerate(self.tables[kind].prices) if price.segment > 1} for kind in kinds
         ]

@@ -8,24 +8,24 @@ The problem, for one configuration (mesh of a stage, pipeline degree ``P``, micr
              b_s  = sum_{i in s} backward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s-1
              g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once per step
     subject to
-      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + b_s * border)(i, k(i)) <= limit
+      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + q_s * border)(i, k(i)) <= limit
       host[s]     sum_{i in s} (host + n_s * host_saved)(i, k(i)) <= a device's share of its host's memory
       nvme[s]     sum_{i in s} nvme(i, k(i)) <= a device's share of its node's NVMe
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
-If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not. The factor ``b_s`` of ``border``
-is the number of pipeline buffers (``schedules.memory.pipeline_buffers``), and ``n_s`` the number of microbatches in flight: ``m`` under
-GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline. ``schedule(f, b, m)`` is the longest path through the schedule's actions
-(``schedules.step_time``), which never falls when an ``f_s`` or a ``b_s`` rises. ``bounds`` has lower bounds, including the linear
-relaxation; ``exact`` solves the problem.
+If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not. ``border`` is the size of one
+activation tensor that a stage receives or sends, ``q_s`` the number of buffers for such tensors (``schedules.memory.pipeline_buffers``),
+and ``n_s`` the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
+``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
+``b_s`` rises. ``bounds`` has lower bounds, including the linear relaxation; ``exact`` solves the problem.
 
 Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
 device takes the sum of its stages' ``g`` and keeps the weights of all of them; its activation memory is the maximum over its actions
 (``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects them).
 
-The same holds for schedules that split backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` is then two prices, the second is the
-sum of ``weight(i, k(i))``, and a microbatch between the two parts of a backward keeps ``waiting`` bytes live.
+The same holds for schedules that split backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` then has two parts, the second of
+which is the seconds of the weight gradients, and a microbatch between the two parts keeps ``waiting`` bytes live.
 
 Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device takes the ``g``
 of both its stages and keeps the weights of both. Such configurations have only the cheap bound and, with few layers, the proof of the label
@@ -357,8 +357,8 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
 def _suffixes(
     mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins, experts: int
 ) -> tuple[tuple[Role, ...], ...]:
-    """Return the roles to try for the innermost axes, besides data: experts outside ring attention, which is outside Ulysses and tensor
-    parallelism.
+    """Return the roles to try for the innermost axes, besides data. Their order, from the outermost axis inwards, is experts, ring
+    attention, then Ulysses and tensor parallelism.
 
     A tensor degree spans at most ``MOST_NODES`` nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
     it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with one node of tensor parallelism.

@@ -39,7 +39,8 @@ class Compositions:
 
 
 def compositions(instance: Instance) -> Compositions:
-    """Return the compositions of the instance's chain, which all configurations without decided ties share."""
+    """Return the compositions of the instance's chain. They are the same in all configurations that leave tied layers (``Choice.ties``)
+    undecided."""
     return _compositions(tuple(instance.kind.tolist()), len(instance.kinds))
 
 

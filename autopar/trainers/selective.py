@@ -17,8 +17,8 @@ from autopar.sharding import AxisTypes
 
 
 class PublishedSelection(Selection):
-    """A selection that doesn't depend on types. It counts the entries that a plain run saves, as published figures do, and repeats no
-    collectives."""
+    """A selection that doesn't depend on SPMD types and repeats no collectives. As in published figures, its memory is that of the selected
+    tensors, also while ops run again: at least the layer's input, at most what a run without recomputation saves."""
 
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
@@ -42,10 +42,11 @@ class PublishedSelection(Selection):
 def select_published(
     ops: Sequence[fx.Node], run: Trace, plain: Sequence[Saved], flash: bool
 ) -> tuple[tuple[Saved, ...], Selection]:
-    """Return the entries that published runs may save, and the selection among them.
+    """Return the tensors (``Saved``) that published runs may save for the backward pass, and which of them they do save.
 
-    Without flash attention, the scores are recomputed and everything else is saved (arXiv:2205.05198). With flash attention, the selection
-    is torchtitan's per-op policy: attention and every second matrix product save their results, and the rest is recomputed.
+    ``plain`` are those that a run without recomputation saves. Without flash attention, the scores are recomputed and everything else is
+    saved (arXiv:2205.05198). With flash attention, the selection is torchtitan's per-op policy: attention and every second matrix product
+    save their results, and the rest is recomputed.
     """
     attention = {node.name for node in ops if cost.is_attention(node)}
     found = list(plain)

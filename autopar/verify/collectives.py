@@ -1,7 +1,8 @@
 """``autopar verify --collectives``: checks without a GPU whether a model's programs can hang or send wrong bytes under NCCL.
 
 It records every rank of every kind of plan (``autopar.verify.recording``) and checks the traces under NCCL's rules
-(``autopar.checks.nccl``). For a user's plan with many devices, it records only the distinct ranks, at the plan's sizes and without values.
+(``autopar.checks.nccl``). For a user's plan with many devices, it records only a sample of ranks that represent all others
+(``checks.nccl.distinct``), at the plan's sizes and without values.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def verify_collectives(
 
 
 def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None = None) -> CollectivesReport:
-    """Record the distinct ranks of a plan at its real sizes (all ranks up to ``ALL_RANKS``); ``graph`` is the captured model of the plan.
+    """Record ranks that represent all ranks of a plan, at its real sizes: all of them, if they are at most ``ALL_RANKS``. ``graph`` is the
+    captured model of the plan.
 
     Without values, a recording can't show that a result is read before it arrives; those of ``verify_collectives`` can.
     """

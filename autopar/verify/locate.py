@@ -87,7 +87,7 @@ def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Diff
 
 
 def _without_splits(plan: Plan) -> Plan:
-    """Return the plan without layers that are computed in parts, since a part's values aren't those of the graph."""
+    """Return the plan with every layer computed in one part, since the values of several parts aren't those of the graph."""
     if all(layer.strategy.options.parts == 1 for layer in plan.layers):
         return plan
     return replace(plan, layers=tuple(replace(layer, strategy=layer.strategy.unsplit) for layer in plan.layers))

@@ -45,7 +45,7 @@ from autopar.run.processes import Processes
 from autopar.run.worker import resolve
 
 LIMIT_S = 300.0
-"""Timeout of a recorded rank in seconds; it never waits for other ranks."""
+"""Timeout of a recorded rank in seconds; it waits for other ranks only to exchange Python objects and integer tensors."""
 SIZES_LIMIT_S = 3600.0
 """Timeout of a rank of a large plan, which takes a minute of processor time."""
 PRELOADED = (
@@ -72,7 +72,8 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Traces by rank, with late and with immediate results of collectives, and the messages of ranks that failed."""
+    """Traces by rank, and the messages of ranks that failed. In the run ``late`` the results of async collectives are NaN until ``wait``,
+    in the run ``at_once`` they are there at once: different values show that a result is read too early."""
 
     late: Mapping[int, RankTrace]
     at_once: Mapping[int, RankTrace]

@@ -49,8 +49,8 @@ class Grid:
         return found
 
     def samples(self) -> list[int]:
-        """Return the first rank of every position. At the first and the last position, also return those with the second or last index on
-        one axis, with the last and with the middle index on all axes."""
+        """Return the first rank of every position, and more ranks of the first and the last position: for each axis the second and the last
+        rank along it, and the ranks in the middle and at the end of all axes."""
         zeros = (0,) * len(self.axes)
         inner = {zeros}
         for number, (_, size) in enumerate(self.axes):

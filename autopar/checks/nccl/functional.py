@@ -32,6 +32,7 @@ class Functional:
     def run(self, op: Any, args: tuple[Any, ...], result: Any) -> Any:
         """Issue the collective ``op``, or wait for one if ``op`` is a wait; return ``result``, which torch has computed.
 
+        If ``op`` wraps a result for autograd, return the wrapped tensor, for which torch waits at its first use.
         Raises ``NotImplementedError`` for an unknown op.
         """
         name = op.overloadpacket.__name__

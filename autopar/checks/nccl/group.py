@@ -1,4 +1,8 @@
-"""A process group that records its operations, and computes their results as if every rank had this rank's operands."""
+"""A process group that records its operations, and computes their results from this rank's operands alone.
+
+The results have the right shapes, not the values of a real run: an all-reduce leaves its tensor as it is, an all-gather repeats this
+rank's shard. Only integer tensors are exchanged with other ranks, through files (``RecordingGroup._exchange``).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Collectives of Python objects, which recorded ranks really exchange, through files.
 
-What a program does next may depend on the other ranks' objects (Muon's owners of parameters, a checkpoint's plan), so a rank can't use its
-object in place of theirs. Ranks that are recorded at the same time exchange objects in a private folder of the call that started them.
+What a program does next may depend on the other ranks' objects (which rank owns a parameter under Muon, a checkpoint's plan). So ranks
+that are recorded at the same time write their objects into one temporary folder, and read those of the others. A rank that is recorded
+alone has no such folder, and takes its own object for everyone's.
 """
 
 from __future__ import annotations

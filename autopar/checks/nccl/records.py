@@ -59,9 +59,9 @@ class Operation:
     """The issue of a collective or a transfer.
 
     ``operands`` are the tensors on which all members must agree (a reduce-scatter's result, an all-gather's operand). ``detail`` is the
-    reduce op, or for a transfer in terms of the mesh, the distance of the two ranks on its axes. ``root`` is a rank of the group (for a
-    transfer, the peer), or -1. ``splits`` are the rows that an uneven all-to-all sends and receives. ``batch`` is the number of the
-    ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
+    reduce op; for a transfer that ``distinct.by_position`` has rewritten, it is the distance of the two ranks on the mesh's axes. ``root``
+    is a rank of the group (for a transfer, the peer), or -1. ``splits`` are the rows that an uneven all-to-all sends and receives.
+    ``batch`` is the number of the ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
     """
 
     index: int

@@ -5,7 +5,8 @@ For any stage s of layers i..j-1, any cost c and any Lagrange multiplier of memo
     c(i, j) >= sum_{layers} min_k (c_k + lambda (weights_k + n_s saved_k)) - lambda (limit - z),   z = max_{layers} min_k transient_k
 
 because a stage that fits uses no more than the limit. The maximum over a ladder of lambdas is close to the linear relaxation of that
-stage's problem; ``knapsacks`` has its integer optimum. With P stages, and max_s g_s >= sum_s g_s / P, the costs are
+stage's problem; ``knapsacks`` has its integer optimum. With P stages, m microbatches, and max_s g_s >= sum_s g_s / P, the costs are as
+follows (t: seconds of a microbatch, f: of its forward, g: once per step, w_s: forwards before a backward, ``step_time.warm_up``)
 
     time     t                        total    t + g/P
     round    m t - (w_s - 1) f + g/P

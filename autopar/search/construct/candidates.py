@@ -39,7 +39,7 @@ def memory_scale(instance: Instance) -> float:
 
 @dataclass(frozen=True)
 class CandidateMode:
-    """The candidates that may be used: all, or those of one layout for the kinds that have that layout."""
+    """The candidates that may be used: all; or, for kinds of layers (``Instance.kinds``) with the layout ``roles``, only those of it."""
 
     roles: Roles | None
     allowed: tuple[Indices, ...]  # by kind

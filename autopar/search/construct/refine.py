@@ -17,7 +17,8 @@ from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 
 ROOMS = 8
-"""Maximum number of times a stage's candidates are chosen with other spare memory, if segments keep more than their layers' shares."""
+"""Maximum number of times a stage's candidates are chosen, each time with other spare memory, if segments keep more bytes than the sum of
+the mean bytes by which their layers' candidates were chosen (``Table.saved``)."""
 
 TRIES = 6
 """Maximum number of times a device's candidates are chosen, if memory peaks at another moment of the schedule than planned."""
@@ -58,7 +59,7 @@ def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
 def _stage(
     instance: Instance, mode: CandidateMode, i: int, j: int, s: int, before: int | None
 ) -> tuple[int, ...] | None:
-    """Choose the candidates of a stage's layers, with room for the bytes that segments keep beyond their layers' shares."""
+    """Choose the candidates of a stage's layers, with room for the bytes that segments keep beyond the sum of ``Table.saved``."""
     full = stage_of(instance, all_candidates(instance), i, j, s, before)
     chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
     whole = _whole(instance, mode, i, j, instance.regime(s))
@@ -157,7 +158,8 @@ def _turn(
     full: Sequence[float],
     peak_counts: Sequence[Counts],
 ) -> None:
-    """Plan devices that exceed their limit for the moment at which they do; after several such moments, for their mean, with less room."""
+    """For each device that exceeds its limit, plan with the microbatches in flight at the moment at which it does; after several such
+    moments, with their mean and a lower limit."""
     for d, (share, moment) in enumerate(zip(full, peak_counts, strict=True)):
         if share > 1:
             seen[d].append(moment)
