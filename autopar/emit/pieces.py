@@ -15,7 +15,8 @@ from autopar.ops.meta import meta
 
 
 def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> tuple[list[str], list[str]]:
-    """Return the lines of the generator, and those of its pieces' methods. ``texts`` has the arguments and the layer's ``self....``."""
+    """Return the lines of the generator, and those of its pieces' methods. ``texts`` maps nodes to their expressions in the program: at
+    first arguments and attributes (``self.weight``), then every value that is assigned."""
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:
         if meta(node).get("turn") or meta(node).get("inner") or meta(node.prev).get("inner"):
