@@ -80,7 +80,8 @@ def _program(schedule: Schedule) -> _Program:
                     if kind != "W":
                         sent[stage if kind == "F" else stages + stage][i] = last[rank]
                 for kind, stage, i in order[k] if len(order[k]) > 1 else ():
-                    if device[stage + 1 if kind == "F" else stage - 1] != rank:  # overlapped actions end together
+                    # the results of overlapped actions are sent when all of them have ended
+                    if device[stage + 1 if kind == "F" else stage - 1] != rank:
                         sent[stage if kind == "F" else stages + stage][i] = last[rank]
                 k += 1
                 moved = True

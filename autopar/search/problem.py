@@ -8,14 +8,14 @@ The problem, for one configuration (mesh of a stage, pipeline degree ``P``, micr
              b_s  = sum_{i in s} backward(i, k(i)) + resharding/2 inside and at the entry of s + p2p to s-1
              g_s  = sum_{i in s} step(i, k(i))                      gradient reduction and optimizer, once per step
     subject to
-      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + b_s * border)(i, k(i)) <= limit
+      memory[s]   sum_{i in s} (weights + n_s * saved)(i, k(i)) + max_{i in s} (transient + q_s * border)(i, k(i)) <= limit
       host[s]     sum_{i in s} (host + n_s * host_saved)(i, k(i)) <= a device's share of its host's memory
       nvme[s]     sum_{i in s} nvme(i, k(i)) <= a device's share of its node's NVMe
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
-If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not. The factor ``b_s`` of ``border``
-is the number of pipeline buffers (``schedules.memory.pipeline_buffers``), and ``n_s`` the number of microbatches in flight: ``m`` under
+If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not. ``q_s`` is the number of pipeline
+buffers (``schedules.memory.pipeline_buffers``), and ``n_s`` the number of microbatches in flight: ``m`` under
 GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline. ``schedule(f, b, m)`` is the longest path through the schedule's actions
 (``schedules.step_time``), which never falls when an ``f_s`` or a ``b_s`` rises. ``bounds`` has lower bounds, including the linear
 relaxation; ``exact`` solves the problem.
@@ -28,8 +28,8 @@ The same holds for schedules that split backwards (``schedules.SPLIT``), even wi
 sum of ``weight(i, k(i))``, and a microbatch between the two parts of a backward keeps ``waiting`` bytes live.
 
 Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device takes the ``g``
-of both its stages and keeps the weights of both. Such configurations have only the cheap bound and, with few layers, the proof of the label
-method.
+of both its stages and keeps the weights of both. Such configurations have only the bound of ``bounds.cheap`` and, with few layers, the
+optimum that label setting proves (``exact``).
 
 1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (a test checks it; there
 is no proof), so GPipe is planned only if it is pinned, and the bound does not cover it.
@@ -208,7 +208,7 @@ def prime_factors(n: int) -> list[int]:
 
 
 def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
-    """Return the meshes to try for one stage: its prime factors as axes, with small factors innermost, and with small factors outermost.
+    """Return the meshes to try for a stage of ``devices`` devices: the prime factors as axes, with small factors innermost, and outermost.
 
     The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2. With
     ``every_order`` all orders are returned (``in_every_order``).
