@@ -1,4 +1,4 @@
-"""Regroups ZeRO's small ranges of elements into large boxes before a checkpoint is written.
+"""Regroups ZeRO's small ranges of elements into large boxes (rectangular parts of tensors) before a checkpoint is written.
 
 Under ZeRO each rank has a small range of every parameter's elements: millions of boxes on all ranks, more than a checkpoint's metadata can
 list. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of a few tensors,
