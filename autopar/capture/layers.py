@@ -1,4 +1,5 @@
-"""Turns the groups of a segmented graph into layers and layer classes, and the scalars into a prelude."""
+"""Turns the groups of a segmented graph into layers and layer classes. The nodes that compute scalars from the batch (a number of valid
+tokens) become the prelude, a graph that runs once per step."""
 
 from __future__ import annotations
 

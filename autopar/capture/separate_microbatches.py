@@ -17,8 +17,8 @@ from autopar.graph import Graph
 def separate_microbatches(graph: Graph, capture_rows: Callable[[int], Graph], microbatches: int) -> Graph:
     """Return the graph of one microbatch, if the global batch is split into ``microbatches`` separate batches.
 
-    ``graph`` is the annotated graph of the global batch; ``capture_rows`` captures and annotates the model for fewer rows. A ``graph`` that
-    doesn't couple examples is returned unchanged, because its microbatches are exact.
+    ``graph`` is that of the global batch; ``capture_rows`` captures the model for fewer rows. Both graphs are annotated: ``shard.annotate``
+    has set ``unmicrobatchable``. A ``graph`` that doesn't couple examples is returned unchanged, because its microbatches are exact.
 
     Raises:
         UsageError: the global batch isn't divisible by ``microbatches``.
