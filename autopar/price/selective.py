@@ -97,9 +97,9 @@ class Selection:
     ) -> tuple[float, float]:
         """Return the bytes that the layer saves, and the peak while it runs again.
 
-        An op that runs again reads selected entries, and saves the entries that it saves without recomputation. While it runs, the latter
-        are live for the ops before it, and the former for the ops after it. ``plain`` are the indices of the entries that are saved without
-        recomputation, ``selected`` those that are saved with it; ``saver`` is the op that saves each entry.
+        While an op runs again, two kinds of entries are live: those that it and the ops before it save once more (``plain``, the indices of
+        the entries that are saved without recomputation), and the ``selected`` ones (saved with recomputation) whose values later ops
+        computed. ``saver`` is the op that saves each entry.
         """
         saved = float(entry_bytes[selected].sum())
         again = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
