@@ -38,9 +38,8 @@ class ShardedGroup(ParameterGroup):
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
         module = stage.get_submodule(child)
-        ignored = {
-            param for param in module.parameters() if not param.is_meta
-        }  # these belong to a ``FlatGroup`` (ZeRO 0 or 1)
+        # parameters that a ``FlatGroup`` has (ZeRO 0 or 1)
+        ignored = {param for param in module.parameters() if not param.is_meta}
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
             values = torch.empty(shape, dtype=program.placement(layout).wide, device="meta")

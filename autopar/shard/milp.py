@@ -1,4 +1,4 @@
-"""Solves the same problem as a mixed-integer program, for graphs whose treewidth is too large for elimination, and in tests of elimination.
+"""Solves a ``shard.problem.Problem`` as a mixed-integer program, if the graph's treewidth is too large for ``elimination``, and in tests.
 
 Option c of node v is chosen if x[v,c] = 1; y[v,s,t] = 1 if the value of v is converted from type s to type t::
 
