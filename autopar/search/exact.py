@@ -171,8 +171,9 @@ class _Labels:
 def _joined(
     instance: Instance, layer: int, place: int, last: NDArray[np.int32], joinable: Indices
 ) -> tuple[Array, Indices]:
-    """Return the bytes that a layer keeps per microbatch beyond its share, and how many layers may still join its segment, both ``[previous
-    label, candidate]``, flattened. A layer that joins a segment keeps nothing; a layer that begins a segment keeps all of its bytes.
+    """Return the bytes that a layer keeps per microbatch beyond ``saved``, its share of its segment's bytes, and how many layers may still
+    join its segment, both ``[previous label, candidate]``, flattened. A layer that joins a segment keeps nothing; a layer that begins one
+    keeps all of the segment's bytes.
     ``last`` has each previous label's last candidate, ``joinable`` the number of layers that may join that candidate's segment."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
     same = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])

@@ -59,9 +59,10 @@ class Operation:
     """The issue of a collective or a transfer.
 
     ``operands`` are the tensors on which all members must agree (a reduce-scatter's result, an all-gather's operand). ``detail`` is the
-    reduce op, or for a transfer in terms of the mesh, the distance of the two ranks on its axes. ``root`` is a rank of the group (for a
-    transfer, the peer), or -1. ``splits`` are the rows that an uneven all-to-all sends and receives. ``batch`` is the number of the
-    ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
+    reduce op; for an uneven all-to-all, what it exchanges; for a transfer that ``distinct`` has rewritten, the distance of the two ranks on
+    the mesh's axes. ``root`` is a rank of the group (for a transfer, the peer), or -1. ``splits`` are the rows, or for tensors in lists
+    the elements, that an uneven all-to-all sends and receives. ``batch`` is the number of the ``batch_isend_irecv``, or 0; ``thread`` is 0
+    for the main thread.
     """
 
     index: int
@@ -141,7 +142,7 @@ class RankTrace:
     """A rank's events.
 
     ``races`` describe tensors that were written while an operation used them. ``values`` are digests of losses and parameters after the
-    steps, by name; ``finite``: whether all of them are finite.
+    steps, by name; ``finite``: whether all of them are finite. ``side_threads`` describe operations of other threads than the main one.
     """
 
     rank: int
