@@ -203,7 +203,7 @@ def _check(
 
 
 def _as_terms(parameter: Tensor) -> Tensor:
-    """Declare a parameter that is added to a partial product as a term of a sum (P): each rank has its own term."""
+    """Declare a parameter of type P, which is added to a partial product, as ``V``: each rank has its own term of the sum."""
     if not spmd.is_type_checking() or P not in spmd.get_local_type(parameter).values():
         return parameter
     types: dict[Any, Any] = {axis: V if t is P else t for axis, t in spmd.get_local_type(parameter).items()}
