@@ -1,7 +1,8 @@
 """The progress of a search: open configurations, incumbent, bound.
 
 A configuration may first be *deferred* (its bound counts arithmetic alone), is then *opened* (its first bound is computed from the minimum
-seconds of each layer), and then *priced* (it has tables, and a bound from them). Each of these steps is taken for the lowest bounds first.
+seconds of each layer), and then *priced* (it has tables, and a bound from them). Deferred configurations are opened in the order of
+estimates of their first bounds; opened ones are priced in the order of their bounds.
 """
 
 from __future__ import annotations
