@@ -82,7 +82,7 @@ def model_flops(node: fx.Node) -> float:
 class GradientProduct:
     """A product in an op's backward: its FLOPs, and the operand whose gradient it computes.
 
-    In a mixture of experts, the gradient of a value between two products counts as one of the tokens.
+    In a mixture of experts, the gradient of a value between two products counts as a gradient of the tokens.
     """
 
     flops: float
