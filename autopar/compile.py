@@ -172,9 +172,8 @@ def start_program(
     # the program was type-checked when it was emitted
     program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
     if lasting:
-        with contextlib.suppress(
-            UsageError
-        ):  # processes under torchrun train with it all the same; train.py says that it cannot
+        # this process can train with a recipe that can't be written as code; the folder's ``train.py`` then raises the error
+        with contextlib.suppress(UsageError):
             program.write_recipe(home)
     else:
         finalize_unless_forked(program, shutil.rmtree, home, ignore_errors=True)

@@ -76,7 +76,7 @@ def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdTy
 
     def apply(unit: _Unit, to: SpmdType) -> None:
         if steps and steps[-1][1:] == (unit.current, to):
-            # Consecutive steps that stop sharding a dim start at its innermost axis; those that start sharding it end there.
+            # One collective on the flattened axes gives the same result: no axis between them shards the dim now (see ``_holders``).
             steps[-1] = (tuple(sorted((*steps[-1][0], *unit.axes))), unit.current, to)
         else:
             steps.append((unit.axes, unit.current, to))

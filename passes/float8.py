@@ -22,9 +22,9 @@ def float8_pass(
     """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is in ``parameters`` (the placeholders of the layer's
     parameters), a bfloat16 matrix, and both its dims are multiples of 16.
 
-    These products stay in bfloat16: routers, which determine the experts that a mixture chooses, or their weights, but not its tokens; the
-    last products before any other choice (``nodes_before_choices``), in this layer or in one that reads the results ``choice_outputs``;
-    if ``has_head``, the products whose results reach no other product. Embeddings, attention and experts are other ops and don't change.
+    These products stay in bfloat16: routers (``_is_router``); the last products before any other choice (``nodes_before_choices``), in
+    this layer or in one that reads the results ``choice_outputs``; if ``has_head``, the products whose results reach no other product.
+    Embeddings, attention and experts are other ops and don't change.
     """
     excluded = {node for node in gm.graph.nodes if _is_router(node)} | nodes_before_choices(gm, choice_outputs)
     if has_head:
@@ -78,7 +78,8 @@ def _runs_in_fp8(node: fx.Node, parameters: Container[fx.Node]) -> bool:
 
 
 def _is_router(node: fx.Node) -> bool:
-    """Return whether a product determines the experts that a mixture chooses, or their weights, but not the mixture's tokens."""
+    """Return whether a product determines which experts a mixture chooses for a token, or how it weighs their results, but not the tokens
+    themselves."""
     if node.target is not _LINEAR:
         return False
     dependents = {node, *_dependents(node)}

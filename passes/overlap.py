@@ -352,9 +352,10 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
     """Mark the turns in the local graph of ``cls`` for one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["async_op"]`` of a ``convert``: the function that issues it
-    asynchronously. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a turn between the
-    node and one of its readers.
+    ``meta["turn"]``: the halves take turns before the node. ``meta["inner"]`` of a mixture of experts: the function by which its own
+    collectives take turns. ``meta["async_op"]`` of a ``convert``: the function that issues it asynchronously; ``meta["once"]``: it converts
+    a parameter for both halves. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a
+    turn between the node and one of its readers.
     """
     graph = gm.graph
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}

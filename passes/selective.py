@@ -21,9 +21,10 @@ from passes.collectives import MICROBATCH, convert
 
 
 def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value: str) -> fx.GraphModule:
-    """Mark the nodes whose results are kept, if ``value`` of ``activations`` recomputes in part: ``meta["caller"]`` keeps them.
+    """Mark the nodes whose results are kept, if ``value`` of ``activations`` recomputes in part.
 
-    Runs on a local graph, in which conversions are nodes.
+    ``meta["caller"]`` names the runtime function that calls the node's op and keeps the result. Runs on a local graph, in which conversions
+    are nodes.
     """
     if ACTIVATIONS.mode(value).recomputes != "part":
         return gm

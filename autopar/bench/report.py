@@ -13,8 +13,7 @@ from autopar.picture import pyplot, save
 
 
 def table(result: ContestResult, make: Callable[[str], Any]) -> Any:
-    """Return the table that ``make`` creates from a title, filled with the automatic program first, then the hand-tuned ones, fastest
-    first."""
+    """Fill and return the empty table ``make(title)``: a row for the automatic program, then one per hand-tuned program, fastest first."""
     made = make(f"{result.name} on {result.processes} processes")
     made.add_column("program", no_wrap=True)
     for name in ("ms a step", "fastest to slowest round", "predicted", "tokens/s", "automatic is"):
@@ -31,7 +30,7 @@ def failures(result: ContestResult) -> list[str]:
 
 
 def verdict(result: ContestResult) -> str:
-    """Return a sentence with the ratio of automatic to best hand-tuned."""
+    """Return a sentence with the step time of the automatic program, divided by that of the best hand-tuned one."""
     low, high = result.ratio_interval
     return (
         f"automatic / best hand-tuned ({result.best}) = {result.ratio:.2f}, 95 % interval {low:.2f} to {high:.2f}, "

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ops.meta import meta
 
 Block = tuple[str, str]
-"""A module's path in the user's model and the number of its call; two empty strings for a node outside blocks."""
+"""A module's path in the user's model, and which call of it and of the modules around it; two empty strings for a node outside blocks."""
 
 
 def stack(node: fx.Node) -> list[tuple[str, str, str]]:

@@ -71,7 +71,7 @@ def _no_op_casts() -> Iterator[None]:
 def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> Iterator[None]:
     """On exit, copy the tensors that forward assigned to ``registered`` buffers (``self.mean = new``) into the buffers, as traced writes.
 
-    Export treats an assignment as Python state and restores the buffer. ``state`` handles assignments to other attributes.
+    Export treats an assignment as Python state and restores the buffer. ``capture.state`` handles assignments to other attributes.
     """
     owners = {id(vars(each)): (path, each) for path, each in module.named_modules()}
     before = [(p, m, name, b) for p, m in owners.values() for name, b in m._buffers.items() if b is not None]

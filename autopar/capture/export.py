@@ -58,7 +58,7 @@ class _RefusedError(Exception):
 
 
 class _Captured(nn.Module):
-    """Calls the model and returns only its loss."""
+    """Calls the model and returns its loss, and with ``answers`` also the tensors whose values the forward read."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ def _exported(
     kept: dict[str, str],
     answers: Answers | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """Export once, with an opaque op for each module in ``kept`` and the recorded ``answers`` to reads of values."""
+    """Export once, with an opaque op for each module in ``kept``. Reads of values (``.item()``) return the recorded ``answers``."""
 
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
@@ -292,7 +292,8 @@ def _exported(
 
 
 def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Repeats | None:
-    """Record repeated calls on a separate fake copy, because attributes that a forward leaves in its module would be exported."""
+    """Return which blocks repeat the computation of another one. A separate fake copy runs, because attributes that a forward sets would
+    be exported."""
     if not members(model):
         return None
     for on_meta in (True, False):

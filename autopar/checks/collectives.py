@@ -46,7 +46,8 @@ _KERNELS = kernels.__name__
 
 @dataclass(frozen=True, slots=True, order=True)
 class Exchange:
-    """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, the pass, and bytes.
+    """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, whether the backward pass
+    issues it, and its bytes.
 
     ``under`` are the weights (by their placeholders' names) whose gradients are computed while it runs; empty if it is awaited at once.
     The bytes are those of the full tensor (not sharded over the axes): an all-gather's result, a reduce-scatter's input, an all-reduce's

@@ -1,4 +1,5 @@
-"""Checks a rule by execution: compares its candidates with the unsharded op, forward and gradient, on 2 and 3 shards.
+"""Checks a rule by execution: compares its candidates (the combinations of operand and result types that it allows) with the unsharded op,
+forward and gradient, on 2 and 3 shards.
 
 Ranks are simulated in one process. Operands are distributed by their types (slices, copies, random partial sums), every rank makes its
 local call in float64, and results and gradients are combined by their types: a gradient has the dual type. Candidates with a kernel

@@ -166,14 +166,14 @@ def init_of(request: PlanRequest) -> str | None:
 
 
 def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
-    """Return a function that captures the model again with other sizes; if a factory fixes the batch, with a slice of that batch."""
+    """Return a function that captures the model again with other sizes. If a factory fixes the batch, its batch is sliced or repeated."""
 
     def capture_sized(**sizes: Any) -> Graph:
         try:
             workload = load(replace(request, **{k: v for k, v in sizes.items() if v is not None}), cluster)
         except BatchError as refused:
             try:
-                return load(request, cluster).resized(**sizes)  # if a factory has no parameter for it
+                return load(request, cluster).resized(**sizes)  # a factory that has no parameter for the size
             except BatchError:
                 raise refused from None
         return workload.capture()

@@ -24,7 +24,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     """Print the address of the page, and serve the page until an interrupt."""
     for name in model:
         check_file(name)
-    for number in (signal.SIGINT, signal.SIGTERM):  # after both, the folder of plans must be removed
+    for number in (signal.SIGINT, signal.SIGTERM):  # raise KeyboardInterrupt, so that ``finally`` runs
         signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)
     try:

@@ -81,7 +81,7 @@ def first_tensor(node: fx.Node, index: int = 0) -> torch.Tensor:
 
 
 def shape_of(node: fx.Node, index: int = 0) -> tuple[int, ...]:
-    """Return the global shape of the node's value; of its ``index``-th tensor if the value is a tuple."""
+    """Return the shape of the node's value; of its ``index``-th tensor if the value is a tuple."""
     return tuple(first_tensor(node, index).shape)
 
 

@@ -57,7 +57,7 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
         live[t, internal] = 1
         if not run.requires_grad[ops[t].node.name]:
             continue
-        if ops[t].passes:  # the products of a loss in slices compute its gradients
+        if ops[t].passes:  # a loss in slices: its products, which run later, compute the operands' gradients
             for tensor in set(waiting.values()):
                 live[t, tensor.slot] += 1
             continue

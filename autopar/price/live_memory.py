@@ -17,9 +17,10 @@ input of a layer's reduction until the next reduction begins. A layer goes throu
 From ``gathered`` to ``running`` the previous backward's reduction input also exists. From ``running`` to ``reduced``, under ZeRO 3, so do
 the all-gather results of the layers whose backward runs next, as many as are prefetched.
 
-A layer's persistent value is the larger of before and after: when the last layers have finished their backward, the first have not yet
-started theirs. Gradient shards exist from the first microbatch's backward on; later microbatches add to them. Gradients that are reduced
-once per step stay unsharded until the last microbatch's backward, and the phases are counted in the same way.
+While other layers run, a layer is counted with the larger of ``before`` and ``after``: when the last layers have finished their backward,
+the first have not yet started theirs. ``transient`` is what the other phases need above that. Gradient shards exist from the first
+microbatch's backward on; later microbatches add to them. Gradients that are reduced once per step stay unsharded until the last
+microbatch's backward, and the phases are counted in the same way.
 """
 
 from __future__ import annotations

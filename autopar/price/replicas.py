@@ -58,7 +58,7 @@ Along = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCosts:
-    """The seconds of the collectives between the ``size`` devices over which ZeRO shards the layer's parameters, and their replicas.
+    """The seconds of all collectives that synchronise a layer's replicas. ``size`` is the number of devices over which ZeRO shards it.
 
     ``seconds`` has an entry without ZeRO, one for stage 1, and one for stages 2 and 3. ``copies_s`` are the seconds, under stages 2 and 3,
     of copies between flat buffers and parameters, around a gather and around a reduction. ``staleness`` is the number of steps after which

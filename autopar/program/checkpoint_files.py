@@ -394,7 +394,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a path leads to an open file."""
+    """Return whether the file at ``path`` is the one that is open as ``descriptor``; a link at ``path`` isn't followed."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -58,7 +58,8 @@ def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, opti
     if len(on_mesh) < 2:
         return collective(x, flat, **options)
     merged = frozenset((mesh - on_mesh) | {spmd.MeshAxis.of(flat)})
-    with spmd.no_typecheck():  # reinterpret_mesh checks types itself; here its alias of a P would be refused
+    # reinterpret_mesh checks types itself; the type checker would refuse the alias that it makes of a P
+    with spmd.no_typecheck():
         x = spmd.reinterpret_mesh(x, merged)
     with spmd.set_current_mesh(merged):
         x = collective(x, flat, **options)

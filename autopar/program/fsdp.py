@@ -38,7 +38,8 @@ class ShardedGroup(ParameterGroup):
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
         module = stage.get_submodule(child)
-        ignored = {param for param in module.parameters() if not param.is_meta}  # these belong to a flat group
+        # parameters that a ``FlatGroup`` has (ZeRO 0 or 1)
+        ignored = {param for param in module.parameters() if not param.is_meta}
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
             values = torch.empty(shape, dtype=program.placement(layout).wide, device="meta")
@@ -175,7 +176,7 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
     A layer that is its own root prefetches nothing, and keeps an unsharded gradient in memory until the backward pass ends. Each layer has
     its own mesh; the root has no parameters, so ``mesh`` may be the mesh of any layer.
     """
-    flat = set(stage.parameters())  # whatever is left belongs to flat groups
+    flat = set(stage.parameters())  # whatever is left belongs to ``FlatGroup``
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
     for i, (module, ahead, _) in enumerate(layers):
         module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])

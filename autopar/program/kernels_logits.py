@@ -102,8 +102,8 @@ def _sums(
 
 
 class _Sums(torch.autograd.Function):
-    """Computes three numbers for each row of ``x``, ``[3, rows]``: of its logits ``z``, one for each row of ``weight``, the maximum,
-    ``sum exp(z - maximum)``, and ``on * z[target] + off * sum z`` (without the first term if another rank has the target's row).
+    """Computes three numbers for each row of ``x``, ``[3, rows]``, from the row's logits ``z`` (one for each row of ``weight``): the
+    maximum, ``sum exp(z - maximum)``, and ``on * z[target] + off * sum z`` (without the first term if another rank has the target's row).
 
     ``unpadded`` (or ``None``) is the number of rows of ``weight`` before padding. The maximum has no gradient.
     """

@@ -123,7 +123,7 @@ class LateReductions(Reductions):
 
     @torch.no_grad()
     def loaded(self, updates: Updates) -> None:
-        """Take the sums of a checkpoint that was just loaded out of the optimizer's states."""
+        """After a checkpoint was loaded, move its sums from the optimizer's states to the groups."""
         self._step, self._placed = 0, False
         for group, sums in self._sums.items():
             found: dict[int, _Sum] = {}

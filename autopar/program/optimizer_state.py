@@ -178,7 +178,7 @@ class Restored:
                 now = optimizer.state.get(master.tensor, {}).get(key)
                 fits = isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)
                 if fits and world.places and world.places.has(now):
-                    state[key] = now  # reuse it: the file never frees space
+                    state[key] = now  # reuse it: the file of offloaded states never frees space
                 elif master.offloaded is not None and shape == master.tensor.shape:
                     state[key] = world.places.zeros(master.offloaded.place, shape, dtype)
                 else:

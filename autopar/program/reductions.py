@@ -130,8 +130,8 @@ class Reductions:
 
 
 def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
-    """Return the bytes that running reductions may keep when a group's starts: those of the group's layer and of the previous layer in the
-    order of ``groups``."""
+    """Return, for each group, the bytes that running reductions may keep when its own reduction starts: those of the group's layer and of
+    the previous layer in the order of ``groups``."""
     layers = [list(own) for _, own in itertools.groupby(groups, key=lambda group: (group.stage, group.placement.layer))]
     kept = [sum(group.reduction_bytes for group in own) for own in layers]
     return {

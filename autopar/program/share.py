@@ -172,6 +172,7 @@ class Share:
             values[names.index(name), self.rows] = torch.tensor([digest(row) for row in tensor.unbind()])
         head = torch.tensor([int(bool(problem)), *state])
         flat = torch.cat((head, values.flatten()))
+        # the maxima of the numbers and of their negatives: they tell whether all ranks that have a number have the same one
         both = on_device(torch.cat((flat, torch.where(flat == _ABSENT, flat, -flat))), self.world.device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
         return Later(both)

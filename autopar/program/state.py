@@ -1,6 +1,6 @@
 """State dicts of the user's model: the folder's initial values, and checks of a state dict before any process starts.
 
-``layouts.json`` lists under ``model`` every parameter and buffer of the user's state dict, in its order, under each of its names.
+``layouts.json`` lists under ``model`` every parameter, then every buffer, of the user's state dict, under each of its names.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         assert self._updates is not None
-        self.finish_update()  # of parameters that no forward pass has read since
+        self.finish_update()  # the previous one, of parameters that no forward pass has read since
         if self._late is not None:
             self._late.place()
         if not skipped:

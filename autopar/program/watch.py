@@ -302,7 +302,7 @@ class Watch:
                 self._beat(node)
                 if node.ended:
                     self._end("")
-                # a launcher that stops the ranks because one has died soon kills them: then don't wait long
+                # after its signal a launcher soon kills the ranks: then don't wait long
                 patience_s = min(5 * self._interval_s if self._received else self._lost_after_s, self._lost_after_s)
                 problem = self._problem or node.problem
                 hurry = problem is not None or self._received

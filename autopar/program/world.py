@@ -47,8 +47,8 @@ class Layout:
 
     ``name`` is the parameter's name in its stage, ``original`` its name in the user's model; ``part`` is ``(dim, start, length)`` if it
     is a slice of a fused original. ``shape`` is the unsharded shape, ``padded`` the shape with the zeros that are added if the axes do
-    not divide it. ``sharded`` gives, outermost first, the axes that slice it, each with
-    its dim; ``replicated`` the axes on which it is ``R``. Copies of one tied parameter in several stages have the same ``shared`` key.
+    not divide it. ``tied`` are the original's other names. ``sharded`` gives, outermost first, the axes that slice it, each with its dim;
+    ``replicated`` the axes on which it is ``R``. Copies of one tied parameter in several stages have the same ``shared`` key.
     """
 
     stage: int
@@ -321,7 +321,7 @@ class World:
     placed: tuple[int, ...]  # the pipeline rank of each stage of the program
     mesh: DeviceMesh  # all devices: "pipeline", then one stage's axes
     stage_mesh: DeviceMesh  # one stage's axes
-    grid: Tensor  # all ranks: pairs of pipeline ranks that mirror each other (or single ones), "mirror", then one stage's axes
+    grid: Tensor  # all ranks, as ``mirror_grid`` arranges them: [pipeline ranks or pairs of them, "mirror", one stage's axes...]
     coordinates: Mapping[str, tuple[int, int]]  # axis ("mirror" and one stage's axes): index, size
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]  # over one or several flattened axes, outermost first
     # by tied parameter: the group of the pipeline ranks with copies, if there are several

@@ -4,7 +4,7 @@ The command replaces itself by ``torchrun``, whose agents (one per node) use ``t
 that ``--meet`` names. That node must stay up; the others may leave and join. When the number of nodes changes or a rank fails, the agents
 stop all ranks and restart them. Each rank then runs this module: rank 0 plans and emits a program for the present number of nodes, unless
 there is one, and all ranks run its ``train.py`` with ``--resume``. If there is no plan for a number of nodes (its devices don't divide the
-batch, say), the largest smaller number that has one trains, and the ranks of the other nodes wait.
+batch, say), the training uses the largest smaller number that has one, and the ranks of the other nodes wait.
 
 Rank 0 hosts a new store at each restart. By default torch 2.13 shares the store of an agent, and when that agent's node has left, the
 other agents still give its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them choose an address at every restart.

@@ -80,7 +80,8 @@ def _program(schedule: Schedule) -> _Program:
                     if kind != "W":
                         sent[stage if kind == "F" else stages + stage][i] = last[rank]
                 for kind, stage, i in order[k] if len(order[k]) > 1 else ():
-                    if device[stage + 1 if kind == "F" else stage - 1] != rank:  # sent when both are done
+                    # the results of overlapped actions are sent when all of them have ended
+                    if device[stage + 1 if kind == "F" else stage - 1] != rank:
                         sent[stage if kind == "F" else stages + stage][i] = last[rank]
                 k += 1
                 moved = True
@@ -98,7 +99,7 @@ def _seconds(parts: Array) -> Array:
 
 
 def counted(schedule: Schedule, counts: Array) -> Array:
-    """Return how often a path contains each part of each stage, from its actions ``counts[..., kind, stage]``: the dual of ``_seconds``."""
+    """Return how often a path contains each part of each stage, from its actions ``counts[..., kind, stage]`` (``_seconds`` transposed)."""
     forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
     return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
 
@@ -127,8 +128,10 @@ def timeline(
 
 
 def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Array]:
-    """Return the longest path to each device's last action, if it takes longer than ``least_s``, as counts ``[part, stage]``. With any
-    other ``parts``, too, the step takes at least as long as each of these paths."""
+    """Return the longest path to each device's last action, if it takes longer than ``least_s``, as counts ``[part, stage]``.
+
+    The schedule has these paths for any ``parts``: the sum of ``counts * parts`` is a lower bound of the step time, linear in ``parts``.
+    """
     program = _program(schedule)
     waits = program.waits
     done = _ends(waits, _seconds(parts).tolist())
@@ -260,6 +263,7 @@ def textbook_paths(schedule: Schedule) -> Array:
 
 
 def _split_paths(schedule: Schedule) -> Array:
+    """Return four paths per device: from its first action (``upto``) or first backward (``round``) to its last action or last backward."""
     paths = np.zeros((schedule.pipeline, 4, len(KINDS), schedule.stages))
     for d in range(schedule.pipeline):
         order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d)]
@@ -267,10 +271,9 @@ def _split_paths(schedule: Schedule) -> Array:
         (first, last), turn = (back[0], back[-1]), order[back[0]][1]
         for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
             path = paths[d, number]
-            path[0, : schedule.stages if start else d] = 1  # forwards on the way there
-            path[2, turn + 1 if start else schedule.stages :] = 1  # and the gradients on the way back
+            path[0, : schedule.stages if start else d] = 1  # a forward of each stage before ``start``
+            path[2, turn + 1 if start else schedule.stages :] = 1  # an input gradient of each later stage
             np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
             path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # gradients on the way back count as I; a stage that runs a full backward takes no less
-
+    # other devices' backwards count as I (input gradient), also where a stage runs a full backward, which takes no less time
     return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

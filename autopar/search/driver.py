@@ -63,8 +63,9 @@ Group = tuple[Choice, ...]
 """Configurations that differ only in their number of chunks, ascending."""
 
 SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
-"""Shares of the time limit that remain when further configurations are opened at the latest (``Further``): other schedules with even stages
-(the second share, if sequence parallelism in all layers follows); then sequence parallelism and uneven stages."""
+"""Shares of the time limit. Further configurations (``Further``) are opened at the latest when less than such a share is left: other
+schedules with even stages at the first share (at the second, if sequence parallelism in all layers follows), then sequence parallelism and
+uneven stages at the third."""
 
 SMALL_LAYERS = 16
 """Maximum number of compiled layers for which schedules with split backwards are tried, which leave layers eager."""

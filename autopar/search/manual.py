@@ -38,7 +38,8 @@ from autopar.techniques.technique import ANY, PERMISSIVE
 
 
 def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
-    """Return a dense mesh from (name, size) pairs, outermost first, without axes of size 1; ("data", 1) if no other axis is left."""
+    """Return a mesh over consecutive devices, from (name, size) pairs, outermost first, without axes of size 1; ("data", 1) if none is
+    left."""
     sizes = [(name, size) for name, size in axes if size > 1] or [("data", 1)]
     assert len({name for name, _ in sizes}) == len(sizes), f"axes of one name: {axes}"
     mesh: list[Axis] = []
@@ -194,7 +195,7 @@ def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
 
 
 def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
-    """Return the strategy with the default of every technique that the layer cannot have."""
+    """Return the strategy, with techniques that the layer does not support set to their defaults."""
     cls = graph.layers[layer].cls
     return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 

@@ -28,8 +28,8 @@ The same holds for schedules that split backwards (``schedules.SPLIT``), even wi
 which is the seconds of the weight gradients, and a microbatch between the two parts keeps ``waiting`` bytes live.
 
 Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device takes the ``g``
-of both its stages and keeps the weights of both. Such configurations have only the cheap bound and, with few layers, the proof of the label
-method.
+of both its stages and keeps the weights of both. Such configurations have only the bound of ``bounds.cheap`` and, with few layers, the
+optimum that label setting proves (``exact``).
 
 1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (a test checks it; there
 is no proof), so GPipe is planned only if it is pinned, and the bound does not cover it.
@@ -208,7 +208,7 @@ def prime_factors(n: int) -> list[int]:
 
 
 def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
-    """Return the meshes to try for one stage: its prime factors as axes, with small factors innermost, and with small factors outermost.
+    """Return the meshes to try for a stage of ``devices`` devices: the prime factors as axes, with small factors innermost, and outermost.
 
     The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2. With
     ``every_order`` all orders are returned (``in_every_order``).

@@ -1,4 +1,9 @@
-"""The progress of a search: open configurations, incumbent, bound."""
+"""The progress of a search: open configurations, incumbent, bound.
+
+A configuration may first be *deferred* (its bound counts arithmetic alone), is then *opened* (its first bound is computed from the minimum
+seconds of each layer), and then *priced* (it has tables, and a bound from them). Deferred configurations are opened in the order of
+estimates of their first bounds; opened ones are priced in the order of their bounds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ NEAR = 0.05
 """Further configurations are opened once open ones can shorten the step by at most this share."""
 
 TO_OPEN = 0.15
-"""The share of the time limit reserved for opening deferred configurations: first bounds are far above the bounds from arithmetic."""
+"""The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
 
 
 @dataclass(order=True)
@@ -30,7 +35,7 @@ class SearchNode:
     bound_s: float
     number: int
     instance: Instance = field(compare=False)
-    done: int = field(default=0, compare=False)  # how many steps of its engine have run
+    done: int = field(default=0, compare=False)  # the number of its steps (``steps``) that have run
 
 
 @dataclass(order=True)
@@ -44,9 +49,8 @@ class UnpricedNode:
 
 @dataclass(order=True)
 class DeferredNode:
-    """A node without a first bound: configurations that differ only in their schedules; those of a group differ only in their chunks, in
-    ascending order. ``bound_s`` counts arithmetic alone; nodes are opened in the order of ``estimate_s``, an estimate of their first
-    bound."""
+    """Deferred configurations that differ only in their schedules; those of a group differ only in their chunks, in ascending order.
+    ``bound_s`` counts arithmetic alone; nodes are opened in the order of ``estimate_s``, an estimate of their first bound."""
 
     estimate_s: float
     number: int
@@ -82,7 +86,7 @@ class State:
     schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
     uneven: bool = False  # whether these were also opened with uneven stages
     wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
-    too_large: int = 0  # configurations with several stages per device that exceeded the label method
+    too_large: int = 0  # configurations with several stages per device, too large for label setting (``exact``)
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
     """Seconds of each layer's arithmetic per step, shared by all devices at the fastest rate in any price: the bound of configurations
     without a price."""

@@ -22,10 +22,10 @@ from autopar.search.state import SearchNode, State
 from autopar.search.tables import Instance
 
 LABEL_LAYERS = 16
-"""Maximum number of layers for the label method."""
+"""Maximum number of layers for label setting (``exact``)."""
 
 LABELS_S = 3.0
-"""Seconds for the label method. With several stages on each device, every configuration that was too large halves them for the next."""
+"""Seconds for label setting. With several stages on each device, every configuration that was too large halves them for the next."""
 
 MARGIN = 0.15
 """Relative distance from a configuration's bound. Without an incumbent, bounds look for plans up to this far above it (``_whole``); a bound
@@ -203,7 +203,7 @@ def _close(state: State, node: SearchNode) -> None:
 
 
 def _labels(state: State, node: SearchNode) -> bool:
-    """Run the label method; return whether it solved the configuration."""
+    """Run label setting; return whether it solved the configuration."""
     instance, several = node.instance, node.instance.schedule.interleaved
     deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:

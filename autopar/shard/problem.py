@@ -112,7 +112,8 @@ class Problem:
         *,
         over_microbatches: bool = False,
     ) -> None:
-        """``batched`` has the types under data parallelism; ``ULYSSES`` and ``RING`` may not use those that shard."""
+        """``fixed`` has the types of nodes whose types are already decided. ``batched`` has the values' types under data parallelism: where
+        such a type shards a value, ``ULYSSES`` and ``RING`` may not use the value in it."""
         self.cls, self.role, self.size, self.fixed, self.over_microbatches = cls, role, size, fixed, over_microbatches
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}

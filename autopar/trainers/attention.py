@@ -54,7 +54,7 @@ def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> Op
 
 
 def _scores(node: fx.Node) -> list[torch.Tensor]:
-    """Return the scores that attention saves, as meta tensors: the probabilities, and with dropout its mask and the dropped ones."""
+    """Return the scores that attention saves, as meta tensors: the probabilities, and with dropout its mask and its result."""
     query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
     shape = (*node.meta["val"].shape[:-1], key.shape[-2])
     scores = torch.empty(shape, dtype=query.dtype, device="meta")

@@ -80,7 +80,7 @@ class OtherTrainer(TrainerModel):
             accumulated = 0
         elif copies:  # the sum is read and written, the backward's result written and read
             accumulated = 2 * reduced + 2 * emitted.width
-        else:  # the product adds to a single wide sum, hidden under the product's arithmetic
+        else:  # the product adds to a single wide sum, hidden under its arithmetic; a narrow sum takes a kernel with three tensors
             accumulated = 0 if reduced > emitted.width else 3 * reduced
         return dataclasses.replace(
             emitted,

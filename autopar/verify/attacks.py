@@ -33,7 +33,7 @@ IGNORED = -100
 """The label that cross entropy ignores by default."""
 
 MOST_ROWS = 64
-"""Maximum number of rows of the attack with as many rows as positions."""
+"""Maximum number of rows of the attack whose batch has as many rows as its sequences have positions."""
 
 LARGE = 100.0
 """Factor of the last row of the attack with extreme values."""

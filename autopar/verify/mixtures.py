@@ -20,7 +20,7 @@ from autopar.techniques import LAYER, Options, phrases
 from autopar.techniques.sync import SYNC
 
 _TRIES = 200  # most draws are valid for a model of ordinary sizes; if none of 200 is, hardly any plan is
-_PALETTE = 3  # maximum number of strategies in a plan: for two kinds of layers, and for the first and last
+_PALETTE = 3  # maximum number of strategies in a plan
 _AXES = ("outer", "middle", "inner")
 
 

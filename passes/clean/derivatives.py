@@ -125,7 +125,8 @@ def _traced(
     seeds: list[fx.Node],
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a graph that takes ``given`` and returns the derivatives, then the tensors among ``between``; and the nodes of the latter."""
+    """Return a graph from the values of ``given`` to the derivatives, followed by the values of the nodes in ``between`` that are tensors;
+    and the list of these nodes."""
     kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:
@@ -169,7 +170,8 @@ def _traced(
 def _copied(
     traced: fx.GraphModule, results: list[fx.Node], known: dict[fx.Node, fx.Node], marker: fx.Node
 ) -> list[Any]:
-    """Copy ``results`` of ``traced`` before the marker, and return the copies; ``known`` maps nodes to those that the graph already has."""
+    """Copy the nodes that compute ``results`` from ``traced`` into the marker's graph, and return the copies of ``results``. ``known`` maps
+    nodes of ``traced`` to nodes of the marker's graph with the same value, which are not copied."""
     needed = ancestors((node for node in results if isinstance(node, fx.Node)), lambda node: node not in known)
     env = dict(known)
     for node in traced.graph.nodes:

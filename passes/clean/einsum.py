@@ -1,4 +1,4 @@
-"""Rewrites every einsum with a letter for each dim and at most two operands."""
+"""Splits einsums into einsums of at most two operands, with a letter for every dim instead of ``...``."""
 
 from __future__ import annotations
 

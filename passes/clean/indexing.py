@@ -16,9 +16,9 @@ _DROPPED = -1
 
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``index(x, [i0, i1, ...])`` becomes ``unsqueeze``, which inserts dims of size 1 into ``x``, if each ``i`` is ``arange`` over its
-    dim and varies along an output dim of its own, in the same order. ``index(x, [arange, i])`` along one dim becomes a ``gather``, which
-    does not mix examples."""
+    """``index(x, [i0, i1, ...])`` becomes ``unsqueeze``, which inserts dims of size 1 into ``x``, if each ``i`` is an ``arange`` over the
+    full dim of ``x`` that it indexes, and the dims of ``x`` keep their order in the output. ``index(x, [arange, i])`` becomes a
+    ``gather`` along dim 1, which does not mix examples."""
     for node in calls(gm, aten.index.Tensor):
         source, indices = args_of(node)
         assert isinstance(source, fx.Node) and isinstance(indices, list | tuple)

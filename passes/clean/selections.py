@@ -185,7 +185,7 @@ class _Selections:
         self.places.add(node)
 
     def _write(self, node: fx.Node, selected: list[fx.Node]) -> None:
-        """Replace an op that writes or adds the selected rows to their positions, or adds them to the rows of an index."""
+        """Replace an op that writes selected rows to their positions or adds them there, or an ``index_add`` with a selected index."""
         kind = op_name(node).removeprefix("aten.").removesuffix("_")
         base: Any = node.args[0]
         index: Any
@@ -246,8 +246,11 @@ class _Selections:
                 self.places.add(node)
 
     def _row_wise(self, node: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
-        """Return ``new`` if it is row-wise. An operand that all rows share gets no gradient from rows that are not selected: in them the
-        other operands are set to ones, so that they are finite, and the result's gradient is zero."""
+        """Return ``new``, or raise ``_UnsupportedError`` if it is not row-wise.
+
+        If ``new`` has an operand that all rows share (a weight), rows that are not selected must add nothing to its gradient. So these rows
+        of the other operands are set to ones, which are finite, and these rows of the result to a constant, which has no gradient.
+        """
         if any(operand not in self.mask for operand in operands(new)):
             for operand in [n for n in operands(new) if n in self.mask and n not in self.constant]:
                 new.replace_input_with(operand, self._constant(new, operand, mask))

@@ -27,7 +27,7 @@ class Functional:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._running: dict[int, LateWork] = {}  # by the memory of the results
+        self._running: dict[int, LateWork] = {}  # the key identifies a result's storage
 
     def run(self, op: Any, args: tuple[Any, ...], result: Any) -> Any:
         """Issue the collective ``op``, or wait for one if ``op`` is a wait; return ``result``, which torch has computed.

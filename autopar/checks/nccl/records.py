@@ -141,7 +141,7 @@ class RankTrace:
     """A rank's events.
 
     ``races`` describe tensors that were written while an operation used them. ``values`` are digests of losses and parameters after the
-    steps, by name; ``finite``: whether all of them are finite.
+    steps, by name; ``finite``: whether all of them are finite. ``side_threads`` describe operations of other threads than the main one.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Async operations that end at ``wait``; results are NaN until then."""
+"""Async operations that deliver their results only at ``wait``, as the slowest NCCL would (unless ``Recorder.late`` is false)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ Values = Callable[[], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """An operation to issue: it reads ``operands`` and writes ``results``, whose values ``values`` computes at the issue or ``exchanged``
-    at ``wait``. All members must pass equal sizes and dtypes of ``must_match``; ``Operation`` explains the other fields."""
+    """An operation to issue. It reads ``operands`` and writes ``results``.
+
+    One function computes the results' values: ``values`` is called at once, ``exchanged`` at ``wait``. The tensors in ``must_match``
+    must have the same sizes and dtypes on all ranks of the group (``Operation.operands``). ``Operation`` explains the other fields.
+    """
 
     kind: str
     must_match: Sequence[Tensor] = ()
@@ -55,7 +58,8 @@ def _fill(tensor: Tensor) -> None:
 
 
 class LateWork(dist.Work):
-    """An async operation that ends at ``wait``."""
+    """The ``Work`` of an async operation. With ``Recorder.late``, results are NaN from the issue to ``wait``, which also checks that
+    neither they nor the operands were written meanwhile. Otherwise results are immediate."""
 
     def __init__(
         self,

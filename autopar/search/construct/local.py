@@ -1,10 +1,11 @@
 """The local search: changes of a solution, evaluated by the simulated schedule.
 
-The constructors choose candidates by the seconds of one stage or device. But the stage of a slower layer matters, too: a device that
-recomputes a layer does so in every pass over that stage, and its neighbours wait unless their slower layers are in the same pass.
+The constructors choose candidates by the seconds of one stage or device. But if a device has several stages, the step time also depends
+on which of them a slower layer is in: every microbatch takes longer there, and the neighbouring devices wait for it, unless their slower
+layers are in stages that run at the same time.
 
-- ``changed``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate of the same layout,
-  which changes nothing else. All such changes are simulated at once, and the best one that fits is kept.
+- ``changed``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate. The layout (the
+  roles) stays, so resharding does too. All such changes are simulated at once, and the best one that fits is kept.
 - ``improved``: a layer moves from one stage to another. All such moves are simulated at once, with unchanged candidates; for the best
   moves the candidates of the stages are chosen again.
 
@@ -44,7 +45,7 @@ TRIED = 12
 """The number of a round's best moves for which the candidates are chosen again."""
 
 CLOSE = 0.005
-"""Maximum relative distance from the best step of solutions in which candidates of single layers are changed."""
+"""``improved`` also changes candidates (``changed``) after a move that makes the step at most this share longer than the best one."""
 
 Refine = Callable[[tuple[int, ...]], Solution | None]
 """Returns the solution for cuts, with chosen candidates; ``None`` if it finds none that fit."""
@@ -197,7 +198,7 @@ def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...
 
 
 def _sums(instance: Instance, solution: Solution, place: int) -> Array:
-    """Return prefix sums over the layers at a place: of each part of the time, and of the once-per-step seconds."""
+    """Return prefix sums over all layers, priced on the device kind ``place``: of each part of the time, and of the once-per-step time."""
     tables = [instance.table(i, place) for i in range(instance.layers)]
     each = [[float(x[k]) for x in (*t.seconds, t.step)] for t, k in zip(tables, solution.pick, strict=True)]
     return np.concatenate([np.zeros((len(each[0]), 1)), np.cumsum(each, axis=0).T], axis=1)
