@@ -293,7 +293,7 @@ def _by_mesh(cluster: Devices, found: list[Choice]) -> list[Group]:
     groups: dict[Choice, list[Choice]] = {}
     for choice in found:
         if admits_copies(cluster, choice.schedule):
-            groups.setdefault(replace(choice, schedule=replace(choice.schedule, chunks=0)), []).append(choice)
+            groups.setdefault(choice.without_chunks, []).append(choice)
     return [tuple(group) for group in groups.values()]
 
 

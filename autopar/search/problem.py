@@ -178,17 +178,18 @@ class Choice:
     segments: bool = False
     sequence: SequencePin | None = None
 
+    @property
+    def without_chunks(self) -> Choice:
+        """The same for all configurations that differ only in their numbers of chunks."""
+        return replace(self, schedule=replace(self.schedule, chunks=0))
+
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.mesh)
-        name, line, m, chunks = (
-            self.schedule.name,
-            self.schedule.pipeline,
-            self.schedule.microbatches,
-            self.schedule.chunks,
-        )
+        schedule = self.schedule
         shared = "" if self.sequence is None else f", {self.sequence[0]} {self.sequence[1]}"
-        several = f" of {chunks} chunks" if chunks > 1 else ""
-        return f"pipeline {line}{several}, mesh {sizes}{shared}, {m} microbatches, {name}"
+        several = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        shape = f"pipeline {schedule.pipeline}{several}, mesh {sizes}{shared}"
+        return f"{shape}, {schedule.microbatches} microbatches, {schedule.name}"
 
 
 def divisors(n: int) -> list[int]:

@@ -86,6 +86,9 @@ class State:
     schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
     uneven: bool = False  # whether these were also opened with uneven stages
     wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
+    early_s: dict[Choice, float] = field(
+        default_factory=dict
+    )  # the latest early solution, by ``Choice.without_chunks``
     too_large: int = 0  # configurations with several stages per device, too large for label setting (``exact``)
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
     """Seconds of each layer's arithmetic per step, shared by all devices at the fastest rate in any price: the bound of configurations

@@ -132,13 +132,15 @@ def _linear(state: State, node: SearchNode) -> None:
 
 def _first(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
-    incumbent discards other configurations, and is worth more than a better bound. After too many solutions without improvement, stop doing
-    so."""
+    incumbent discards other configurations, and is worth more than a better bound. Don't if the latest solution with another number of
+    chunks was far above the incumbent, nor after too many solutions without improvement."""
     bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
+    group = node.instance.choice.without_chunks
+    hopeful = state.early_s.get(group, 0.0) < (1 + MARGIN) * known_s
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
-    if far and state.wasted_s < WASTED * state.options.time_limit_s:
+    if far and hopeful and state.wasted_s < WASTED * state.options.time_limit_s:
         started = time.monotonic()
-        _find_solution(state, node.instance)
+        state.early_s[group] = _find_solution(state, node.instance)
         state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
 
@@ -147,23 +149,24 @@ def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a configuration."""
     instance = node.instance
     wanted = node.bound_s < state.cutoff_s
-    if wanted and not _find_solution(state, instance) and may_segment(instance) and least_memory(instance)[0] > 1:
+    none = wanted and np.isinf(_find_solution(state, instance))
+    if none and may_segment(instance) and least_memory(instance)[0] > 1:
         return retry_in_segments(state, node)
     state.push(instance, node.bound_s, node.done + 1)
 
 
-def _find_solution(state: State, instance: Instance) -> bool:
-    """Search for a solution of the configuration; return whether one was found."""
+def _find_solution(state: State, instance: Instance) -> float:
+    """Search for a solution of the configuration; return its seconds, or infinity if none was found."""
     state.opened += 1
     decided = _dive(state, instance)
     if decided is None:
-        return False
+        return np.inf
     decided.cuts[:] = instance.cuts
     found = construct(decided, state.deadline, state.step_s)
     if found is None:
-        return False
+        return np.inf
     state.offer(decided, found[1])
-    return True
+    return found[0]
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import re
 
@@ -408,6 +409,28 @@ def test_a_slower_layer_that_lowers_the_peak_of_transient_memory_is_chosen() -> 
     plan = search(graph, Devices(1, limit), PeakPricer(graph, 0, 1.0, 0.0))
     assert [layer.name for layer in plan.layers if layer.strategy.options.recomputes] == [graph.layers[-1].name]
     assert plan.gap <= 0.01
+
+
+class HeavyEndsPricer(FlatPricer):
+    """The first and the last layer take as long as three others."""
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        times = 1 if cls == "block" else 3
+        return LayerPrice(1.0 * times, 2.0 * times, 0.0, 0.5, 10, 10, 20, 1, 1, 1e12)
+
+
+def test_the_first_and_the_last_of_many_stages_have_fewer_layers_if_their_own_take_long() -> None:
+    graph, cluster = chain(["embed", *["block"] * 32, "head"], 2), Devices(2, 10_000)
+    pricer = HeavyEndsPricer(graph, 0, 1.0, 0.0)
+    options = SearchOptions(pipeline=2, microbatches=2, schedule="interleaved-1f1b", chunks=4, target_gap=0.0)
+    plan = search(graph, cluster, pricer, options)
+    bounds = tuple(itertools.accumulate((2, 5, 5, 5, 5, 5, 5, 2), initial=0))
+    strategies = [plan.layers[0].strategy] * 34
+    even = evaluate(
+        graph, cluster, pricer, mesh=plan.mesh, stage_bounds=bounds, strategies=strategies,
+        schedule=plan.sized_schedule, precision="bfloat16",
+    )  # fmt: skip
+    assert plan.prediction.step_time_s <= even.prediction.step_time_s * (1 + 1e-9)
 
 
 class TestMixedDevices:

@@ -14,11 +14,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from autopar.schedules import INTERLEAVED
 from autopar.schedules.memory import peak_moments
 from autopar.schedules.step_time import simulate_many
-from autopar.search.bounds.cheap import sends
 from autopar.search.construct.candidates import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
-from autopar.search.construct.local import alike_in_rounds, changed, improved
+from autopar.search.construct.local import add_sends, changed, improved
 from autopar.search.construct.refine import Cache, refined
 from autopar.search.cuts import balanced_cuts, in_rounds
 from autopar.search.evaluation import Solution, cost
@@ -29,8 +29,9 @@ from autopar.search.tables import Instance
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Weights of bytes, relative to seconds, by which cuts are balanced."""
 
-DRAFTS, REFINED, MODES = 6, 6, 2
-"""Maximum numbers of picks that are cut, of drafts that are refined, and of modes in which the linear program's cuts are tried."""
+DRAFTS, REFINED, FEW, MODES = 6, 6, 2, 2
+"""Maximum numbers of picks that are cut, of drafts that are refined, also besides the linear program's cuts of several stages on each
+device, and of modes in which all of these cuts are tried."""
 
 CLOSE = 0.03
 """Maximum relative distance from the best plan of solutions in which single candidates are changed."""
@@ -38,7 +39,7 @@ CLOSE = 0.03
 
 @dataclass(frozen=True)
 class _Pick:
-    """A candidate for each kind, in one mode, and the sum of the layers' seconds (times the excess of memory) as an estimate."""
+    """A candidate for each kind, in one mode, and the seconds of all layers and sends (times the excess of memory) as an estimate."""
 
     estimate_s: float
     mode: CandidateMode
@@ -55,18 +56,18 @@ class _Draft:
 def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.inf) -> tuple[float, Solution] | None:
     """Return the best solution found, with its exact step time; ``None`` if no tried solution fits.
 
-    ``known_s`` is the step time of the best plan: the local search changes candidates in solutions that are at most slightly slower. With
-    several chunks on each device, where moves of layers take long, it moves layers only in faster solutions. It ends at ``deadline``.
+    ``known_s`` is the step time of the best plan: the local search improves solutions that are at most slightly slower. It ends at
+    ``deadline``.
     """
     tries = _Tries(instance)
     picks = _picks(instance)[:DRAFTS]
-    modes = list({each.mode.roles: each.mode for each in picks}.values())[:MODES]
+    modes = list({each.mode.roles: each.mode for each in picks}.values())
     for bounds in _of_program(instance):
-        for mode in modes:
-            tries.cut(bounds, mode)
-    if tries.solution is None or not instance.schedule.interleaved:  # irregular cuts of many stages take long
-        for draft in _drafts(instance, picks)[:REFINED]:
-            tries.cut(draft.bounds, draft.mode)
+        steps = {mode.roles: tries.cut(bounds, mode) for mode in modes}
+        modes = sorted(modes, key=lambda mode: steps[mode.roles])[:MODES]
+    few = tries.solution is not None and instance.schedule.interleaved  # cuts of many stages take long
+    for draft in _drafts(instance, picks)[: FEW if few else REFINED]:
+        tries.cut(draft.bounds, draft.mode)
     if tries.solution is None:
         need, solution = least_memory(instance)
         if need <= 1:
@@ -74,11 +75,11 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
             tries.cut(solution.bounds, modes_of(instance)[0])
     if tries.solution is None:
         return None
-    found, step_s, chunked = tries.solution, tries.step_s, instance.schedule.chunks > 1
+    found, step_s = tries.solution, tries.step_s
     if step_s < (1 + CLOSE) * known_s:
         found = changed(instance, found, deadline)
         step_s = cost(instance, found).step_time_s
-    if step_s < (1 if chunked else 1 + CLOSE) * known_s:
+    if step_s < (1 + CLOSE) * known_s:
         found = improved(instance, found, tries.refined, deadline)
     return cost(instance, found).step_time_s, found
 
@@ -93,14 +94,17 @@ class _Tries:
         self.mode: CandidateMode | None = None
         self.cache: Cache = {}
 
-    def take(self, solution: Solution, mode: CandidateMode) -> None:
+    def take(self, solution: Solution, mode: CandidateMode) -> float:
+        """Keep the solution if it is the best one; return its step, or a bound if it is no better."""
         step = cost(self.instance, solution, self.step_s).step_time_s
         if step < self.step_s:
             self.step_s, self.solution, self.mode = step, solution, mode
+        return step
 
-    def cut(self, bounds: tuple[int, ...], mode: CandidateMode) -> None:
-        if (solution := refined(self.instance, mode, bounds, self.cache)) is not None:
-            self.take(solution, mode)
+    def cut(self, bounds: tuple[int, ...], mode: CandidateMode) -> float:
+        """Try these cuts, and return as ``take`` does."""
+        solution = refined(self.instance, mode, bounds, self.cache)
+        return np.inf if solution is None else self.take(solution, mode)
 
     def refined(self, bounds: tuple[int, ...]) -> Solution | None:
         """Return the solution for these cuts in the mode of the best solution."""
@@ -124,11 +128,26 @@ def _picks(instance: Instance) -> list[_Pick]:
             work = sum(c * float(s[k]) for c, s, k in zip(counts, seconds, rows, strict=True))
             full = copies * sum(c * float(h[k]) for c, h, k in zip(counts, live, rows, strict=True)) / room
             pick = [int(keep[k]) for keep, k in zip(mode.allowed, rows, strict=True)]
-            here = [*here[:1], _Pick(work * max(1.0, full), mode, pick)]
+            here = [*here[:1], _Pick((work + _sends_s(instance, pick)) * max(1.0, full), mode, pick)]
             if full <= 1:
                 break
         found += here
     return sorted(found, key=lambda each: each.estimate_s)
+
+
+def _sends_s(instance: Instance, pick: list[int]) -> float:
+    """Return the seconds of a microbatch's sends between all stages, if all of them send what the most frequent layer returns."""
+    stages = instance.schedule.stages
+    if stages == 1:
+        return 0.0
+    layer = int(np.flatnonzero(instance.kind[:-1] == np.bincount(instance.kind[:-1]).argmax())[0])
+    return 2 * (stages - 1) * float(instance.p2p(layer, 0)[pick[int(instance.kind[layer])]])
+
+
+def _alike_in_rounds(instance: Instance) -> bool:
+    """Return whether stages with equal numbers of layers are nearly balanced: under interleaved 1F1B, if at most one kind has several
+    layers."""
+    return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
 
 
 def _of_program(instance: Instance) -> list[tuple[int, ...]]:
@@ -142,7 +161,7 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
     for s in range(1, stages):
         bounds.append(int(np.clip(round(float(mean[s])), bounds[-1] + 1, count - (stages - s))))
     found = [(*bounds, count)]
-    if alike_in_rounds(instance):
+    if _alike_in_rounds(instance):
         exact = np.diff(mean) @ instance.owns
         least = np.floor(exact + 1e-6).astype(np.int64)
         more = count - int(least.sum())
@@ -164,15 +183,17 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
     found: list[_Draft] = []
     for each in picks:
         parts, live = _sums(instance, each.pick)
-        seconds, device = parts.sum(axis=1), instance.schedule.device
+        seconds = parts[:, :-1].sum(axis=1) + parts[:, -1] / instance.schedule.microbatches
+        device = instance.schedule.device
         share = seconds / float(seconds[:, -1].mean()) * len(live)
         cuts = list(dict.fromkeys(balanced_cuts(list((1 - w) * share + w * live), device) for w in MIXTURES))
         at = instance.device[None, :], np.array(cuts)[:, 1:]
         before = at[0], np.array(cuts)[:, :-1]
-        stages = np.array([sums[at].T - sums[before].T for sums in parts.swapaxes(0, 1)])  # [part, stage, set]
-        stages[:2] += sends(instance)[:, :, None]
+        *stages, once = (sums[at].T - sums[before].T for sums in parts.swapaxes(0, 1))  # [stage, set] each
+        add_sends(instance, np.array(each.pick)[instance.kind].tolist(), np.array(cuts).T, stages)
         full = ((live[at] - live[before]) @ instance.owns).max(axis=1)
-        steps = simulate_many(instance.schedule, stages) * np.maximum(full, 1.0)
+        steps = simulate_many(instance.schedule, np.array(stages)) + (instance.owns.T @ once).max(axis=0)
+        steps *= np.maximum(full, 1.0)
         found += [_Draft(float(step), cut, each.mode) for step, cut in zip(steps, cuts, strict=True)]
     distinct: dict[tuple[object, ...], _Draft] = {}
     for draft in sorted(found, key=lambda draft: draft.estimate_s):
@@ -192,15 +213,14 @@ def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
 
 
 def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
-    """Return prefix sums over the layers on each device: of each part of the time, with a share of the once-per-step seconds, ``[device,
-    part, layers]``; and of live bytes as a share of the limit, ``[device, layers]``."""
-    schedule, m = instance.schedule, instance.schedule.microbatches
+    """Return prefix sums over the layers on each device: of each part of the time, then of the once-per-step seconds, ``[device, part,
+    layers]``; and of live bytes as a share of the limit, ``[device, layers]``."""
+    schedule = instance.schedule
     number = np.bincount(instance.kind, minlength=len(instance.kinds))
     parts, live = [], []
     for d in range(schedule.pipeline):
         chosen = list(zip(instance.at(instance.layout.place[d]), pick, strict=True))
-        each = np.array([[float(part[k]) for part in t.seconds] for t, k in chosen]).T
-        each[:2] += np.array([float(t.step[k]) for t, k in chosen]) / m / 2
+        each = np.array([[float(part[k]) for part in (*t.seconds, t.step)] for t, k in chosen]).T
         needs = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
         most = max(needs, key=lambda live: float(number @ live))  # the moment at which these layers need most memory
         rows = np.vstack([each, most / instance.layout.limit[d]])

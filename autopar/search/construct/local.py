@@ -22,7 +22,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.schedules import INTERLEAVED
 from autopar.schedules.step_time import parts_of, simulate_many
 from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, memories
@@ -143,18 +142,10 @@ def _now(instance: Instance, solution: Solution) -> _Now:
     )
 
 
-def alike_in_rounds(instance: Instance) -> bool:
-    """Return whether stages with equal numbers of layers are balanced, so that no layer needs to move: under interleaved 1F1B, if at most
-    one kind has several layers."""
-    return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
-
-
 def improved(instance: Instance, solution: Solution, refine: Refine, deadline: float = np.inf) -> Solution:
     """Return ``solution``, or a faster one that fits, after moves of single layers between stages."""
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
-    if alike_in_rounds(instance):
-        return solution
     step_s, seen = cost(instance, solution).step_time_s, {solution.bounds}
     for _ in range(min(ROUNDS, LONGEST // actions)):
         stages = range(schedule.stages)
@@ -177,6 +168,21 @@ def improved(instance: Instance, solution: Solution, refine: Refine, deadline: f
     return solution
 
 
+def add_sends(instance: Instance, pick: Sequence[int], bounds: Indices, parts: Sequence[Array]) -> None:
+    """Add the seconds of sends between stages to those of forward and backward (the first two of ``parts``, ``[stage, set]``), for cuts
+    ``bounds[stage + 1, set]`` and the candidate of each layer."""
+    layout, last = instance.layout, instance.schedule.stages - 1
+    stage_of_link = {link: s for s, link in enumerate(layout.link[:last])}
+    links = {
+        link: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)])
+        for link, s in stage_of_link.items()
+    }
+    for s, link in enumerate(layout.link[:last]):
+        seconds = links[link][bounds[s + 1] - 1]
+        parts[0][s] += seconds
+        parts[1][s + 1] += seconds
+
+
 def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Return the seconds of a step with each of ``cuts`` and unchanged candidates, without resharding."""
     layout, schedule, pick = instance.layout, instance.schedule, solution.pick
@@ -186,14 +192,7 @@ def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...
         sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(layout.place, pairwise(bounds), strict=True)
     ]
     *parts, once = np.stack(stages, axis=1)  # [stage, set] each
-    sent = {link: s for s, link in enumerate(layout.link)}
-    links = {
-        link: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)]) for link, s in sent.items()
-    }
-    for s, link in enumerate(layout.link[: schedule.stages - 1]):
-        seconds = links[link][bounds[s + 1] - 1]
-        parts[0][s] += seconds
-        parts[1][s + 1] += seconds
+    add_sends(instance, pick, bounds, parts)
     return np.asarray(simulate_many(schedule, np.array(parts)) + (instance.owns.T @ once).max(axis=0))
 
 
