@@ -190,6 +190,7 @@ def find_plan(
         precision=name_of(graph.dtype),
         progress=lambda text: report(progress, "search", text),
         sequences=_sequences(graph, cluster),
+        sequences_last=graph.batch_size >= cluster.count,  # data parallelism can use all devices
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
     shared = Shared()
@@ -199,7 +200,6 @@ def find_plan(
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     notes += (
-        *_not_searched(graph, cluster, options),
         *_eager_layers(graph, found),
         *unsplit_layers(found, pricer.on(cluster)),
         *odd_experts(found, pricer.on(cluster)),
@@ -209,30 +209,13 @@ def find_plan(
 
 
 def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:
-    """Return the sequence parallelism to try in all layers: none unless the batch has fewer rows than there are devices, so that data
-    parallelism can't use all devices. For long sequences there is none either, because the search decides per layer. A degree spans at most
-    ``MOST_NODES`` nodes."""
+    """Return the sequence parallelism to try in all layers: none for long sequences, because the search decides per layer. A degree spans
+    at most ``MOST_NODES`` nodes."""
     length = graph.tokens // graph.batch_size
-    if graph.batch_size >= cluster.count or length >= LONG_SEQUENCE or not _has_attention(graph):
+    if length >= LONG_SEQUENCE or not _has_attention(graph):
         return ()
     degrees = [n for n in divisors(cluster.count)[1:] if length % n == 0 and n <= MOST_NODES * cluster.gpus_per_node]
     return tuple((role.value, n) for n in degrees for role in SEQUENCE_ROLES)
-
-
-def _not_searched(graph: Graph, cluster: Cluster, options: SearchOptions) -> tuple[str, ...]:
-    """Return a note on sequence parallelism that was not searched."""
-    long = graph.tokens // graph.batch_size >= LONG_SEQUENCE
-    if (
-        graph.batch_size < cluster.count
-        or cluster.count == 1
-        or long
-        or options.decides_sequences
-        or not _has_attention(graph)
-    ):
-        return ()
-    return (
-        "ring attention and Ulysses were not searched, as the batch has a row for each device: pin ring or ulysses to try one",
-    )
 
 
 def _has_attention(graph: Graph) -> bool:

@@ -215,13 +215,16 @@ class Further:
 def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> list[Further]:
     """Return the configurations to open after those under 1F1B and GPipe, in this order, as far as pins allow them."""
     schedules, sequences = _leaves_schedules(state.options), bool(_sequences(state))
-    first = SCHEDULES_BEFORE_SEQUENCES_SHARE if sequences else SCHEDULES_SHARE
-    found = [
-        Further(first, sequences, False, lambda: _open_schedules(state, opened, even=True)),
-        Further(REST_SHARE, True, True, lambda: _open_sequences(graph, cluster, state, opened)),
-        Further(REST_SHARE, False, False, lambda: _open_schedules(state, opened, even=False)),
-    ]
-    return [more for more in found if (sequences if more.bounded else schedules)]
+    early = sequences and not state.options.sequences_last
+    first = SCHEDULES_BEFORE_SEQUENCES_SHARE if early else SCHEDULES_SHARE
+    even = Further(first, early, False, lambda: _open_schedules(state, opened, even=True))
+    uneven = Further(REST_SHARE, False, False, lambda: _open_schedules(state, opened, even=False))
+    further = [even, uneven] if schedules else []
+    if early:
+        further.insert(1, Further(REST_SHARE, True, True, lambda: _open_sequences(graph, cluster, state, opened)))
+    elif sequences:
+        further.append(Further(0.0, False, False, lambda: _open_sequences_to_close_gap(graph, cluster, state, opened)))
+    return further
 
 
 def _leaves_schedules(options: SearchOptions) -> bool:
@@ -254,7 +257,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
 
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
     """Defer the configurations with each kind and degree of sequence parallelism, under every schedule."""
-    state.arithmetic = _arithmetic(graph, cluster, state, opened)
+    state.arithmetic, state.sequences = _arithmetic(graph, cluster, state, opened), True
     groups = _by_mesh(cluster, choices(graph, cluster.count, state.options, state.prices.pins))
     for pin in state.options.sequences:
         try:
@@ -264,6 +267,12 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
         for group in groups:
             others = (some for even in (True, False) for some in _with_other_schedules(state, group[0], even))
             state.defer((group, *others), pin)
+
+
+def _open_sequences_to_close_gap(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
+    """Open sequence parallelism as ``_open_sequences`` does, unless the gap is small without."""
+    if state.bound_s < state.cutoff_s:
+        _open_sequences(graph, cluster, state, opened)
 
 
 def _late_sequences(state: State) -> str:
@@ -483,6 +492,10 @@ def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
         )
     if late := _late_sequences(state):
         notes.append(f"time ran out before these were searched: {late}; pin one to search it")
+    if not state.sequences and not late and _sequences(state):
+        notes.append(
+            "ring attention and Ulysses were not searched: the batch has a row for each device; pin ring or ulysses to search one"
+        )
     if not state.uneven and _leaves_schedules(state.options):
         missing = (
             "schedules besides 1f1b and gpipe"

@@ -27,7 +27,8 @@ class SearchOptions(PlanPins):
     - ``pin``: pins by key. Pins of the plan and of all layers become fields; pins of named layers stay in ``pin``.
     - ``roles``: the roles besides data that the search may use without a pin. By default these are tensor parallelism, expert parallelism
       if there are experts, and Ulysses and ring attention if the sequence is long.
-    - ``sequences``: kinds and degrees of sequence parallelism to try in all layers at once, if neither a pin nor ``roles`` decides.
+    - ``sequences``: kinds and degrees of sequence parallelism to try in all layers at once, if neither a pin nor ``roles`` decides; with
+      ``sequences_last`` only if all other configurations leave a gap.
     - ``allow``: the allowed numerical deviations (of ``ALLOWED``).
     - ``time_limit_s``, ``target_gap``: the search stops at this time or gap. ``pin_time_s``: the seconds to price pins, if any.
     - ``progress``: called with a short text whenever the incumbent or the bound improves.
@@ -46,6 +47,7 @@ class SearchOptions(PlanPins):
     allow: Collection[str] = ()
     roles: tuple[Role, ...] | None = None
     sequences: tuple[SequencePin, ...] = ()
+    sequences_last: bool = False
     compiled: bool = False
     nvme: bool = False
     memory_limit_bytes: int | None = None

@@ -521,7 +521,7 @@ def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -
     shows how long a microbatch waits for the longest stages.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
-    if line == 1 or m == 1:  # one microbatch passes all stages in sequence, wherever they are
+    if line == 1:
         return []
     found = [
         [

@@ -85,6 +85,7 @@ class State:
     widened: Choice | None = None  # the latest best configuration in which segments were tried
     schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
     uneven: bool = False  # whether these were also opened with uneven stages
+    sequences: bool = False  # whether sequence parallelism in all layers was opened
     wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
     early_s: dict[Choice, float] = field(
         default_factory=dict

@@ -227,7 +227,7 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
 
     Layers are recomputed several as one where they are pinned to it, in configurations of which nothing fits without, and in the best one
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks all pipelines have the schedules under
-    which devices wait less, too (with two-part backwards if all is on the device); not with one microbatch.
+    which devices wait less, too (with two-part backwards if all is on the device).
     """
     assert len(graph.layers) <= SMALL_LAYERS
     best = _best_plain(graph, cluster, pricer, options)
@@ -238,7 +238,6 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
         min(every_plan(graph, cluster, pricer, options, choice), default=best)
         for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
         for choice in outer_choices(graph, cluster, replace(options, schedule=schedule))
-        if choice.schedule.microbatches > 1
     ]
     return min([best, *found])
 

@@ -411,6 +411,19 @@ def test_a_slower_layer_that_lowers_the_peak_of_transient_memory_is_chosen() -> 
     assert plan.gap <= 0.01
 
 
+def test_sequence_parallelism_that_comes_last_is_searched_only_to_close_a_gap() -> None:
+    graph, cluster = chain(["a", "b"] * 9, 2), Devices(2, 10_000)
+    plans = {}
+    for gap in (0.9, 1e-6):
+        options = SearchOptions(target_gap=gap, sequences=(("ulysses", 2),), sequences_last=True, time_limit_s=60)
+        plans[gap] = search(graph, cluster, RandomPricer(graph, 3, 1.0, 1.0), options)
+    named = {
+        gap: any("ring attention and Ulysses were not" in note for note in plan.notes) for gap, plan in plans.items()
+    }
+    assert named == {0.9: True, 1e-6: False}
+    assert plans[1e-6].prediction.step_time_s <= plans[0.9].prediction.step_time_s
+
+
 class HeavyEndsPricer(FlatPricer):
     """The first and the last layer take as long as three others."""
 
