@@ -71,7 +71,10 @@ class RuleError(UsageError):
 
 
 class CaptureError(AutoparError):
-    """``torch.export`` refused the model; the message names the source line."""
+    """The model can't be captured: ``torch.export`` or autopar refused it, or the captured graph computes something else than the model.
+
+    The message names the source line, if one is at fault.
+    """
 
 
 class InfeasibleError(AutoparError):

@@ -7,7 +7,7 @@ A step takes the next ``global_batch`` rows; each rank reads its own. ``--datase
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` continues from the newest one, under this plan or any other.
 Standard output gets one JSON object per step, standard error a readable line. Steps count from 1 and continue after a resume.
 In float16 a JSON object has the loss scale of the next step.
-With ``--log-every N`` only every N-th step has one. The losses in between are not all-reduced, and the host doesn't wait for the GPU:
+With ``--log-every N`` only every N-th step gets these. The losses in between are not all-reduced, and the host doesn't wait for the GPU:
 it queues the work of the next step, and checks all of these losses when it reads the N-th, and before every checkpoint.
 If model.py or a module of the runtime was edited, the program is type-checked before the first step.
 """

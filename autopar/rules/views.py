@@ -194,7 +194,7 @@ def cat(node: fx.Node) -> str:
 
 
 def stack(node: fx.Node) -> str | None:
-    """stack: the new dim may not be sharded. One scalar has no dim that a line could name."""
+    """stack: the new dim may not be sharded. A single scalar has no rule: it has no dims."""
     parts = operands(node)
     words = names(len(shape_of(node)))
     if len(parts) == len(words) == 1:
@@ -256,8 +256,8 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
 
 
 def logsumexp(node: fx.Node) -> str:
-    """logsumexp: like any reduction; with ``keepdim``, the reduced dim and all after it may not be sharded, because torch's propagation
-    misplaces them."""
+    """logsumexp: like any reduction; with ``keepdim``, the reduced dim and all after it may not be sharded, because torch's sharding
+    propagation for ``DTensor`` assigns them to wrong dims."""
     text = reduction(linear=False)(node)
     assert text is not None
     given = arguments(node)
