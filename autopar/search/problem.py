@@ -517,8 +517,9 @@ def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -
     schedule and chunks are not checked; ``split``: whether backwards may be split.
 
     ``even``: only numbers of stages that divide the layers, apart from the first and the last layer (an embedding and a head), as in
-    Megatron (arXiv:2104.04473, section 2.2); otherwise only the other numbers. Many of those have low bounds, but few are fast: no bound
-    shows how long a microbatch waits for the longest stages.
+    Megatron (arXiv:2104.04473, section 2.2), for several microbatches; otherwise only the others. Many of those have low bounds, but few
+    are fast: no bound shows how long a microbatch waits for the longest stages, and a single one is only faster if memory is balanced
+    better.
     """
     line, m = choice.schedule.pipeline, choice.schedule.microbatches
     if line == 1:
@@ -527,7 +528,7 @@ def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -
         [
             replace(choice, schedule=schedule)
             for schedule in schedules(layers, line, m, name, None)
-            if (abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2) is even
+            if (m > 1 and abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2) is even
         ]
         for name in (INTERLEAVED, *(SPLIT if split else ()))
     ]

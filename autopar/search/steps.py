@@ -31,6 +31,9 @@ MARGIN = 0.15
 """Relative distance from a configuration's bound. Without an incumbent, bounds look for plans up to this far above it (``_whole``); a bound
 this far below the incumbent makes an early solution worthwhile (``_first``)."""
 
+HOPEFUL = 0.05
+"""Maximum relative distance from the incumbent of the best early solution with which other numbers of chunks are tried early, too."""
+
 WASTED = 0.1
 """The share of the time limit for early solutions that do not improve the incumbent; after it, better bounds come first."""
 
@@ -132,15 +135,15 @@ def _linear(state: State, node: SearchNode) -> None:
 
 def _first(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
-    incumbent discards other configurations, and is worth more than a better bound. Don't if the latest solution with another number of
-    chunks was far above the incumbent, nor after too many solutions without improvement."""
+    incumbent discards other configurations, and is worth more than a better bound. Don't if the best solution with other numbers of
+    chunks is far above the incumbent, nor after too many solutions without improvement."""
     bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
     group = node.instance.choice.without_chunks
-    hopeful = state.early_s.get(group, 0.0) < (1 + MARGIN) * known_s
+    hopeful = state.early_s.get(group, 0.0) < (1 + HOPEFUL) * known_s
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
     if far and hopeful and state.wasted_s < WASTED * state.options.time_limit_s:
         started = time.monotonic()
-        state.early_s[group] = _find_solution(state, node.instance)
+        state.early_s[group] = min(_find_solution(state, node.instance), state.early_s.get(group, np.inf))
         state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
 
