@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -67,7 +68,8 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
         modes = sorted(modes, key=lambda mode: steps[mode.roles])[:MODES]
     few = tries.solution is not None and instance.schedule.interleaved  # cuts of many stages take long
     for draft in _drafts(instance, picks)[: FEW if few else REFINED]:
-        tries.cut(draft.bounds, draft.mode)
+        if tries.solution is None or time.monotonic() < deadline:
+            tries.cut(draft.bounds, draft.mode)
     if tries.solution is None:
         need, solution = least_memory(instance)
         if need <= 1:

@@ -23,6 +23,10 @@ the mean bytes by which their layers' candidates were chosen (``Table.saved``)."
 TRIES = 6
 """Maximum number of times a device's candidates are chosen, if memory peaks at another moment of the schedule than planned."""
 
+MOST_LAYERS = 64
+"""The most layers of a stage for which the best candidates without resharding are computed: that takes long with many layers, and a
+fraction of one layer among them matters little."""
+
 Cache = dict[tuple[object, ...], tuple[int, ...] | None]
 """The candidates that were already chosen for stages and devices."""
 
@@ -98,7 +102,10 @@ def _in_segments(
 
 
 def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
-    """Return the best candidates of a stage's layers without resharding, ordered so that those of the same layout are adjacent."""
+    """Return the best candidates of a stage's layers without resharding, ordered so that those of the same layout are adjacent; ``None`` if
+    nothing fits or there are too many layers."""
+    if j - i > MOST_LAYERS:
+        return None
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
     sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
