@@ -14,7 +14,8 @@ bound, because the cheap bound rises with the number of chunks.
 
 Then every configuration is also tried with sequence parallelism in all layers (``SearchOptions.sequences``). These are too many to open:
 each waits, with its arithmetic as bound, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
-schedules with uneven stages come last, because many of them have low bounds and few are fast.
+schedules with uneven stages come last, because many of them have low bounds and few are fast. If data parallelism can use all devices
+(``SearchOptions.sequences_last``), sequence parallelism follows them, and only if a gap is left; otherwise a note names it.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
 
 
 def _open_sequences_to_close_gap(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
-    """Open sequence parallelism as ``_open_sequences`` does, unless the gap is small without."""
+    """Do as ``_open_sequences``, if the gap is above the target. If nothing fits, there is no gap: nothing is opened."""
     if state.bound_s < state.cutoff_s:
         _open_sequences(graph, cluster, state, opened)
 

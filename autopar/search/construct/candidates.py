@@ -177,7 +177,7 @@ class LayerSelection:
             self.layers = [lower[layer] for layer in self.layers]
             least = self._viterbi(self.multiplier)
             if self._seconds(least) + self.multiplier * (self._priced_bytes(least) - self.limit) >= best_s:
-                break  # by the Lagrangian bound none is faster
+                break  # by the Lagrangian bound none is faster (an estimate if an offload tier is priced)
             if (trial := self._within_limit()) is None:
                 break
             pick = trial

@@ -97,14 +97,14 @@ class _Tries:
         self.cache: Cache = {}
 
     def take(self, solution: Solution, mode: CandidateMode) -> float:
-        """Keep the solution if it is the best one; return its step, or a bound if it is no better."""
+        """Keep the solution if it is the best one; return its step time, or a lower bound of it if it is no better."""
         step = cost(self.instance, solution, self.step_s).step_time_s
         if step < self.step_s:
             self.step_s, self.solution, self.mode = step, solution, mode
         return step
 
     def cut(self, bounds: tuple[int, ...], mode: CandidateMode) -> float:
-        """Try these cuts, and return as ``take`` does."""
+        """Take the solution for these cuts, and return what ``take`` returns; infinity if no candidates fit."""
         solution = refined(self.instance, mode, bounds, self.cache)
         return np.inf if solution is None else self.take(solution, mode)
 
