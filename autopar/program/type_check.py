@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,6 +144,7 @@ def check(path: Path, progress: Progress) -> int:
     ):
         # spmd-types calls two collectives by the names that torch 2.13 deprecates
         warnings.filterwarnings("ignore", category=FutureWarning, module="spmd_types")
+        _type_saved_inputs(getattr(torch.utils.checkpoint, "_NoopSaveInputs", None))
         seen: _Seen = {}
         stages = model.PROGRAM.stages
         constants = read_constants(path)
@@ -206,6 +208,19 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
         if wrong := [name for name in whole if not torch.equal(whole[name], part[name])]:
             differs = f"{wrong[0]} of a rank's own rows is not that of all rows"
             raise IllTypedError(f"the prelude of {path.name} is wrong, {line}: {differs}", _HINT)
+
+
+def _type_saved_inputs(kind: Any) -> None:
+    """Give ``_NoopSaveInputs`` of ``torch.utils.checkpoint`` (torch 2.11; later versions have none) a rule. It saves the inputs of a
+    recomputed function and returns an empty tensor. spmd-types' own rule for it fails, because it accounts for no input."""
+
+    def rule(output: Tensor, *, args: tuple[Any, ...]) -> None:
+        values = [value for arg in args for value in (arg.values() if isinstance(arg, dict) else (arg,))]
+        spmd.rules.ignore(*(value for value in values if isinstance(value, Tensor)))
+        spmd.assert_type(output, dict.fromkeys(spmd.current_mesh(), spmd.R))
+
+    if kind is not None:
+        kind.spmd_typecheck = staticmethod(rule)
 
 
 _Seen = dict[Any, Any]  # layer class and inputs -> result of the call

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spmd_types
+import torch
 from exactness import KINDS, subject
 from matrix import check_at_64
 from mutations import ILL_TYPED, UNSEEN, Mutation, break_file
+from spmd_types.checker import typecheck
 
 from autopar.checks.types import check_program
 from autopar.emit import emit
 from autopar.errors import ProgramError
+from autopar.program import type_check
 from autopar.search.manual import manual_plan
 
 Programs = Callable[[str, dict[str, Any]], Path]
@@ -54,6 +58,27 @@ def broken(folder: Path, to: Path, mutation: Mutation) -> Path:
 def test_emitted_programs_are_well_typed(programs: Programs, name: str) -> None:
     model, options = PLANS[name]
     assert check_program(programs(model, options)) == options.get("pipeline", 1)
+
+
+class _SavesInputs(torch.autograd.Function):
+    """Saves inputs as ``torch.utils.checkpoint`` does in torch 2.11."""
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return torch.empty((0,))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*(value for value in inputs if isinstance(value, torch.Tensor)))
+
+
+def test_inputs_that_a_recomputed_function_saves_have_a_rule() -> None:
+    type_check._type_saved_inputs(_SavesInputs)
+    with type_check._fake_world({"data": 2}) as mesh, spmd_types.set_current_mesh(mesh), typecheck(local=False):
+        x = spmd_types.assert_type(torch.randn(4), {"data": spmd_types.R})
+        scale = spmd_types.assert_type(torch.randn(()), {"data": spmd_types.P})
+        saved = _SavesInputs.apply(torch.empty((0,), requires_grad=True), {"scale": scale}, x, 3)
+        assert list(spmd_types.get_local_type(saved).values()) == [spmd_types.R]
 
 
 SIXTY_FOUR = ["data 4", "pipeline 4, gpipe", "data 2 x tensor+sequence 2, zero 1", "mixed: tensor 1, 2 and 4"]
