@@ -230,9 +230,13 @@ def perform(folder: str, batch: dict[str, Tensor], rank: int, count: int, device
             rounds.append(time.perf_counter() - start)
         with memory.step():
             loss = trainer.step(batch)
-    values = [parameter for stage in trainer.stages.values() for parameter in stage.parameters()]
-    if not math.isfinite(loss) or not all(bool(_local(value).isfinite().all()) for value in values):
-        raise RuntimeError("the loss or a parameter is NaN, so the measured times are for arithmetic on NaN")
+    values = {name: each for stage in trainer.stages.values() for name, each in stage.named_parameters()}
+    wrong = [] if math.isfinite(loss) else ["the loss"]
+    wrong += [name for name, value in values.items() if not bool(_local(value).isfinite().all())]
+    if wrong:
+        raise RuntimeError(
+            f"{', '.join(wrong[:3])} is NaN or infinite, so the measured times are for arithmetic on NaN"
+        )
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {
         "stages": list(trainer.world.stages),
@@ -270,10 +274,12 @@ def _local(parameter: Tensor) -> Tensor:
 def _patch_fake_collectives() -> None:
     """Fill outputs that torch's fake process group leaves uninitialised, from which NaN would spread.
 
-    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. Up to torch 2.11 the fake group doesn't write the
-    results of reduce-scatters and all-to-alls; they become this rank's data.
+    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. A message that is received beside one that is sent,
+    as in ring attention, becomes this rank's data. Up to torch 2.11 the fake group doesn't write the results of reduce-scatters and
+    all-to-alls; they become this rank's data.
     """
     reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
+    transfer = dist.batch_isend_irecv
 
     def own_share(output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
         work = reduce(output, input, op, group, **options)
@@ -291,7 +297,17 @@ def _patch_fake_collectives() -> None:
         _copy_part(output, input)
         return work
 
+    def own_messages(operations: list[dist.P2POp]) -> list[Any]:
+        works = transfer(operations)
+        sent = {each.tensor.shape: each.tensor for each in operations if each.op is dist.isend}
+        for each in operations:
+            if each.op is dist.irecv:
+                received, own = each.tensor.detach(), sent.get(each.tensor.shape)
+                received.fill_(1) if own is None else received.copy_(own.detach())
+        return works
+
     replaced = {"reduce_scatter_tensor": own_share, "all_to_all": own_parts, "all_to_all_single": own_rows}
+    replaced["batch_isend_irecv"] = own_messages
     for name, function in {**replaced, "recv": lambda tensor, *_, **__: tensor.fill_(1)}.items():
         setattr(dist, name, function)
 
