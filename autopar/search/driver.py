@@ -46,9 +46,7 @@ from autopar.search.problem import (
     PriceSource,
     admits_copies,
     choices,
-    context_of,
     in_every_order,
-    may_split,
     meshes,
     no_copies_error,
     with_smaller_bubbles,
@@ -67,9 +65,6 @@ SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
 """Shares of the time limit. Further configurations (``Further``) are opened at the latest when less than such a share is left: other
 schedules with even stages at the first share (at the second, if sequence parallelism in all layers follows), then sequence parallelism and
 uneven stages at the third."""
-
-SMALL_LAYERS = 16
-"""Maximum number of compiled layers for which schedules with split backwards are tried, which leave layers eager."""
 
 
 def search(
@@ -260,14 +255,16 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
     """Defer the configurations with each kind and degree of sequence parallelism, under every schedule."""
     state.arithmetic, state.sequences = _arithmetic(graph, cluster, state, opened), True
     groups = _by_mesh(cluster, choices(graph, cluster.count, state.options, state.prices.pins))
+    others = [
+        [more for even in (True, False) for more in _with_other_schedules(state, group[0], even)] for group in groups
+    ]
     for pin in state.options.sequences:
         try:
             state.prices.pins_with(pin)
         except UsageError:  # contradicts a pin
             continue
-        for group in groups:
-            others = (some for even in (True, False) for some in _with_other_schedules(state, group[0], even))
-            state.defer((group, *others), pin)
+        for group, more in zip(groups, others, strict=True):
+            state.defer((group, *more), pin)
 
 
 def _open_sequences_to_close_gap(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
@@ -373,7 +370,7 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
     (``with_smaller_bubbles``).
 
     Schedules that split backward passes don't compile layers: they are tried if layers are eager in any case, or in models of at most
-    ``SMALL_LAYERS`` layers, provided that activations stay on the device.
+    ``SMALL_LAYERS`` layers (``state``), provided that activations stay on the device.
     """
     state.schedules, state.uneven = state.schedules or {}, not even
     for plain, *_ in opened:
@@ -384,11 +381,9 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
 
 def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
     """Return ``with_smaller_bubbles`` of a configuration; nothing if a pin decides the schedule or the chunks."""
-    pins = state.prices.pins
     if not _leaves_schedules(state.options):
         return []
-    split = all(may_split(some, context_of(state.options), len(pins) <= SMALL_LAYERS) for some in pins)
-    return [tuple(group) for group in with_smaller_bubbles(choice, len(pins), split, even)]
+    return [tuple(group) for group in with_smaller_bubbles(choice, len(state.prices.pins), state.may_split, even)]
 
 
 @dataclass(order=True)

@@ -564,7 +564,7 @@ def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequen
             )
         pipelines = [options.pipeline]
     for pins in pinned:
-        for name, n in pins.degrees.items():
+        for name, n in {**pins.degrees, "replicate": pins.replicate or 1}.items():
             if devices // (options.pipeline or 1) % n:
                 fit = divisors(devices // (options.pipeline or 1))
                 raise UsageError(

@@ -10,17 +10,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
+from autopar.schedules import Schedule
 from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
 from autopar.search.evaluation import Solution, all_regrouped, cost, fits
 from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices
-from autopar.search.problem import Choice, PriceSource, SequencePin
+from autopar.search.problem import Choice, PriceSource, SequencePin, context_of, may_split
 from autopar.search.tables import Instance
 
 NEAR = 0.05
@@ -28,6 +31,9 @@ NEAR = 0.05
 
 TO_OPEN = 0.15
 """The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
+
+SMALL_LAYERS = 16
+"""Maximum number of compiled layers for which schedules with split backwards are tried, which leave layers eager."""
 
 
 @dataclass(order=True)
@@ -73,6 +79,7 @@ class State:
     """``Prices.least_time_s`` of opened configurations that leave sequence parallelism to the layers, by (pipeline degree, chunks) and then
     by microbatches."""
     deferred: list[DeferredNode] = field(default_factory=list)  # a heap, too
+    estimates: dict[tuple[Schedule, int], tuple[float, float]] = field(default_factory=dict)  # of ``_estimate``
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
@@ -106,6 +113,12 @@ class State:
         rounded = 1 + 1e-12  # so that the gap to such a bound is at most the target
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
+    @cached_property
+    def may_split(self) -> bool:
+        """Whether schedules that split the backward pass are tried without a pin."""
+        pins, context = self.prices.pins, context_of(self.options)
+        return all(may_split(some, context, len(pins) <= SMALL_LAYERS) for some in pins)
+
     @property
     def nearly_closed(self) -> bool:
         """Whether open configurations can improve the incumbent by at most ``NEAR``."""
@@ -122,22 +135,30 @@ class State:
         schedule = choice.schedule
         if choice.sequence is None:
             self.least.setdefault((schedule.pipeline, schedule.chunks), {})[schedule.microbatches] = least
-        bound_s = first_bound_s(choice, least)
+        bound_s = first_bound_s(schedule, least)
         heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), (choice, *more)))
         return True
 
     def defer(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
-        """Defer configurations with this sequence parallelism. A degree of ``n`` shards a microbatch like data parallelism shards ``n``
-        times as many rows, so the estimate comes from the configuration with ``n`` times fewer microbatches."""
-        schedule, n = groups[0][0].schedule, sequence[1]
-        m = schedule.microbatches
-        likely = on_stage = self.arithmetic * schedule.pipeline / m
-        if larger := self.least.get((schedule.pipeline, schedule.chunks)):
+        """Defer configurations with this sequence parallelism. All have the mesh of the first; its schedule determines the others'."""
+        key = groups[0][0].schedule, sequence[1]
+        if key not in self.estimates:
+            self.estimates[key] = self._estimate([group[-1].schedule for group in groups], *key)
+        estimate_s, bound_s = self.estimates[key]
+        following = DeferredNode(estimate_s, next(self.counter), bound_s, groups, sequence)
+        heapq.heappush(self.deferred, following)
+
+    def _estimate(self, schedules: Sequence[Schedule], first: Schedule, n: int) -> tuple[float, float]:
+        """Return ``DeferredNode``'s estimate and bound for a degree of ``n`` under the fastest of ``schedules``. Such a degree shards a
+        microbatch like data parallelism shards ``n`` times as many rows, so the estimate comes from the configuration with the schedule
+        ``first``, but ``n`` times fewer microbatches."""
+        m, pipeline = first.microbatches, first.pipeline
+        likely = on_stage = self.arithmetic * pipeline / m
+        if larger := self.least.get((pipeline, first.chunks)):
             fewer = max((other for other in larger if other * n <= m), default=min(larger))
             likely = larger[fewer] * min(1 / n, fewer / m)
-        estimate_s, bound_s = (min(first_bound_s(group[-1], each) for group in groups) for each in (likely, on_stage))
-        following = DeferredNode(max(estimate_s, bound_s), next(self.counter), bound_s, groups, sequence)
-        heapq.heappush(self.deferred, following)
+        estimate_s, bound_s = (min(first_bound_s(each, least) for each in schedules) for least in (likely, on_stage))
+        return max(estimate_s, bound_s), bound_s
 
     def _open_next(self) -> None:
         """Open the deferred configurations with the lowest estimate."""
@@ -201,6 +222,6 @@ class State:
         return len(choice.ties) if len(choice.ties) < len(self.prices.groups) else None
 
 
-def first_bound_s(choice: Choice, least: Array) -> float:
+def first_bound_s(schedule: Schedule, least: Array) -> float:
     """Return a lower bound of the step from the minimum seconds of each layer's microbatch, forward plus backward."""
-    return least_pipelined_s(choice.schedule, least, None if choice.schedule.split else least)
+    return least_pipelined_s(schedule, least, None if schedule.split else least)

@@ -19,10 +19,10 @@ from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import peak_counts
 from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import simulate
-from autopar.search.driver import SMALL_LAYERS
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Choice
+from autopar.search.state import SMALL_LAYERS
 from autopar.techniques.logits import LOGITS, SLICED
 
 SEGMENTS = (2, 3, 4)
@@ -223,7 +223,7 @@ def random_problem(
 
 def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
     """The step time of the best of all plans, one by one; ``None`` where none fits. Shares no code with the search but ``simulate``;
-    which schedules are searched is the search's own rule for models of at most ``driver.SMALL_LAYERS`` layers, as all these problems are.
+    which schedules are searched is the search's own rule for models of at most ``state.SMALL_LAYERS`` layers, as all these problems are.
 
     Layers are recomputed several as one where they are pinned to it, in configurations of which nothing fits without, and in the best one
     if its plan recomputes so many that pairs of them hold less. Without a pin of schedule or chunks all pipelines have the schedules under
