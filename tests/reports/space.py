@@ -6,8 +6,9 @@ Requests that were once found to break this come first; then come requests drawn
 far above, 1 to 100,000 GPUs, odd counts of nodes, 4 to 1,000 layers, short and long sequences, and experts.
 
 One JSON line a request and pin; the page is made from them. Lines carry a fingerprint of the code: a run does what the file lacks for this
-code. Time limits count processor seconds of this process, so that other work on the machine changes no plan. ``--requests 0-9`` does some
-of the requests only, ``--page`` writes the page from the lines and plans nothing.
+code. Every request has a process of its own, whose peak memory is that of all its plans; ``--jobs 2`` runs two at a time. Time limits count
+processor seconds of the process, so that other work on the machine changes no plan. ``--requests 0-9`` does some of the requests only,
+``--page`` writes the page from the lines and plans nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,13 @@ def pins(cluster: Cluster) -> list[dict[str, Any]]:
     ]
 
 
+def run_all(request: Request, kept: set[str], most: int | None) -> list[Line]:
+    """``run`` in a process of its own."""
+    quiet()
+    time.monotonic = time.process_time  # the clock of the search's time limits
+    return list(run(request, kept, most))
+
+
 def run(request: Request, kept: set[str], most: int | None = None) -> Iterator[Line]:
     """The lines of one request that ``kept`` lacks: without a pin, then with each of the first ``most``."""
     wanted = [pin for pin in pins(parse(request.devices))[:most] if _written(pin) not in kept]
@@ -188,8 +198,8 @@ def page(lines: list[Line]) -> str:
         f"{len(found)} requests, {sum(each['pins'] for each in found)} plans with a pin. In {len(broken)} requests a pin is faster",
         f"than the plan without one by more than {MORE:.0%}, in {len(below)} requests a pinned plan is below the bound that the plan",
         f"without one claims. Of {len(planned)} plans the slowest took {max(planned, default=0.0):.1f} s of a processor, of {len(others)}",
-        f"answers that nothing fits or that a pin is impossible {max(others, default=0.0):.1f} s; the largest process had",
-        f"{largest / 1e9:.2f} GB. The column *faster* says by how much of the default's step.\n",
+        f"answers that nothing fits or that a pin is impossible {max(others, default=0.0):.1f} s; the largest process, of all plans of a",
+        f"request, had {largest / 1e9:.2f} GB. The column *faster* says by how much of the default's step.\n",
         "| request | step without a pin | gap | best pin | its step | faster | below the bound |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -207,16 +217,19 @@ def main() -> int:
     parser.add_argument("--requests", metavar="I-J", help="these requests only, by number")
     parser.add_argument("--first", type=int, metavar="N", help="the plan without a pin and the first N - 1 pins only")
     parser.add_argument("--page", action="store_true", help="write the page from the lines, and plan nothing")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="requests at a time")
     args = parser.parse_args()
-    quiet()
-    time.monotonic = time.process_time  # the clock of the search's time limits
     results, every = Results(args.results, ("request", "pin"), lambda line: True), requests()
     if not args.page:
         first, _, last = (args.requests or f"0-{len(every) - 1}").partition("-")
         kept = results.kept(args)
-        for request in track(every[int(first) : int(last or first) + 1], description="requests"):
-            for line in run(request, {pin for name, pin in kept if name == str(request)}, args.first):
-                results.append(line)
+        wanted = every[int(first) : int(last or first) + 1]
+        done = {str(request): {pin for name, pin in kept if name == str(request)} for request in wanted}
+        with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+            running = [pool.submit(run_all, request, done[str(request)], args.first) for request in wanted]
+            for finished in track(as_completed(running), description="requests", total=len(running)):
+                for line in finished.result():
+                    results.append(line)
     names = {str(request): number for number, request in enumerate(every)}
     order = sorted(results.read(), key=lambda case: names.get(case[0], len(names)))
     lines = results.tidy(case for case in order if case[0] in names)
