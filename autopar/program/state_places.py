@@ -4,7 +4,7 @@ If the plan says so (``states`` of a layer), the master copies and optimizer sta
 updates them chunk by chunk: a chunk's gradients come down from the device, the optimizer updates the chunk, and
 its new values go up. On a GPU each direction has a stream and two buffers in pinned memory: the next chunk's gradients come down and
 the last chunk's values go up during an update. The device keeps only the parameters and the gradients (ZeRO-Offload, Ren
-et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well. The two streams have not run on a GPU yet.
+et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well.
 
 States on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
 arXiv:2108.05818, move them in chunks, too): the operating system reads the next chunk's pages during an update, and writes changed
