@@ -98,7 +98,7 @@ def compile(
     # one thread at a time: imported folders, the fake process group and torch's tracing are process-wide
     with _COMPILING, torch.inference_mode(False), torch.enable_grad(), without_kept_sources():
         request, training, pins = read_keywords(keywords)
-        if folder is not None and ranks.is_first_of_machine():
+        if folder is not None and ranks.is_local_rank_0():
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
         options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
@@ -135,7 +135,7 @@ def emit_program(
             f"the program cannot be written to {folder}: {error.strerror}",
             "give a folder that can be made and written to",
         ) from error
-    if type_check and ranks.is_first_of_machine():
+    if type_check and ranks.is_local_rank_0():
         start_s = time.perf_counter()
         stages = check_program(folder, lambda text: report(progress, "emit", text))
         report(progress, "emit", f"{stages} stages are well-typed ({time.perf_counter() - start_s:.1f} s)")
@@ -160,7 +160,7 @@ def start_program(
     request, training = request or Request(), training or Training()
     init = request.init
     state = model.state_dict() if init is None else None
-    lasting = folder is not None and ranks.is_first_of_machine()
+    lasting = folder is not None and ranks.is_local_rank_0()
     home = Path(folder) if folder is not None and lasting else Path(tempfile.mkdtemp(prefix="autopar-program-"))
     # processes that read a temporary folder get the values from this process
     emit_program(graph, plan, home, progress, type_check=request.type_check, state=state if lasting else None)

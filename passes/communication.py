@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.graph import cached_for_graphs
 from autopar.ops.operands import is_tensor, operands
-from autopar.rules.traffic import Wire, kernel_traffic
+from autopar.rules.traffic import KernelCollective, kernel_traffic
 from autopar.sharding import AxisTypes, Sharding
 from passes.conversions import ConversionStep, Types, conversion_steps
 
@@ -41,7 +41,7 @@ class KernelExchange:
     op: str
     axes: tuple[int, ...]
     sharded: tuple[int, ...]
-    wire: Wire
+    collective: KernelCollective
 
 
 def conversions(
@@ -74,10 +74,10 @@ def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Itera
         kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
         for kernel in dict.fromkeys(kernels.values()):
             axes = tuple(i for i, name in kernels.items() if name == kernel)
-            for wire in kernel_traffic(kernel, node):
-                held = _types_at(wire.value, node, types)
+            for collective in kernel_traffic(kernel, node):
+                held = _types_at(collective.value, node, types)
                 sharded = tuple(i for i, t in enumerate(held) if t.sharded and i not in axes)
-                yield KernelExchange(node.name, axes, sharded, wire)
+                yield KernelExchange(node.name, axes, sharded, collective)
 
 
 def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx.Node, Types]]:

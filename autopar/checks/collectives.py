@@ -45,7 +45,7 @@ _KERNELS = kernels.__name__
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Exchange:
+class IssuedCollective:
     """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, whether the backward pass
     issues it, and its bytes.
 
@@ -104,7 +104,7 @@ def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
         )
 
 
-def _compare(expected: Counter[Exchange], found: Counter[Exchange], where: str) -> None:
+def _compare(expected: Counter[IssuedCollective], found: Counter[IssuedCollective], where: str) -> None:
     missing, extra = sorted((expected - found).elements()), sorted((found - expected).elements())
     if missing or extra:
         parts = [f"priced, but not in the program: {one}" for one in missing[:3]]
@@ -120,7 +120,7 @@ _HINT = "this is a fault of autopar's, not of the model's: please report it with
 # -- priced collectives -----------------------------------------------------------------------------------------------
 
 
-def priced(layer: LocalLayer) -> Iterator[Exchange]:
+def priced(layer: LocalLayer) -> Iterator[IssuedCollective]:
     """Yield the collectives that the layer's price counts, at the captured dtypes; if the microbatch is halved, those of one half."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
@@ -138,7 +138,7 @@ def _parameter(weight: fx.Node) -> str:
     return weight.name
 
 
-def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = ()) -> Iterator[Exchange]:
+def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = ()) -> Iterator[IssuedCollective]:
     names = tuple(axes[i].name for i in move.axes if axes[i].name != MICROBATCH)
     size = round(move.bytes / math.prod(axes[i].size for i in move.sharded))
     return _both(move.value, names, (move.forward, move.backward), size, under)
@@ -146,17 +146,17 @@ def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = (
 
 def _both(
     value: str, names: tuple[str, ...], pair: tuple[Collective, Collective], size: int, under: tuple[str, ...] = ()
-) -> Iterator[Exchange]:
+) -> Iterator[IssuedCollective]:
     """Yield the exchanges of a pair of collectives, forward and backward; none if ``names`` has no axes."""
     for collective, backward in zip(pair, (False, True), strict=True):
         if collective.sends and names:
-            yield Exchange(value, names, collective.value, backward, size, under if backward else ())
+            yield IssuedCollective(value, names, collective.value, backward, size, under if backward else ())
 
 
 # -- collectives in the program ---------------------------------------------------------------------------------------
 
 
-def exchanges(layer: LocalLayer) -> Iterator[Exchange]:
+def exchanges(layer: LocalLayer) -> Iterator[IssuedCollective]:
     """Yield the collectives in the layer's local graph, which its conversions and its kernels issue."""
     sizes = {axis.name: axis.size for axis in layer.computed.axes}
     originals = {node.name: node for node in layer.cls.graph.graph.nodes}
@@ -181,7 +181,7 @@ def _conversion(
     sizes: dict[str, int],
     gradient: bool,
     under: tuple[str, ...] = (),
-) -> Iterator[Exchange]:
+) -> Iterator[IssuedCollective]:
     """Yield the collectives of one conversion of a local value."""
     pair = conversion(source, target)
     assert pair is not None, (value.name, source, target)
@@ -190,7 +190,7 @@ def _conversion(
     return _both(_origin(value).name, axes, pair if gradient else (pair[0], Collective.NONE), size, under)
 
 
-def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[Exchange]:
+def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[IssuedCollective]:
     """Yield the collectives of a kernel's call over the axes that it is called with."""
     assert callable(node.target)
     kernel = "expert_exchange" if node.kwargs.get("exchange") else node.target.__name__
@@ -213,7 +213,7 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
         yield from _both(one.value.name, names, (one.forward, one.backward), round(size))
 
 
-def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Exchange], list[Exchange]]:
+def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
     """Return the collectives between two layers that the price counts, and those that the program runs."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
     time, priced_steps = (
@@ -230,7 +230,7 @@ def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Exch
         time, priced_steps = source[0], conversion_steps(source, target, value.requires_grad)
     on_mesh = [replace(s, axes=tuple(i + 1 for i in s.axes), after=(time, *s.after)) for s in resharding.steps]
 
-    def on_device(steps: Iterable[ConversionStep]) -> list[Exchange]:
+    def on_device(steps: Iterable[ConversionStep]) -> list[IssuedCollective]:
         moves = step_moves(value.name, float(value.numel * value.dtype.itemsize), steps)
         return [one for move in moves for one in _exchanges_of(move, axes)]
 

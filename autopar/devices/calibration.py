@@ -24,7 +24,7 @@ from typing import Any
 from autopar.data_files import MalformedFileError, read_json, shown
 from autopar.devices import hardware
 from autopar.devices.cluster import Cluster, Gpu, Link
-from autopar.devices.measured import POINTWISE, Curve, Ops, Wires
+from autopar.devices.measured import POINTWISE, CollectiveTimes, Curve, Ops
 from autopar.errors import DeviceError
 
 VERSION = 1
@@ -254,8 +254,8 @@ def _short(path: Path) -> str:
 
 def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...], source: str) -> Cluster:
     gpu = _measured_gpu(cluster, figures, source)
-    wires = _wires(figures)
-    link = wires.curves.get(("p2p", 2))
+    collective_times = _collective_times(figures)
+    link = collective_times.curves.get(("p2p", 2))
     ways = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
     slow = [f.median for f in figures if f.name == "overlap"]
     call = [f.median for f in figures if f.name == "call"]
@@ -263,7 +263,7 @@ def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...],
         cluster,
         gpu=gpu,
         intra=ways,
-        wires=wires,
+        collective_times=collective_times,
         collective_s=call[0] if call else cluster.collective_s,
         overlap_slowdown=slow[0] if slow else cluster.overlap_slowdown,
         notes=notes,
@@ -311,7 +311,7 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
     return Ops(products, attention, moves, Curve.through(update, rising=True))
 
 
-def _wires(figures: Iterable[Figure]) -> Wires:
+def _collective_times(figures: Iterable[Figure]) -> CollectiveTimes:
     points: dict[tuple[str, int], list[tuple[float, float]]] = {}
     waits = {}
     for f in figures:
@@ -319,4 +319,4 @@ def _wires(figures: Iterable[Figure]) -> Wires:
             points.setdefault((f.variant, int(f.size["members"])), []).append((f.size["bytes"], f.median))
         elif f.name == "wait":
             waits[int(f.size["members"])] = f.median / math.sqrt(f.size["seconds"])
-    return Wires({key: Curve.through(found, rising=True) for key, found in points.items()}, waits)
+    return CollectiveTimes({key: Curve.through(found, rising=True) for key, found in points.items()}, waits)

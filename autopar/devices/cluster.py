@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, PRODUCT8, Floats, Ops, Wires
+from autopar.devices.measured import ATTENTION, PRODUCT8, CollectiveTimes, Floats, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ class Cluster:
 
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is a device's share of its node's network when all devices of the
     node send. ``collective_s`` is the device's fixed cost of a collective, ``host_s`` the host's. ``local``: the devices are this
-    machine's; ``devices`` has the names of its GPUs. ``wires`` has measured collectives. ``host`` is a node's host memory, ``None`` if the
-    devices are CPU processes, which compute in it; ``nvme`` the node's drives, ``None`` if the cluster file has none. ``nvlink_domain`` is
-    the number of GPUs that NVLink connects if that is more than a node (72 in GB200 NVL72), else 0. ``first`` is the index of the first
-    device on its node; it is not 0 if a pipeline stage begins inside a node.
+    machine's; ``devices`` has the names of its GPUs. ``collective_times`` has measured collectives. ``host`` is a node's host memory,
+    ``None`` if the devices are CPU processes, which compute in it; ``nvme`` the node's drives, ``None`` if the cluster file has none.
+    ``nvlink_domain`` is the number of GPUs that NVLink connects if that is more than a node (72 in GB200 NVL72), else 0. ``first`` is the
+    index of the first device on its node; it is not 0 if a pipeline stage begins inside a node.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Cluster:
     collective_s: float = constants.COLLECTIVE_BASE_S.value
     host_s: float = constants.HOST_S.value
     network: Network | None = None
-    wires: Wires | None = field(default=None, hash=False)
+    collective_times: CollectiveTimes | None = field(default=None, hash=False)
     overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # seconds that a second of hidden communication costs
     notes: tuple[str, ...] = ()  # which every plan on this cluster shows
     pipelined: bool = (

@@ -93,7 +93,7 @@ class Ops:
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
+class CollectiveTimes:
     """Seconds of collectives: ``curves`` over the bytes of the full tensor (see ``price.collectives``), by (name, group size).
 
     A name is a value of ``Collective``, or ``"p2p"`` (over the bytes sent), or ``"flat reduce_scatter"`` (of ZeRO-1's flat buffers), or

@@ -135,8 +135,8 @@ def _write_orders(folder: Path, plan: Plan) -> None:
 
 def _refuse_priced(plan: Plan) -> None:
     """Raise ``UsageError`` if the plan can be priced but not emitted."""
-    if plan.unwritten:
-        raise UsageError(f"this plan can only be priced: {plan.unwritten}", "plan again without it (allow)")
+    if plan.price_only:
+        raise UsageError(f"this plan can only be priced: {plan.price_only}", "plan again without it (allow)")
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:

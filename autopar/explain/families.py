@@ -97,4 +97,4 @@ def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Famil
     except (InfeasibleError, UsageError) as error:
         return Family(name, title, given, False, None, None, None, "", error.message)
     found = best.prediction.step_time_s, best.bound_s, memory_bytes(best), describe(best)
-    return Family(name, title, given, chosen, *found, remark=best.unwritten)
+    return Family(name, title, given, chosen, *found, remark=best.price_only)

@@ -134,13 +134,13 @@ def _waits_s(
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """
-    if cluster.wires is None:
+    if cluster.collective_times is None:
         return 0.0, 0.0, 0.0
     gathers = (shards,) if shards > 1 else ()
     again = microbatch.kept.layers > 1  # one more gather, except for the segment's last layer
     gathered = gathers * (1 + again if strategy.zero == 3 else 0)
     back = microbatch.backward.group_sizes + gathered + microbatch.kept.recomputed.group_sizes
-    wait_s = cluster.wires.wait_s
+    wait_s = cluster.collective_times.wait_s
     forward_wait_s = wait_s(microbatch.forward.group_sizes + gathers, forward_s)
     reduced_s = wait_s(back + gathers, backward_s)
     if not strategy.options.whole_gradients:

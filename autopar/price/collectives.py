@@ -38,7 +38,7 @@ from autopar.devices.cluster import Link
 from autopar.plan import Axis
 from autopar.types import Collective
 
-FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured separately: see ``Wires``
+FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured separately: see ``CollectiveTimes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +163,13 @@ def group_time_s(
 
 def _measured(collective: Collective, size: float, n: int, cluster: Cluster, caller: str) -> float | None:
     """Return the seconds that ``autopar profile`` measured, or ``None``."""
-    if cluster.wires is None:
+    if cluster.collective_times is None:
         return None
     if collective in (Collective.SHIFT, Collective.ROTATE):
-        hop_s = cluster.wires.seconds("p2p", 2, size / n)
+        hop_s = cluster.collective_times.seconds("p2p", 2, size / n)
         return None if hop_s is None else hop_s * (n - 1 if collective is Collective.ROTATE else 1)
     names = (f"{caller} {collective.value}", collective.value) if caller else (collective.value,)
-    measured = (cluster.wires.seconds(name, n, size) for name in names)
+    measured = (cluster.collective_times.seconds(name, n, size) for name in names)
     return next((seconds for seconds in measured if seconds is not None), None)
 
 
@@ -181,7 +181,10 @@ def overlapped_s(compute_s: float, communication_s: float, slowdown: float) -> f
 
 def p2p_s(bytes_sent: float, cluster: Cluster, crosses_node: bool) -> float:
     """Return the seconds to send ``bytes_sent`` to one other rank while every device of the node does the same."""
-    if cluster.wires is not None and (measured_s := cluster.wires.seconds("p2p", 2, bytes_sent)) is not None:
+    if (
+        cluster.collective_times is not None
+        and (measured_s := cluster.collective_times.seconds("p2p", 2, bytes_sent)) is not None
+    ):
         return measured_s
     link = cluster.inter if crosses_node else cluster.intra
     return cluster.collective_s + link.latency_s + bytes_sent / link.bytes_per_s

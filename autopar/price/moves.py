@@ -64,18 +64,18 @@ def layer_moves(
             own[-1] = replace(own[-1], under=under, target=one.target)
         moves += converted(own, gradient[one.value])
     for exchange in kernel_exchanges(cls.graph, types):
-        wire = exchange.wire
-        name = wire.value.name
+        collective = exchange.collective
+        name = collective.value.name
         moves.append(
             Move(
                 value=name,
-                bytes=wire.bytes(value_bytes[name] / max(1, math.prod(shape_of(wire.value)))),
+                bytes=collective.bytes(value_bytes[name] / max(1, math.prod(shape_of(collective.value)))),
                 axes=exchange.axes,
                 sharded=exchange.sharded,
-                forward=wire.forward,
-                backward=wire.backward,
-                per_rank=wire.per_rank,
-                overlapped_op=exchange.op if wire.overlapped else "",
+                forward=collective.forward,
+                backward=collective.backward,
+                per_rank=collective.per_rank,
+                overlapped_op=exchange.op if collective.overlapped else "",
                 op=exchange.op,
             )
         )

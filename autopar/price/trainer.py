@@ -99,7 +99,7 @@ class TrainerModel:
 
         On CPUs gloo competes with the layer for the processors, so nothing is hidden, unless the overlap was measured.
         """
-        if self.cpu and cluster.wires is None:
+        if self.cpu and cluster.collective_times is None:
             return communication_s
         return overlapped_s(arithmetic_s, communication_s, cluster.overlap_slowdown)
 

@@ -22,7 +22,7 @@ OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class KernelCollective:
     """Communication over the axes on which a kernel runs.
 
     Its bytes are ``times`` those of ``value`` (a node's global tensor; the caller divides by the other axes), at ``itemsize`` bytes per
@@ -45,7 +45,7 @@ class Wire:
         return float(math.prod(tensor.shape) * size * self.times)
 
 
-def kernel_traffic(kernel: str, node: fx.Node) -> tuple[Wire, ...]:
+def kernel_traffic(kernel: str, node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the communication of ``kernel`` when it replaces ``node``; empty if it doesn't communicate."""
     known = _TRAFFIC.get(kernel)
     return known(node) if known is not None else ()
@@ -56,50 +56,50 @@ def _wide(node: fx.Node) -> int:
     return max(4, int(dtype_of(node).itemsize))
 
 
-def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[Wire, ...]:
+def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[KernelCollective, ...]:
     """Return a gather of the ranks' maxima, and an all-reduce of two sums per label."""
     size, labels = _wide(operands(node)[0]), operands(node)[place]
     return (
-        Wire(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
-        Wire(labels, Collective.ALL_REDUCE, Collective.NONE, times=2, itemsize=size),
+        KernelCollective(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
+        KernelCollective(labels, Collective.ALL_REDUCE, Collective.NONE, times=2, itemsize=size),
     )
 
 
-def _ring(node: fx.Node) -> tuple[Wire, ...]:
+def _ring(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the rotations of keys and values around the ring in both passes, and of their gradients, which then shift back to their ranks.
     With a causal mask, every sequence-sharded tensor also moves to its position in the balanced (zigzag) order and back."""
     query, key, value = operands(node)[:3]
     rotate, shift, none = Collective.ROTATE, Collective.SHIFT, Collective.NONE
     found = []
     for tensor in (key, value):
-        found.append(Wire(tensor, rotate, rotate, overlapped=True))
-        found.append(Wire(tensor, none, rotate, itemsize=_wide(tensor), overlapped=True))
-        found.append(Wire(tensor, none, shift, itemsize=_wide(tensor)))
+        found.append(KernelCollective(tensor, rotate, rotate, overlapped=True))
+        found.append(KernelCollective(tensor, none, rotate, itemsize=_wide(tensor), overlapped=True))
+        found.append(KernelCollective(tensor, none, shift, itemsize=_wide(tensor)))
     if arguments(node)["is_causal"]:
         # gradients move back between the two orders, too
-        found += [Wire(tensor, shift, shift) for tensor in (query, key, value, node)]
+        found += [KernelCollective(tensor, shift, shift) for tensor in (query, key, value, node)]
     return tuple(found)
 
 
-def _statistics(node: fx.Node) -> tuple[Wire, ...]:
+def _statistics(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return a gather of the ranks' means and variances. The conversion that follows the op reduces the gradient."""
-    return (Wire(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
+    return (KernelCollective(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
 
 
-def _expert_exchange(node: fx.Node) -> tuple[Wire, ...]:
+def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the all-to-alls of row counts, then of each token's row to its experts and back, and those of the gradients."""
     tokens, index = operands(node)[:2]
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))
     choices = float(shape_of(index)[-1])
     return (
-        Wire(index, Collective.ALL_TO_ALL, Collective.NONE, times=counts),
-        Wire(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
-        Wire(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
+        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, times=counts),
+        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
+        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
     )
 
 
-_TRAFFIC: dict[str, Callable[[fx.Node], tuple[Wire, ...]]] = {
+_TRAFFIC: dict[str, Callable[[fx.Node], tuple[KernelCollective, ...]]] = {
     "expert_exchange": _expert_exchange,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
     "loss_in_slices": lambda node: _vocabulary_loss(node, 2),

@@ -143,7 +143,7 @@ def initial_values(
             "init= writes values that all processes of a machine read",
             "under torchrun give folder=, where the program goes",
         )
-    ranks.after_first_of_machine(lambda: write_initial_values(model, init, seed, home))
+    ranks.after_local_rank_0(lambda: write_initial_values(model, init, seed, home))
     return (home if folder is None else Path(folder)).resolve() / INITIAL
 
 

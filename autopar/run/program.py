@@ -42,7 +42,7 @@ from autopar.run import remote
 from autopar.run.data import Data, import_path, sample_names, shareable_source
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import Processes, finalize_unless_forked
-from autopar.run.ranks import is_first_of_machine, is_rank_0
+from autopar.run.ranks import is_local_rank_0, is_rank_0
 from autopar.run.recipe import Optimizer, TrainingRecipe, recipe_for
 from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
@@ -110,7 +110,7 @@ class Program:
         draw_init: bool = _DEFAULT.draw_init,
     ) -> None:
         self.plan, self.folder = plan, Path(folder)
-        if type_check and is_first_of_machine():
+        if type_check and is_local_rank_0():
             check_program(self.folder)
         structure = None if graph is None else graph.structure
         assert structure is None or isinstance(structure, BatchStructure)

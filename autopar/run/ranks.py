@@ -24,7 +24,7 @@ def is_one_of_several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def is_first_of_machine() -> bool:
+def is_local_rank_0() -> bool:
     """Return whether this process has local rank 0, which writes and type-checks files for the other local ranks."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -35,13 +35,13 @@ def _new_store() -> dist.Store:
     return store
 
 
-def after_first_of_machine(work: Callable[[], None]) -> None:
+def after_local_rank_0(work: Callable[[], None]) -> None:
     """Call ``work`` in local rank 0; the machine's other ranks wait until it returns, and raise ``AutoparError`` if it raises."""
     if not is_one_of_several():
         return work()
     store = _new_store()
     key = f"autopar/machine/{len(_stores)}/{os.environ.get('GROUP_RANK', '0')}"
-    if is_first_of_machine():
+    if is_local_rank_0():
         failure = "the first process of this machine failed"
         try:
             work()

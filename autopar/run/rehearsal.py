@@ -145,7 +145,7 @@ def with_free_communication(cluster: Cluster) -> Cluster:
         between=None if cluster.between is None else FREE,
         collective_s=0.0,
         network=None,
-        wires=None,
+        collective_times=None,
         parts=tuple(with_free_communication(part) for part in cluster.parts),
     )
 

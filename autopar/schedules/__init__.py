@@ -96,9 +96,9 @@ class Schedule:
     def device(self) -> tuple[int, ...]:
         """The pipeline rank of each stage (of its first copy): the stages of each chunk take the ranks in ascending order; if the schedule
         is a V, every second chunk takes them in descending order."""
-        line = tuple(range(self.pipeline))
-        back = line[::-1] if self.name in V_SHAPED else line
-        return tuple(d for chunk in range(self.chunks) for d in (back if chunk % 2 else line))
+        ranks = tuple(range(self.pipeline))
+        back = ranks[::-1] if self.name in V_SHAPED else ranks
+        return tuple(d for chunk in range(self.chunks) for d in (back if chunk % 2 else ranks))
 
     @cached_property
     def _own(self) -> tuple[tuple[int, ...], ...]:
@@ -152,7 +152,7 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}", f"the schedules are {', '.join(SCHEDULES)}"
     if name in SEVERAL_STAGES and pipeline == 1:
-        return f"{name} is a schedule of pipelines, and there is one device in the line", "use pipeline 2 or more"
+        return f"{name} is a pipeline schedule, and the pipeline has one device", "use pipeline 2 or more"
     if name == INTERLEAVED and chunks == 1:
         return f"{name} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
     if name == CHIMERA and chunks != 1:

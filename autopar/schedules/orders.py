@@ -10,7 +10,7 @@ forward's result when both are done.
 
 Stage 0 runs both I and W, like the other stages: its I computes the gradients that its later layers pass to the earlier ones.
 
-In the functions of this module ``line`` is the number of pipeline ranks.
+In the functions of this module ``pp`` is the number of pipeline ranks.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def device_order(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 def device_groups(schedule: Schedule, rank: int) -> Iterator[Group]:
     """Yield the actions of ``device_order``, with overlapped pairs grouped."""
-    line, chunks, m = schedule.pipeline, schedule.chunks, schedule.microbatches
+    pp, chunks, m = schedule.pipeline, schedule.chunks, schedule.microbatches
     if schedule.name == DUALPIPE_V:
-        return _dualpipe(rank, line, m)
+        return _dualpipe(rank, pp, m)
     found: Iterator[Action]
     if schedule.name == CHIMERA:
-        found = _chimera(rank, line, m)
+        found = _chimera(rank, pp, m)
     elif schedule.name == ZERO_BUBBLE_V:
-        found = (action for action in _zbv(rank, line, max(2 * line - 1, m)) if action[2] < m)
+        found = (action for action in _zbv(rank, pp, max(2 * pp - 1, m)) if action[2] < m)
     elif schedule.name == ZERO_BUBBLE:
-        found = _zero_bubble(rank, line, chunks, m)
+        found = _zero_bubble(rank, pp, chunks, m)
     elif schedule.name == INTERLEAVED:
-        found = _interleaved(rank, line, chunks, m)
+        found = _interleaved(rank, pp, chunks, m)
     else:
         found = _plain(rank, warm_forwards(schedule, rank), m)
     return ((action,) for action in found)
@@ -67,44 +67,44 @@ def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
             yield "F", stage, warm + i
 
 
-def _round(line: int, microbatches: int) -> int:
+def _round(pp: int, microbatches: int) -> int:
     """Return how many microbatches go through a chunk before the next chunk starts: one per device, or more so that rounds are equal."""
-    return microbatches // max(1, microbatches // line)
+    return microbatches // max(1, microbatches // pp)
 
 
-def _rounds(line: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
+def _rounds(pp: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
     """Return the (chunk, microbatch) pairs of a device's forwards in order: each round of microbatches goes through every chunk."""
-    order, size = [], _round(line, microbatches)
+    order, size = [], _round(pp, microbatches)
     for start in range(0, microbatches, size):
         for chunk in range(chunks):
             order += [(chunk, i) for i in range(start, min(start + size, microbatches))]
     return order
 
 
-def _interleaved(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
+def _interleaved(rank: int, pp: int, chunks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of torch's ``ScheduleInterleaved1F1B``, which is also Megatron's schedule."""
-    forwards = _rounds(line, chunks, microbatches)
-    warm = min((chunks - 1) * _round(line, microbatches) + 2 * (line - 1 - rank), len(forwards))
+    forwards = _rounds(pp, chunks, microbatches)
+    warm = min((chunks - 1) * _round(pp, microbatches) + 2 * (pp - 1 - rank), len(forwards))
     for chunk, i in forwards[:warm]:
-        yield "F", chunk * line + rank, i
+        yield "F", chunk * pp + rank, i
     for k, (chunk, i) in enumerate(forwards):
         if warm + k < len(forwards):
             ahead, j = forwards[warm + k]
-            yield "F", ahead * line + rank, j
-        yield "B", (chunks - 1 - chunk) * line + rank, i
+            yield "F", ahead * pp + rank, j
+        yield "B", (chunks - 1 - chunk) * pp + rank, i
 
 
-def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterator[Action]:
+def _zero_bubble(rank: int, pp: int, chunks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of torch's ``ScheduleInterleavedZeroBubble``: each W runs ``rank`` backwards after its I."""
-    forwards = _rounds(line, chunks, microbatches)
-    backwards = [((chunks - 1 - chunk) * line + rank, i) for chunk, i in forwards]
-    warm = min((chunks - 1) * _round(line, microbatches) + line - 1 - rank, len(forwards))
+    forwards = _rounds(pp, chunks, microbatches)
+    backwards = [((chunks - 1 - chunk) * pp + rank, i) for chunk, i in forwards]
+    warm = min((chunks - 1) * _round(pp, microbatches) + pp - 1 - rank, len(forwards))
     for chunk, i in forwards[:warm]:
-        yield "F", chunk * line + rank, i
+        yield "F", chunk * pp + rank, i
     for k, backward in enumerate(backwards):
         if warm + k < len(forwards):
             ahead, j = forwards[warm + k]
-            yield "F", ahead * line + rank, j
+            yield "F", ahead * pp + rank, j
         yield "I", *backward
         if k >= rank:
             yield "W", *backwards[k - rank]
@@ -112,9 +112,9 @@ def _zero_bubble(rank: int, line: int, chunks: int, microbatches: int) -> Iterat
         yield "W", *backward
 
 
-def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
+def _zbv(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of torch's ``ScheduleZBVZeroBubble``, which needs ``2 line - 1`` microbatches: the caller drops surplus ones."""
-    first, second = rank, 2 * line - 1 - rank
+    first, second = rank, 2 * pp - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FIW" for stage in (first, second)), 0)
 
     def run(kinds: str, stage: int) -> Iterator[Action]:
@@ -122,12 +122,12 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
             yield kind, stage, count[kind, stage]
             count[kind, stage] += 1
 
-    for _ in range(2 * (line - rank) - 1):
+    for _ in range(2 * (pp - rank) - 1):
         yield from run("F", first)
     for _ in range(rank):
         yield from run("F", second)
         yield from run("F", first)
-    for _ in range(line - rank):
+    for _ in range(pp - rank):
         yield from run("FIW", second)
     while count["F", second] < count["F", first] or count["F", first] < microbatches:
         yield from run("FIW" if count["F", first] < microbatches else "IW", first)
@@ -135,36 +135,36 @@ def _zbv(rank: int, line: int, microbatches: int) -> Iterator[Action]:
     for _ in range(rank):
         yield from run("I", first)
         yield from run("I", second)
-    for _ in range(line - rank):
+    for _ in range(pp - rank):
         yield from run("IW", first)
     for stage in (second, first):
         while count["W", stage] < count["I", stage]:
             yield from run("W", stage)
 
 
-def _chimera(rank: int, line: int, microbatches: int) -> Iterator[Action]:
+def _chimera(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of Chimera's bidirectional pipelines: the first half of the microbatches goes down, the second half up.
 
     In each direction, forwards and backwards pass one stage in 3 time slots, and a microbatch begins every 6. A rank then has one slot in
-    6 for each direction's forward (3 slots apart, because ``line`` is even), and the two slots after it for that direction's backward. So
+    6 for each direction's forward (3 slots apart, because ``pp`` is even), and the two slots after it for that direction's backward. So
     no two actions of a rank share a slot, and the list has them in the order of their slots; at run time each begins as early as it can.
 
-    With ``line`` microbatches this is the paper's basic unit (section 3.1). With more, the paper concatenates units (section 3.5), which
+    With ``pp`` microbatches this is the paper's basic unit (section 3.1). With more, the paper concatenates units (section 3.5), which
     leaves bubbles between units if backwards are longer than forwards; here all microbatches run in one steady state, with as many in
-    flight. A device is idle for ``line - 2`` times the longer of a forward and a backward.
+    flight. A device is idle for ``pp - 2`` times the longer of a forward and a backward.
     """
     half = microbatches // 2
     slots: list[tuple[int, Action]] = []
-    for stage, first in ((rank, 0), (line - 1 - rank, half)):
+    for stage, first in ((rank, 0), (pp - 1 - rank, half)):
         for i in range(half):
             slots.append((6 * i + 3 * stage, ("F", stage, first + i)))
-            slots.append((6 * i + 3 * (2 * line - 2 - stage) + 1, ("B", stage, first + i)))
+            slots.append((6 * i + 3 * (2 * pp - 2 - stage) + 1, ("B", stage, first + i)))
     return (action for _, action in sorted(slots))
 
 
-def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
+def _dualpipe(rank: int, pp: int, microbatches: int) -> Iterator[Group]:
     """Yield the actions of torch's ``ScheduleDualPipeV``: DeepSeek's DualPipeV, whose source explains every step."""
-    first, second = rank, 2 * line - 1 - rank
+    first, second = rank, 2 * pp - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FB" for stage in (first, second)), 0)
     later: deque[tuple[int, int]] = deque()
 
@@ -179,30 +179,30 @@ def _dualpipe(rank: int, line: int, microbatches: int) -> Iterator[Group]:
         if later:
             yield (("W", *later.popleft()),)
 
-    for _ in range(2 * (line - rank - 1)):
+    for _ in range(2 * (pp - rank - 1)):
         yield (run("F", first),)
     for _ in range(rank + 1):
         yield (run("F", first),)
         yield (run("F", second),)
-    for _ in range(line - rank - 1):
+    for _ in range(pp - rank - 1):
         yield (run("I", second),)
         yield from weights()
         yield (run("F", second),)
-    for i in range(microbatches - 2 * line + rank + 1):
+    for i in range(microbatches - 2 * pp + rank + 1):
         pair = run("F", first), run("B", second)
-        if i == 0 and rank == line - 1:  # an overlapped pair would wait for itself here
+        if i == 0 and rank == pp - 1:  # an overlapped pair would wait for itself here
             yield from ((action,) for action in pair)
         else:
             yield pair
         yield run("F", second), run("B", first)
-    for _ in range(line - rank - 1):
+    for _ in range(pp - rank - 1):
         yield (run("B", second),)
         yield run("F", second), run("B", first)
     for i in range(rank + 1):  # backwards of the second half are split
         half = (rank + 1) // 2
         yield (run("I" if i > half or (i == half and rank % 2) else "B", second),)
         yield (run("I" if i >= half else "B", first),)
-    for _ in range(line - rank - 1):
+    for _ in range(pp - rank - 1):
         yield from weights()
         yield (run("I", first),)
     for _ in range(rank + 1):

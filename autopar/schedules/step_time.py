@@ -51,8 +51,8 @@ class _Program:
 
 @functools.lru_cache(maxsize=8)
 def _program(schedule: Schedule) -> _Program:
-    line, stages, microbatches = schedule.pipeline, schedule.stages, schedule.microbatches
-    groups = [list(device_groups(schedule, rank)) for rank in range(line)]
+    pp, stages, microbatches = schedule.pipeline, schedule.stages, schedule.microbatches
+    groups = [list(device_groups(schedule, rank)) for rank in range(pp)]
     device = [*schedule.device, -1]
     slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
     # the action after which a result has been sent: rows 0 to stages - 1 are for forwards, the following rows for backwards
@@ -61,9 +61,9 @@ def _program(schedule: Schedule) -> _Program:
     source = {("F", s): sent[s - 1] if s else nothing for s in range(stages)}
     source |= {(k, s): sent[stages + s + 1] if s < stages - 1 else nothing for s in range(stages) for k in "BI"}
     source |= {("W", s): nothing for s in range(stages)}
-    last, at = [-1] * line, [0] * line
+    last, at = [-1] * pp, [0] * pp
     found = _Program([], [], last)
-    waiting = list(range(line))
+    waiting = list(range(pp))
     while waiting:
         moved = False
         for rank in waiting:
@@ -239,22 +239,22 @@ def textbook_paths(schedule: Schedule) -> Array:
     """
     if schedule.split:
         return _split_paths(schedule)
-    stages, m, line = schedule.stages, schedule.microbatches, schedule.pipeline
+    stages, m, pp = schedule.stages, schedule.microbatches, schedule.pipeline
     before = np.array(peak_counts(schedule).in_flight)
     late = [d for d, more in enumerate(repeats(schedule)) if more]
-    forwards, backwards = np.zeros((2, 2 * line + len(late), stages))
-    for d in range(line):
+    forwards, backwards = np.zeros((2, 2 * pp + len(late), stages))
+    for d in range(pp):
         own = np.array(schedule.own(d))
         forwards[d, : own[0]] = backwards[d, : own[0]] = 1
         forwards[d, own] = backwards[d, own] = m // schedule.copies
         if schedule.copies > 1:
             continue
-        at = line + d
+        at = pp + d
         forwards[at] = 1
         forwards[at, own] += m - before[own]
-        backwards[at, :d] = backwards[at, stages - line + d + 1 :] = 1
+        backwards[at, :d] = backwards[at, stages - pp + d + 1 :] = 1
         backwards[at, own] = m
-    for at, d in enumerate(late, 2 * line):
+    for at, d in enumerate(late, 2 * pp):
         forwards[at] = 1
         forwards[at, d] += m - before[d]
         forwards[at, d + 1 :] = 2

@@ -16,18 +16,18 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
 
     Bisection over the maximum load: stages are filled one after the other, up to the load that their device may have so far.
     """
-    stages, line, count = len(device), len(shares), len(shares[0]) - 1
-    chunks = stages // line
+    stages, pp, count = len(device), len(shares), len(shares[0]) - 1
+    chunks = stages // pp
     sums = [share.tolist() for share in shares]
-    average = sum(share[-1] for share in sums) / line**2
+    average = sum(share[-1] for share in sums) / pp**2
     even = 1 / sum(1 / max(share[-1], 1e-300) for share in sums)  # each device's load if layers could be divided
     largest = max(max(np.diff(share)) for share in shares)
     best: tuple[float, tuple[int, ...]] = (np.inf, ())
 
     def attempt(limit: float, slack: float) -> tuple[float, tuple[int, ...]]:
-        bounds, loads = [0], [0.0] * line
+        bounds, loads = [0], [0.0] * pp
         for s in range(stages - 1):
-            chunk, d = s // line, device[s]
+            chunk, d = s // pp, device[s]
             at, share = bounds[-1], sums[d]
             until = min(limit, limit * (chunk + 1) / chunks + slack) - loads[d]
             stop = bisect_right(share, share[at] + until * (1 + 1e-9)) - 1
@@ -54,10 +54,10 @@ def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order
     If all devices have their extra layer in the same chunk, no device waits for another. ``ends``: whether the first and the last layer are
     of other kinds, so that their stages need no further layer.
     """
-    line = len(layers)
-    sizes = np.zeros((chunks, line), dtype=np.int64)
+    pp = len(layers)
+    sizes = np.zeros((chunks, pp), dtype=np.int64)
     for d, count in enumerate(layers):
-        extra = [d == 0 and ends[0], d == line - 1 and ends[1]]
+        extra = [d == 0 and ends[0], d == pp - 1 and ends[1]]
         least, rest = divmod(max(count - sum(extra), 0), chunks)
         sizes[:, d] = least
         last_first = order if not extra[0] or least else [chunk for chunk in order if chunk] + [0]

@@ -49,7 +49,7 @@ from autopar.search.problem import (
     in_every_order,
     meshes,
     no_copies_error,
-    with_smaller_bubbles,
+    under_other_schedules,
 )
 from autopar.search.state import State
 from autopar.search.steps import advance, decided, may_segment, proved_infeasible, segmented
@@ -367,7 +367,7 @@ def _try_segments_where_infeasible(state: State) -> bool:
 
 def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
     """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or with uneven ones
-    (``with_smaller_bubbles``).
+    (``under_other_schedules``).
 
     Schedules that split backward passes don't compile layers: they are tried if layers are eager in any case, or in models of at most
     ``SMALL_LAYERS`` layers (``state``), provided that activations stay on the device.
@@ -380,10 +380,10 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
 
 
 def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
-    """Return ``with_smaller_bubbles`` of a configuration; nothing if a pin decides the schedule or the chunks."""
+    """Return ``under_other_schedules`` of a configuration; nothing if a pin decides the schedule or the chunks."""
     if not _leaves_schedules(state.options):
         return []
-    return [tuple(group) for group in with_smaller_bubbles(choice, len(state.prices.pins), state.may_split, even)]
+    return [tuple(group) for group in under_other_schedules(choice, len(state.prices.pins), state.may_split, even)]
 
 
 @dataclass(order=True)

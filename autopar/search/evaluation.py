@@ -311,7 +311,9 @@ def make_plan(
         gpus_per_node=cluster.node_size,
     )
     return (
-        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.unwritten}")) if plan.unwritten else plan
+        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
+        if plan.price_only
+        else plan
     )
 
 

@@ -74,7 +74,7 @@ class Prices:
         self._options = for_sequence(options, graph.tokens // graph.batch_size)
         self._border = _borders(graph)
         self._transfers: dict[Devices, TransferTimes] = {}
-        self._lines: dict[int, StagePlaces] = {}
+        self._places_of: dict[int, StagePlaces] = {}
         self._interleaved: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
         self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
             None
@@ -103,25 +103,25 @@ class Prices:
         schedule = choice.schedule
         key = schedule.pipeline, schedule.device
         if key not in self._interleaved:
-            line = self._line(schedule.pipeline)
+            places = self._places(schedule.pipeline)
             self._interleaved[key] = replace(
-                line,
-                place=tuple(line.place[d] for d in schedule.device),
-                link=tuple(None if link is None else line.link[link] for link in schedule.links),
-                limit=tuple(line.limit[d] for d in schedule.device),
+                places,
+                place=tuple(places.place[d] for d in schedule.device),
+                link=tuple(None if link is None else places.link[link] for link in schedule.links),
+                limit=tuple(places.limit[d] for d in schedule.device),
             )
         return self._interleaved[key]
 
-    def _line(self, pipeline: int) -> StagePlaces:
+    def _places(self, pipeline: int) -> StagePlaces:
         """Return the devices of a pipeline with one stage per device, and the links between them."""
-        if pipeline not in self._lines:
+        if pipeline not in self._places_of:
             stages, borders = self._cluster.stages(pipeline), self._cluster.borders(pipeline)
             places, links = list(dict.fromkeys(stages)), list(dict.fromkeys(borders))
             for view in {*places, *links}:
                 if view not in self._transfers:
                     self._transfers[view] = TransferTimes(self._border, self._pricer.on(view))
             given = self._options.memory_limit_bytes
-            self._lines[pipeline] = StagePlaces(
+            self._places_of[pipeline] = StagePlaces(
                 tuple(places.index(view) for view in stages),
                 tuple(links.index(view) for view in borders),
                 tuple(float(given or view.memory_limit_bytes) for view in stages),
@@ -130,14 +130,14 @@ class Prices:
                 tuple(self._transfers[view] for view in places),
                 tuple(self._transfers[view] for view in links),
             )
-            self._shared.pricers.extend(self._lines[pipeline].pricers)
-        return self._lines[pipeline]
+            self._shared.pricers.extend(self._places_of[pipeline].pricers)
+        return self._places_of[pipeline]
 
     def least_time_s(self, choice: Choice) -> Array | None:
         """Return for each layer a lower bound of the seconds of one microbatch, forward plus backward, on any device; ``None`` if some
         layer has no candidate. This takes far less time than the tables."""
         found: dict[tuple[str, LayerPins], float] = {}
-        pricers, m = self._line(choice.schedule.pipeline).pricers, choice.schedule.microbatches
+        pricers, m = self._places(choice.schedule.pipeline).pricers, choice.schedule.microbatches
         for i, layer in enumerate(self._graph.layers):
             kind = layer.cls, self.pins[i]
             if kind not in found:
@@ -194,11 +194,14 @@ class Prices:
     def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
         """Return the table of a layer's candidates; ``None`` if none has a price. Layers of the same class with equal pins share it."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
-        pricers, every = self._line(choice.schedule.pipeline).pricers, self._listed(self._candidates_of(layer, choice))
+        pricers, every = (
+            self._places(choice.schedule.pipeline).pricers,
+            self._listed(self._candidates_of(layer, choice)),
+        )
         # decisions for tied layers cover roles and ZeRO stage, not copies
         copies = not tied or pins.replicate is not None
         # pricers and candidates live as long as the tables, so ids are unique; pins with equal candidates share a table
-        refused, limit = self._refused(cls), max(self._line(choice.schedule.pipeline).limit)
+        refused, limit = self._refused(cls), max(self._places(choice.schedule.pipeline).limit)
         least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
         key = (cls, id(every), choice.mesh, m, tied, copies, choice.schedule.split, *least.values(), *map(id, pricers))
         tables = self._shared.tables
@@ -221,7 +224,7 @@ class Prices:
         if strategy.options[technique] == technique.default:
             return False
         plain, m = strategy.but(**{technique.name: technique.default}), choice.schedule.microbatches
-        pricers = self._line(choice.schedule.pipeline).pricers
+        pricers = self._places(choice.schedule.pipeline).pricers
         return all(_takes(pricer.layer(cls, choice.mesh, plain, m), most) for pricer in pricers)
 
     def chain(self, layer: int) -> int:

@@ -512,7 +512,7 @@ def no_copies_error(schedule: str) -> UsageError:
     )
 
 
-def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
+def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
     """Return the configuration with schedules that have smaller bubbles: a list for each schedule, fewest stages per device first. Pins of
     schedule and chunks are not checked; ``split``: whether backwards may be split.
 
@@ -521,13 +521,13 @@ def with_smaller_bubbles(choice: Choice, layers: int, split: bool, even: bool) -
     are fast: no bound shows how long a microbatch waits for the longest stages, and a single one is only faster if memory is balanced
     better.
     """
-    line, m = choice.schedule.pipeline, choice.schedule.microbatches
-    if line == 1:
+    pp, m = choice.schedule.pipeline, choice.schedule.microbatches
+    if pp == 1:
         return []
     found = [
         [
             replace(choice, schedule=schedule)
-            for schedule in schedules(layers, line, m, name, None)
+            for schedule in schedules(layers, pp, m, name, None)
             if (m > 1 and abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2) is even
         ]
         for name in (INTERLEAVED, *(SPLIT if split else ()))

@@ -56,7 +56,7 @@ FUSED_SHARE = 0.2
 COLLECTIVE_SHARE = 0.02
 CONVERSION_SHARE = 1e-6
 
-_WIRE_FACTOR = {
+_SENT_SHARE = {
     Collective.NONE: 0.0,
     Collective.LOCAL: 0.0,
     Collective.ALL_REDUCE: 2 * (REFERENCE_AXIS - 1) / REFERENCE_AXIS,
@@ -187,12 +187,15 @@ class Problem:
             return math.inf
         if name not in self._weights and not converts(self.role, source, target, tuple(value.shape)):
             return math.inf
-        wires = [pair[0], pair[1]] if self._flow[name] else [pair[0]]
+        collectives = [pair[0], pair[1]] if self._flow[name] else [pair[0]]
         row = 1.0 if name in self._weights else self._row
         seconds = (
-            sum(_WIRE_FACTOR[wire] for wire in wires) * row * _bytes(self.nodes[name]) / REFERENCE_LINK_BYTES_PER_S
+            sum(_SENT_SHARE[collective] for collective in collectives)
+            * row
+            * _bytes(self.nodes[name])
+            / REFERENCE_LINK_BYTES_PER_S
         )
-        waits = sum(_WIRE_FACTOR[wire] > 0 for wire in wires) + (target == P and source != P)
+        waits = sum(_SENT_SHARE[collective] > 0 for collective in collectives) + (target == P and source != P)
         return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
 
     def objective(self, chosen: dict[str, int]) -> float:
@@ -216,7 +219,7 @@ class Problem:
             found = tuple(option for option in found if option.kernel is None)
         weights = tuple(operand.name in self._weights for operand in operands(node))
         found = tuple(option for option in found if admits(self.role, option, weights))
-        return [option for option in found if self._whole(node, option) and self._plays(node, option)]
+        return [option for option in found if self._divides(node, option) and self._role_allows(node, option)]
 
     def _from_weights(self) -> set[str]:
         """Return the values that depend only on parameters. Roles with unsharded parameters don't slice them: to gather what they multiply
@@ -227,7 +230,7 @@ class Problem:
                 found.add(node.name)
         return found
 
-    def _plays(self, node: fx.Node, option: Candidate) -> bool:
+    def _role_allows(self, node: fx.Node, option: Candidate) -> bool:
         """Return whether the role allows this kind of option.
 
         Attention rotates keys and values under ``RING`` always, and under no other role. Under ``ULYSSES``, attention is sharded by heads.
@@ -249,7 +252,7 @@ class Problem:
         """Return whether the axis's size divides the dim that this type shards, or the dim may be padded."""
         return t.dim is None or shape[t.dim] % self.size == 0 or (name, t.dim) in self._padding.groups
 
-    def _whole(self, node: fx.Node, option: Candidate) -> bool:
+    def _divides(self, node: fx.Node, option: Candidate) -> bool:
         """Return whether the axis's size divides the letter that the option shards, or its dims may be padded."""
         if option.letter is None or option.extent % self.size == 0:
             return True
@@ -310,10 +313,10 @@ class Problem:
         if option.letter is not None:
             seconds *= self._growth(node.name, option) / REFERENCE_AXIS
         if option.kernel is not None:
-            for wire in kernel_traffic(option.kernel, node):
-                backward = wire.backward if self._flow[node.name] else Collective.NONE
-                share = _WIRE_FACTOR[wire.forward] + _WIRE_FACTOR[backward]
-                seconds += share * wire.bytes() / REFERENCE_LINK_BYTES_PER_S
+            for collective in kernel_traffic(option.kernel, node):
+                backward = collective.backward if self._flow[node.name] else Collective.NONE
+                share = _SENT_SHARE[collective.forward] + _SENT_SHARE[backward]
+                seconds += share * collective.bytes() / REFERENCE_LINK_BYTES_PER_S
         # Sequence parallelism is meant to save activation memory. To gather before a norm sends as many bytes as to gather after it, so
         # only a cost of replicated activations, here as much per byte as a parameter's, makes the latter cheaper.
         if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):

@@ -39,7 +39,6 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if order != list(range(value.dim())):
             x = add(node, aten.permute.default, (x, order))
         replace(node, add(node, kernels.strided, (x, size, stride)))
-        gm.graph.erase_node(node)
     return gm
 
 

@@ -86,7 +86,7 @@ def test_data_parallelism_has_nothing_to_start_early() -> None:
 def test_on_cpus_nothing_is_hidden_unless_it_was_measured() -> None:
     cluster = parse("8")
     assert cluster.kind == "cpu"
-    blind = dataclasses.replace(cluster, wires=None)
+    blind = dataclasses.replace(cluster, collective_times=None)
     assert block("tensor", blind).backward_s == block("none", blind).backward_s
 
 

@@ -76,11 +76,15 @@ def test_curves_interpolate_in_the_logarithms_and_go_on():
 
 
 def test_meetings_wait_for_the_slowest_member(tmp_path):
-    wires = parse(2, calibration=written(tmp_path, calibration())).wires
-    assert wires is not None
-    assert wires.wait_s((2,), 0.25) == pytest.approx(0.02) and wires.wait_s((2,), 1.0) == pytest.approx(0.04)
-    assert wires.wait_s((2,) * 4, 1.0) == pytest.approx(4 * 0.02), "four meetings after a quarter of a second each"
-    assert wires.wait_s((), 1.0) == wires.wait_s((4,), 1.0) == 0.0
+    collective_times = parse(2, calibration=written(tmp_path, calibration())).collective_times
+    assert collective_times is not None
+    assert collective_times.wait_s((2,), 0.25) == pytest.approx(0.02) and collective_times.wait_s(
+        (2,), 1.0
+    ) == pytest.approx(0.04)
+    assert collective_times.wait_s((2,) * 4, 1.0) == pytest.approx(4 * 0.02), (
+        "four meetings after a quarter of a second each"
+    )
+    assert collective_times.wait_s((), 1.0) == collective_times.wait_s((4,), 1.0) == 0.0
 
 
 def test_the_file_reads_back(tmp_path):
@@ -120,14 +124,14 @@ def test_the_search_is_asked_with_what_was_measured(tmp_path):
 def test_the_default_place(tmp_path, monkeypatch):
     path = written(tmp_path, calibration())
     monkeypatch.setenv(VARIABLE, str(path))
-    assert parse(2).wires is not None
-    assert parse(3).wires is None and "not with 3" in parse(3).notes[0]
-    assert parse("8xH100-80GB").wires is None
+    assert parse(2).collective_times is not None
+    assert parse(3).collective_times is None and "not with 3" in parse(3).notes[0]
+    assert parse("8xH100-80GB").collective_times is None
     monkeypatch.setenv(VARIABLE, "")
-    assert default_path() is None and parse(2).wires is None
+    assert default_path() is None and parse(2).collective_times is None
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path() == tmp_path / "autopar" / "calibration.json" and parse(2).wires is None
+    assert default_path() == tmp_path / "autopar" / "calibration.json" and parse(2).collective_times is None
 
 
 @pytest.mark.parametrize(

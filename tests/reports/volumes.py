@@ -16,7 +16,7 @@ from places import EVIDENCE
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.checks.collectives import Exchange, check_collectives, exchanges
+from autopar.checks.collectives import IssuedCollective, check_collectives, exchanges
 from autopar.graph import Graph
 from autopar.plan import Axis
 from autopar.search.manual import grid_mesh, make_mesh, manual_plan
@@ -164,7 +164,7 @@ class Volume:
     collectives: int
 
 
-def sent(one: Exchange, sizes: dict[str, int]) -> Fraction:
+def sent(one: IssuedCollective, sizes: dict[str, int]) -> Fraction:
     """Elements (of float32) that one device sends in a collective, by its bandwidth-optimal algorithm."""
     n = 1
     for axis in one.axes:

@@ -91,7 +91,7 @@ def test_paths_are_lower_bounds(schedule: Schedule) -> None:
     ("schedule", "message"),
     [
         (Schedule(CHIMERA, 3, 4), "pairs of devices with the same two stages"),
-        (Schedule(CHIMERA, 1, 4), "one device in the line"),
+        (Schedule(CHIMERA, 1, 4), "the pipeline has one device"),
         (Schedule(CHIMERA, 4, 3), "half of the microbatches in each direction"),
         (Schedule(CHIMERA, 4, 4, 2), "two stages on each device, one for each direction"),
     ],

@@ -97,11 +97,11 @@ def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
     ("options", "message"),
     [
         ({"schedule": "interleaved-1f1b", "pipeline": 2}, "several stages on each device"),
-        ({"schedule": "interleaved-1f1b", "chunks": 2}, "one device in the line"),
+        ({"schedule": "interleaved-1f1b", "chunks": 2}, "the pipeline has one device"),
         ({"schedule": "1f1b", "pipeline": 2, "chunks": 2, "microbatches": 2}, "one stage on each device"),
         ({"pipeline": 2, "chunks": 2, "microbatches": 5}, "rounds of 2 microbatches"),
         ({"schedule": "zbv", "pipeline": 2, "microbatches": 4}, "two stages on each device, and chunks is 1"),
-        ({"schedule": "zero-bubble", "chunks": 2}, "one device in the line"),
+        ({"schedule": "zero-bubble", "chunks": 2}, "the pipeline has one device"),
         ({"schedule": "zero-bubble", "pipeline": 2, "chunks": 2, "microbatches": 5}, "rounds of 2 microbatches"),
         ({"schedule": "dualpipev", "pipeline": 2, "chunks": 2, "microbatches": 3}, "over 4 stages needs a microbatch"),
         ({"pipeline": 4, "chunks": 2}, "6 layers cannot be cut into 8"),

@@ -147,7 +147,7 @@ def test_bounds_and_solutions_against_every_plan() -> None:
     ("options", "message"),
     [
         ({"pipeline": 4, "microbatches": 1}, "half of the microbatches in each direction"),
-        ({"pipeline": 1}, "one device in the line"),
+        ({"pipeline": 1}, "the pipeline has one device"),
         ({"pipeline": 4, "chunks": 2}, "one for each direction, and chunks is 2"),
     ],
 )

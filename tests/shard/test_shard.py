@@ -313,8 +313,8 @@ def test_the_tensor_layout_of_llama_is_megatrons(llama7b: Graph, size: int) -> N
     """arXiv:1909.08053, figure 4: f and g around attention and around the MLP."""
     types = solve(class_of(llama7b, 1), Role.TENSOR, size)
     assert types is not None and types.outputs == (I,)
-    wires = Counter(layer_conversions(class_of(llama7b, 1), types))
-    assert wires == {"forward all_reduce": 2, "backward all_reduce": 2}
+    collectives = Counter(layer_conversions(class_of(llama7b, 1), types))
+    assert collectives == {"forward all_reduce": 2, "backward all_reduce": 2}
     assert parameter_types(class_of(llama7b, 1), types) == COLUMN_AND_ROW
 
 

@@ -35,16 +35,16 @@ def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = No
     """
     if not schedule.interleaved:
         return _one_stage(schedule, time)
-    line, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
-    work = max((float(time.sum()) + sent_s) / line, float(time.max()) / copies)
+    pp, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
+    work = max((float(time.sum()) + sent_s) / pp, float(time.max()) / copies)
     # a microbatch passes all layers forward, then backward: with few microbatches this is the longest path
     passed = 0.0 if schedule.split else float(time.sum())
     if fill_s is None:
         return max(m * work, passed)
     # a device whose first stage is s begins after at least s layers, because each stage has at least one layer
-    begins = np.array([schedule.own(d)[0] for d in range(line)])
-    later = (begins[:, None] > np.arange(line - 1)).sum(axis=0)
-    return max(m * work + float((later * fill_s[: line - 1]).sum()) / line, passed)
+    begins = np.array([schedule.own(d)[0] for d in range(pp)])
+    later = (begins[:, None] > np.arange(pp - 1)).sum(axis=0)
+    return max(m * work + float((later * fill_s[: pp - 1]).sum()) / pp, passed)
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:

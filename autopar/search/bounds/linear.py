@@ -99,12 +99,12 @@ class _Lagrangian:
 
     def __init__(self, instance: Instance) -> None:
         schedule = instance.schedule
-        self.instance, self.line, self.stages = instance, schedule.pipeline, schedule.stages
+        self.instance, self.pp, self.stages = instance, schedule.pipeline, schedule.stages
         self.paths = textbook_paths(schedule)  # [part, path, stage]
         self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
         self.device = instance.device
         least = float(instance.least("transient").min())
-        self.room = np.array([space(instance, d) for d in range(self.line)])
+        self.room = np.array([space(instance, d) for d in range(self.pp)])
         # for the stage that runs when a device's memory peaks: its maximum transient is at least the mean of its layers' transients
         self.transient = np.zeros(self.stages)
         self.transient[list(peak_counts(schedule).running)] = 1 / (instance.layers - self.stages + 1)
@@ -134,9 +134,9 @@ class _Lagrangian:
     def first(self) -> float:
         """Return the bound with equal multipliers of all textbook paths, and multipliers of memory if it binds; ``inf`` if all devices
         together lack memory."""
-        nothing, even = np.zeros(self.line), np.full(self.line, 1 / self.line)
+        nothing, even = np.zeros(self.pp), np.full(self.pp, 1 / self.pp)
         mean = self.paths.mean(axis=1)
-        none = Multipliers(np.zeros_like(mean), nothing, np.ones(self.line), nothing, 0.0)
+        none = Multipliers(np.zeros_like(mean), nothing, np.ones(self.pp), nothing, 0.0)
         if (self.room <= 0).any() or self.value(none)[0] > 0:
             return np.inf
         best, bounds, pick = self.value(Multipliers(mean, even, nothing, nothing, 0.0))
@@ -147,7 +147,7 @@ class _Lagrangian:
 
     def ladder(self, value_s: float) -> Array:
         """Return the prices of bytes to try, ``[number, device]``, in a configuration of about ``value_s`` seconds."""
-        return np.outer(LADDER * value_s / float(self.room.mean()), np.ones(self.line))
+        return np.outer(LADDER * value_s / float(self.room.mean()), np.ones(self.pp))
 
     def value(self, by: Multipliers) -> tuple[float, Indices, Indices]:
         """Return the minimum value, its cuts, and the candidate of each kind on each stage, ``[stage, kind]``."""
@@ -178,7 +178,7 @@ class _Lagrangian:
 
     def used(self, bounds: Indices, pick: Indices) -> Array:
         """Return the live bytes of each device with these cuts and candidates."""
-        found = np.zeros(self.line)
+        found = np.zeros(self.pp)
         for s, kind, layers in self._stages(bounds):
             found[self.device[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
         return found
@@ -187,7 +187,7 @@ class _Lagrangian:
         """Return cuts that give all devices about equal work."""
         least = [
             np.array([float(table.time.min()) for table in self.instance.at(place)])[self.instance.kind]
-            for place in self.instance.layout.place[: self.line]
+            for place in self.instance.layout.place[: self.pp]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in least]
         return np.array(balanced_cuts(sums, self.instance.schedule.device))
@@ -297,15 +297,15 @@ class _Program:
         self.infinity = self.solver.infinity()
         self.total, self.step = self._variable(), self._variable()
         self.solver.Minimize(self.total + self.step)
-        line, stages, runs = lagrangian.line, lagrangian.stages, lagrangian.instance.runs
+        pp, stages, runs = lagrangian.pp, lagrangian.stages, lagrangian.instance.runs
         self.seconds = [[self._variable() for _ in range(stages)] for _ in lagrangian.send]
         self.spent = [
             [self._row({variable: 1.0}, at_least=float(sent) / scale_s) for variable, sent in zip(*each, strict=True)]
             for each in zip(self.seconds, lagrangian.send, strict=True)
         ]
-        self.once = [self._row({self.step: 1.0}, at_least=0.0) for _ in range(line)]
+        self.once = [self._row({self.step: 1.0}, at_least=0.0) for _ in range(pp)]
         # memory beyond the limit costs time, so that a solution always exists
-        self.memory = [self._row({self._variable(cost=100.0): -1.0}, at_most=1.0) for _ in range(line)]
+        self.memory = [self._row({self._variable(cost=100.0): -1.0}, at_most=1.0) for _ in range(pp)]
         self.layers = [[self._variable(number) for _, _, number in runs] for _ in range(stages)]
         self.kinds = sorted({kind for kind, _, _ in runs})
         self.split = {
@@ -319,7 +319,7 @@ class _Program:
         self.paths: list[Array] = []
         for path in lagrangian.paths.transpose(1, 0, 2):
             self.add_path(path)
-        nothing, even = np.zeros(line), np.full(line, 1 / line)
+        nothing, even = np.zeros(pp), np.full(pp, 1 / pp)
         for price in (nothing, *lagrangian.ladder(scale_s)):
             by = Multipliers(lagrangian.paths.mean(axis=1), even, price, nothing, 0.0)
             self.admit(lagrangian.value(by)[2])
@@ -404,7 +404,7 @@ class _Program:
                     yield layers
 
     def _add_whole(self, whole: WholeLayers) -> None:
-        for d in range(self.of.line):
+        for d in range(self.of.pp):
             low, high = float(whole.fewest[d]), float(whole.most[d])
             self.counts.append(self._row(dict.fromkeys(self._common(d), 1.0), low, high))
         for work in whole.work:
@@ -440,7 +440,7 @@ class _Program:
         once = once * left / once.sum() if once.sum() > 0 else np.full(len(once), left / len(once))
         seconds = np.tensordot(paths, np.array(self.paths), axes=1)
         memory = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.of.room
-        layer, constant = np.zeros(self.of.line), 0.0
+        layer, constant = np.zeros(self.of.pp), 0.0
         if self.whole is not None:
             layer = -np.array([row.dual_value() for row in self.counts]) * self.scale_s
             constant -= float(np.where(layer > 0, layer * self.whole.most, layer * self.whole.fewest).sum())

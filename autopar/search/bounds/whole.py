@@ -56,17 +56,17 @@ class WholeLayers:
 def whole_layers(instance: Instance, cutoff_s: float) -> WholeLayers | None:
     """Return bounds that hold in all plans that take less than ``cutoff_s``; ``None`` if there are no such plans."""
     schedule = instance.schedule
-    line, frequent = schedule.pipeline, np.bincount(instance.kind)
+    pp, frequent = schedule.pipeline, np.bincount(instance.kind)
     count = int(frequent.max())
-    if count > MANY * line:
-        return WholeLayers(np.zeros(line), np.full(line, float(count)), ())
+    if count > MANY * pp:
+        return WholeLayers(np.zeros(pp), np.full(pp, float(count)), ())
     paths = textbook_paths(schedule).transpose(1, 0, 2)
-    average, tried = count // line, -(-count // line) + MORE
-    devices = [_Device(instance, d, int(frequent.argmax())) for d in range(line)]
+    average, tried = count // pp, -(-count // pp) + MORE
+    devices = [_Device(instance, d, int(frequent.argmax())) for d in range(pp)]
     found = []
     for device in devices:
         most, works = tried, []
-        for path in _paths_to(paths, schedule.split, device.number, line):
+        for path in _paths_to(paths, schedule.split, device.number, pp):
             most, work = device.least_work(path, max(average - 1, 0), most, cutoff_s)
             if most < 0:
                 return None
@@ -86,9 +86,9 @@ def whole_layers(instance: Instance, cutoff_s: float) -> WholeLayers | None:
     return WholeLayers(fewest, limits, tuple(lines))
 
 
-def _paths_to(paths: Array, split: bool, device: int, line: int) -> Array:
+def _paths_to(paths: Array, split: bool, device: int, pp: int) -> Array:
     """Return the ``textbook_paths`` to the end of a device, ``[path, part, stage]``."""
-    return paths[4 * device : 4 * device + 4] if split else paths[[device, line + device]]
+    return paths[4 * device : 4 * device + 4] if split else paths[[device, pp + device]]
 
 
 def _below(first: int, values: Array) -> list[tuple[float, float]]:

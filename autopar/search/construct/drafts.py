@@ -117,8 +117,8 @@ class _Tries:
 def _picks(instance: Instance) -> list[_Pick]:
     """Return for each mode the fastest candidates, and the fastest that together fit on the devices; sorted by estimate."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
-    n, q, line = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
-    room, copies = float(sum(instance.layout.limit[:line])), instance.schedule.copies
+    n, q, pp = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
+    room, copies = float(sum(instance.layout.limit[:pp])), instance.schedule.copies
     found = []
     for mode in modes_of(instance):
         seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, mode.allowed, strict=True)]

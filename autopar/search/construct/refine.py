@@ -122,13 +122,13 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
 
 def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """Choose the candidates of every device's layers for these cuts; return ``None`` if none are found that fit."""
-    line, kind = instance.schedule.pipeline, instance.kind
+    pp, kind = instance.schedule.pipeline, instance.kind
     border = instance.layout.resharding[0].border
-    rooms, moments = [1.0] * line, first_moments(instance)
+    rooms, moments = [1.0] * pp, first_moments(instance)
     seen = [[moment] for moment in moments]
     for _ in range(TRIES):
         pick = [0] * instance.layers
-        for d in range(line):
+        for d in range(pp):
             own = instance.schedule.own(d)
             if instance.schedule.device[own[0]] != d:
                 continue  # an earlier device has the same stages
