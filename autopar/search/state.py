@@ -94,8 +94,8 @@ class State:
     uneven: bool = False  # whether these were also opened with uneven stages
     sequences: bool = False  # whether sequence parallelism in all layers was opened
     wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
-    early_s: dict[Choice, float] = field(default_factory=dict)
-    """Seconds of the best early solution with any number of chunks, by ``Choice.without_chunks``."""
+    early_s: dict[Choice, dict[int, float]] = field(default_factory=dict)
+    """Seconds of early solutions, by ``Choice.without_chunks`` and the number of chunks."""
     too_large: int = 0  # configurations with several stages per device, too large for label setting (``exact``)
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
     """Seconds of each layer's arithmetic per step, shared by all devices at the fastest rate in any price: the bound of configurations

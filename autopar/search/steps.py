@@ -18,6 +18,7 @@ from autopar.search.construct.candidates import tied_cost
 from autopar.search.construct.drafts import construct
 from autopar.search.exact import TooManyLabelsError, solve_labels
 from autopar.search.minimum_memory import least_memory
+from autopar.search.problem import Choice
 from autopar.search.state import SearchNode, State
 from autopar.search.tables import Instance
 
@@ -32,7 +33,8 @@ MARGIN = 0.15
 this far below the incumbent makes an early solution worthwhile (``_first``)."""
 
 HOPEFUL = 0.05
-"""Maximum relative distance from the incumbent of the best early solution with which other numbers of chunks are tried early, too."""
+"""Maximum relative distance from the incumbent of an early solution after which other numbers of chunks are tried early, too
+(``_is_hopeful``)."""
 
 WASTED = 0.1
 """The share of the time limit for early solutions that do not improve the incumbent; after it, better bounds come first."""
@@ -135,17 +137,28 @@ def _linear(state: State, node: SearchNode) -> None:
 
 def _first(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
-    incumbent discards other configurations, and is worth more than a better bound. Don't if the best solution with other numbers of
-    chunks is far above the incumbent, nor after too many solutions without improvement."""
+    incumbent discards other configurations, and is worth more than a better bound. Don't if other numbers of chunks gave little hope, nor
+    after too many solutions without improvement."""
     bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
-    group = node.instance.choice.without_chunks
-    hopeful = state.early_s.get(group, 0.0) < (1 + HOPEFUL) * known_s
+    choice = node.instance.choice
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
-    if far and hopeful and state.wasted_s < WASTED * state.options.time_limit_s:
+    if far and _is_hopeful(state, choice) and state.wasted_s < WASTED * state.options.time_limit_s:
         started = time.monotonic()
-        state.early_s[group] = min(_find_solution(state, node.instance), state.early_s.get(group, np.inf))
+        state.early_s.setdefault(choice.without_chunks, {})[choice.schedule.chunks] = _find_solution(
+            state, node.instance
+        )
         state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
+
+
+def _is_hopeful(state: State, choice: Choice) -> bool:
+    """Return whether no early solution with another number of chunks is known, or one is close to the incumbent, or to the early solution
+    of the incumbent's configuration with as many chunks."""
+    own, best_s = state.early_s.get(choice.without_chunks, {}), dict[int, float]()
+    if state.best is not None:
+        best_s = state.early_s.get(state.best[0].choice.without_chunks, {})
+    limit = 1 + HOPEFUL
+    return not own or any(s < limit * max(state.step_s, best_s.get(chunks, 0.0)) for chunks, s in own.items())
 
 
 def _construct(state: State, node: SearchNode) -> None:
