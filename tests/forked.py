@@ -85,6 +85,7 @@ class _Server:
     """The process that has imported everything, seen from the tests."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # programs may start in several threads of a test
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -98,13 +99,14 @@ class _Server:
 
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
         data = json.dumps(request).encode() + b"\n"
-        if descriptors:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-            self.socket.sendmsg([b"+"], [rights])
-        else:
-            self.socket.sendall(b"-")
-        self.socket.sendall(data)
-        answer = self.answers.readline()
+        with self.lock:
+            if descriptors:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                self.socket.sendmsg([b"+"], [rights])
+            else:
+                self.socket.sendall(b"-")
+            self.socket.sendall(data)
+            answer = self.answers.readline()
         assert answer, f"the server that forks workers ended with status {self.process.wait()}"
         return json.loads(answer)
 
@@ -115,12 +117,14 @@ class _Server:
 
 
 _servers: dict[int, _Server] = {}
+_STARTING = threading.Lock()
 
 
 def _server(number: int) -> _Server:
-    if number not in _servers:
-        _servers[number] = _Server()
-    return _servers[number]
+    with _STARTING:
+        if number not in _servers:
+            _servers[number] = _Server()
+        return _servers[number]
 
 
 # -- in the server ----------------------------------------------------------------------------------------------------
@@ -147,6 +151,7 @@ def _serve(connection: socket.socket) -> None:
         else:
             answer = os.fork()
             if not answer:
+                requests.close()  # otherwise the socket stays open here, and the tests wait for a server that has ended
                 connection.close()
                 _work(request, descriptors)
             for descriptor in descriptors:
