@@ -102,7 +102,7 @@ def test_random_attacks_are_refused_by_a_sentence_with_assertions_and_without(he
         ({"global_batch": 2**32, "microbatches": 2**24}, "microbatches is 16777216"),
         ({"layers": [{}] * 1_000_000}, "layers has 1,000,000 items"),
         ({"pipeline": 2}, "pipeline is 2, and there are 1 stages"),
-        ({"schedule": "zbv"}, "zbv is a schedule of pipelines"),
+        ({"schedule": "zbv"}, "zbv is a pipeline schedule"),
         ({"sync": "parameter-server"}, "has ZeRO 2"),
         ({"imports": ["os; evil"]}, "imports[0] is"),
         ({"request": {"init": "evil.pt"}}, "request has 'init', which is no field"),
