@@ -7,8 +7,8 @@ far above, 1 to 100,000 GPUs, odd counts of nodes, 4 to 1,000 layers, short and 
 
 One JSON line a request and pin; the page is made from them. Lines carry a fingerprint of the code: a run does what the file lacks for this
 code. Every request has a process of its own, whose peak memory is that of all its plans; ``--jobs 2`` runs two at a time. Time limits count
-processor seconds of the process, so that other work on the machine changes no plan. ``--requests 0-9`` does some of the requests only,
-``--page`` writes the page from the lines and plans nothing.
+processor seconds of the process. Other work on the machine still makes each of them do less, and a plan found shortly before the limit may
+change. ``--requests 0-9`` does some of the requests only, ``--page`` writes the page from the lines and plans nothing.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ class TestRefused:
             ({"layer.1.tensor": 2}, r"no layer 'layer.1'; the nearest name is layers.1\n.*its layers are layers.0-4"),
             ({"layers.0-2.zero": 1, "layers.2.zero": 2}, "both pin layers.2"),
             ({"layers.1.tensor": 3}, r"tensor 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),
+            ({"replicate": 3}, r"replicate 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),
             ({"layers.1.tensor": 4, "data": 4}, "do not divide into groups for data 4, tensor 4"),
             ({"data": 8, "microbatches": 4}, r"2 samples do not divide by data 8\n.*1, 2"),
             ({"pipeline": 3}, r"fit are 1, 2, 4"),
