@@ -3,19 +3,19 @@
 Every configuration (``Choice``) starts with a bound from its layers' work alone (``Prices.least_time_s``), which needs no prices. The
 configuration with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a
 more expensive bound, a solution, a proof. After each step the configuration waits until its bound is the lowest again, so that no time is
-spent on it while another looks better. The search ends when no bound of an open or closed configuration is below the incumbent by more than
-the target gap, or at the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations'
-bounds, and the incumbent's time.
+spent on it while another looks better. The search ends when no open configuration has a bound below the incumbent by more than the target
+gap, or at the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations' bounds, and the
+incumbent's step time.
 
 When the configurations under 1F1B and GPipe can improve the incumbent only a little (``State.nearly_closed``), or have used up their time,
 every pipeline is also tried with the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these
-configurations by their first bounds. The next number of chunks, pinned schedule or not, is priced only when the previous one has the lowest
-bound, because the cheap bound rises with the number of chunks.
+configurations by their first bounds. Whether or not the schedule is pinned, the next number of chunks is priced only when the previous one
+has the lowest bound, because the cheap bound rises with the number of chunks.
 
 Then every configuration is also tried with sequence parallelism in all layers (``SearchOptions.sequences``). These are too many to open:
-each waits, with its arithmetic as bound, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
+each is deferred, with its arithmetic as bound, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
 schedules with uneven stages come last, because many of them have low bounds and few are fast. If data parallelism can use all devices
-(``SearchOptions.sequences_last``), sequence parallelism follows them, and only if a gap is left; otherwise a note names it.
+(``SearchOptions.sequences_last``), sequence parallelism comes even later, and only if a gap is left; otherwise a note names it.
 """
 
 from __future__ import annotations
@@ -316,9 +316,9 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
 
 
 def _segments_would_save_memory(state: State, instance: Instance, solution: Solution, stage: int) -> bool:
-    """Return whether recomputing a stage's fully recomputed layers in pairs would need less memory: each pair saves one input fewer, but
-    the saved values of two layers are live at once. A layer's transient stands for its saved values. If pairs don't pay, longer segments
-    don't either."""
+    """Return whether recomputing a stage's fully recomputed layers in pairs would need less memory: a pair saves one input fewer, but the
+    activations of both layers are live while it is recomputed. A layer's transient bytes approximate these activations. If pairs don't
+    pay, longer segments don't either."""
     n, _, place, _ = instance.regime(stage)
     spared, more = 0.0, np.inf
     for i in range(*solution.bounds[stage : stage + 2]):
@@ -330,8 +330,8 @@ def _segments_would_save_memory(state: State, instance: Instance, solution: Solu
 
 
 def _try_segments(state: State) -> bool:
-    """Open segments at the end of the search if the best plan fully recomputes many layers, a sign that memory is scarce; return whether to
-    continue."""
+    """At the end of the search, open the best plan's configuration with segments of several layers, if these would save memory; return
+    whether to continue."""
     if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
@@ -346,8 +346,8 @@ def _try_segments(state: State) -> bool:
 
 
 def _try_segments_where_infeasible(state: State) -> bool:
-    """Open segments at the end of the search in configurations for which nothing fits without them; return whether to continue. With
-    segments such a configuration may be faster than its bound, which includes the recomputation or the copies that would free memory."""
+    """At the end of the search, open with segments the configurations that don't fit without them; return whether to continue. With
+    segments such a configuration may be faster than its bound, which includes recomputation or offload copies that segments replace."""
     for node in list(state.heap):
         plain = node.instance
         if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
@@ -399,8 +399,8 @@ class _MemoryNode:
 
 
 def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) -> None:
-    """Take the configuration that needs the least memory as incumbent, or explain why even this one does not fit. The least memory of a
-    configuration is computed only if no other configuration's lower bound is below it."""
+    """Make the configuration that needs the least memory the incumbent, or raise the error that explains why not even this one fits. The
+    least memory of a configuration is computed only if no other configuration's lower bound is below it."""
     heap: list[_MemoryNode] = []
 
     def push(instance: Instance, segments: bool = False) -> None:

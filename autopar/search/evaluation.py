@@ -182,8 +182,8 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
 
 
 def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
-    """Return the bytes in host memory and on NVMe of each pipeline rank. With several chunks, every microbatch in flight counts as one of
-    the chunk that saves most."""
+    """Return the bytes in host memory and on NVMe of each pipeline rank. With several chunks, every microbatch in flight counts with the
+    host bytes of the chunk that saves the most there."""
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.own(d)]
@@ -320,8 +320,8 @@ def make_plan(
 def counted_twice(
     graph: Graph, pricer: PriceSource, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
-    """Return for each pipeline rank the bytes that its layers' prices count more than once: of parameters that several layers of a stage
-    share.
+    """Return for each pipeline rank the surplus bytes in the sum of its layers' prices: several layers of a stage may share a parameter,
+    which is stored once but is in the price of each.
 
     Each stage has a copy of its own, even if a device has several stages.
     """
@@ -509,8 +509,8 @@ def _price(
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """Return the sort key that orders equally fast strategies by simplicity: techniques, then ZeRO stage and copies; the plan takes the
-    lowest."""
+    """Return the sort key that orders equally fast strategies by simplicity: some techniques, ZeRO stage and copies, then the other
+    techniques (``Technique.effort``). The plan takes the lowest."""
     ranks = [technique.effort(value) for technique, value in zip(LAYER, strategy.options.values, strict=True)]
     before, after = ([rank for parts in ranks for rank in parts[i]] for i in (0, 1))
     return *before, strategy.zero, strategy.replicate, *after

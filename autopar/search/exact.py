@@ -60,8 +60,8 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _regimes(instance: Instance) -> list[Regime]:
-    """Return the regime of each stage (``Regime``: what its labels depend on besides its layers). If devices have several stages, memory is
-    checked later, so that regimes differ only in pipeline buffers and in the kind of device (``place``)."""
+    """Return the regime of each stage: the properties, besides its layers, on which its labels depend. If devices have several stages,
+    memory is checked later, so that regimes differ only in pipeline buffers and in the kind of device (``place``)."""
     schedule, place = instance.schedule, instance.layout.place
     if not schedule.interleaved:
         return [instance.regime(s) for s in range(schedule.stages)]
@@ -69,8 +69,8 @@ def _regimes(instance: Instance) -> list[Regime]:
 
 
 def _always_fits(instance: Instance) -> bool:
-    """Return whether every solution fits: any device has memory for all layers with their largest candidates, with the maximum number of
-    microbatches in flight of any stage and of pipeline buffers of any device."""
+    """Return whether every solution fits: any device has memory for all layers with their largest candidates, with the most microbatches
+    in flight of any stage and the most pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
     most = max(float(peak_moments(schedule, d)[0].max()) for d in devices)
     buffers = max(device_buffers(schedule, d) for d in devices)

@@ -27,8 +27,8 @@ _ROUNDING = 1e-9  # relative: sums of the same bytes in another order
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
-    """Return the maximum share of its memory limit that a device needs, and a solution with that share. With one stage on each device the
-    share is the minimum; with several stages it is an upper bound of the minimum."""
+    """Return the largest share of its memory limit that any device needs in the solution that makes this share smallest, and the solution.
+    With one stage on each device it is the optimum; with several stages a heuristic finds it, and the share is an upper bound."""
     solution = _balanced(instance) if instance.schedule.interleaved else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
 
@@ -60,14 +60,14 @@ def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
 
 
 def first_moments(instance: Instance) -> list[Counts]:
-    """Return each device's microbatches in flight, by stage, at the moment when it has most of them."""
+    """Return each device's microbatches in flight, by stage, at the moment when it has the most in flight."""
     saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
     return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
 
 
 def _balanced(instance: Instance) -> Solution:
-    """Return the best of a few solutions that fill all devices equally: first at the moment with most microbatches in flight, then at the
-    moments when memory peaked."""
+    """Return the best of a few solutions that fill all devices equally: first at the moment with the most microbatches in flight, then at
+    the moments when memory peaked in the previous solution."""
     solutions = [_balanced_at(instance, first_moments(instance))]
     if not instance.schedule.peak_varies:
         return solutions[0]
@@ -96,7 +96,7 @@ def _one_stage(instance: Instance) -> Solution:
 
     For each level of transients, every layer takes the minimum of ``weights + n saved`` among the candidates up to that level (if several
     layers are recomputed as one, every run takes its minimal segments). A stage takes the best level, and dynamic programming places the
-    cuts. This is a relaxation as long as candidates of tied layers aren't fixed.
+    cuts. As long as tied layers are undecided, this is a relaxation.
     """
     count, stages = instance.layers, instance.schedule.pipeline
     spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}

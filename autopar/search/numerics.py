@@ -21,9 +21,9 @@ from autopar.techniques import OF_LAYERS
 class Numerics:
     """The numerical deviations that one plan may have.
 
-    ``narrow`` names what is in 16 bits (of ``NARROW``), ``FP8`` if matrix products are in 8 bits, ``TF32`` if float32 products use TF32,
-    and the deviations of techniques (of ``OF_LAYERS``). Each of ``microbatches`` computes statistics and a loss of its own, which is exact
-    only for one microbatch.
+    ``narrow`` has the names of deviations: gradients and moments in 16 bits (``NARROW``), matrix products in 8 bits (``FP8``), float32
+    products in TF32 (``TF32``), and those of techniques (``OF_LAYERS``). Each of ``microbatches`` computes its own statistics and loss,
+    which is exact only for one microbatch.
     """
 
     narrow: tuple[str, ...] = ()
@@ -65,8 +65,8 @@ def best_plan(
     """Return the fastest of the plans that ``find`` returns for the candidates, each in an equal share of the time limit; its bound is the
     minimum of all bounds.
 
-    A less exact plan must be faster by more than the gap at which a search stops. ``refused`` is called with the reason if a number of
-    microbatches has no graph. With several candidates pins are not priced.
+    A less exact plan must be faster by more than the gap at which a search stops. ``refused`` is called with the reason if the model can't
+    be captured with a number of microbatches. With several candidates pins are not priced.
     """
     if len(candidates) == 1:
         return find(candidates[0], options)

@@ -18,21 +18,21 @@ If stages run on different devices, every price and the limit also depend on ``s
 activation tensor that a stage receives or sends, ``q_s`` the number of buffers for such tensors (``schedules.memory.pipeline_buffers``),
 and ``n_s`` the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
-``b_s`` rises. ``bounds`` has lower bounds, including the linear relaxation; ``exact`` solves the problem.
+``b_s`` rises. ``bounds`` has lower bounds, including the linear relaxation; ``exact`` solves the problem for few layers.
 
-Under interleaved 1F1B each of ``P`` devices has ``v`` chunks: stage ``s`` of ``P v`` is on device ``s mod P`` (``Schedule.device``). The
-device takes the sum of its stages' ``g`` and keeps the weights of all of them; its activation memory is the maximum over its actions
-(``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects them).
+Under interleaved 1F1B each of ``P`` pipeline ranks has ``v`` chunks (virtual stages): stage ``s`` of ``P v`` is on rank ``s mod P``
+(``Schedule.device``). A rank has the sum of its stages' ``g``, and the weights of all of them; its activation memory is the maximum over
+its actions (``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects them).
 
 The same holds for schedules that split backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` then has two parts, the second of
 which is the seconds of the weight gradients, and a microbatch between the two parts keeps ``waiting`` bytes live.
 
-Under Chimera stage ``s`` has a second copy on device ``P - 1 - s``, and each copy runs half of the microbatches: the device takes the ``g``
-of both its stages and keeps the weights of both. Such configurations have only the bound of ``bounds.cheap`` and, with few layers, the
-optimum that label setting proves (``exact``).
+Under Chimera stage ``s`` has a second copy on rank ``P - 1 - s``, and each copy runs half of the microbatches: a rank has the ``g`` and the
+weights of both its stages. Such configurations have only the bound of ``bounds.cheap`` and, with few layers, the optimum that label setting
+proves (``exact``).
 
-1F1B never has more microbatches in flight than GPipe, and was never slower on tens of thousands of random stages (a test checks it; there
-is no proof), so GPipe is planned only if it is pinned, and the bound does not cover it.
+1F1B never has more microbatches in flight than GPipe, and a test on random stages never finds it slower (there is no proof). So GPipe is
+planned only if it is pinned or if there are fewer microbatches than stages; otherwise the bound does not cover it.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ Mesh = tuple[Axis, ...]
 TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_NODES = 4
-"""Maximum number of nodes that a degree of tensor or sequence parallelism spans without a pin."""
+"""Maximum number of nodes that a degree of tensor parallelism, or of sequence parallelism in all layers, spans without a pin."""
 MOST_CHUNKS = 8
 """Maximum number of chunks per device that is tried without a pin."""
 LONG_SEQUENCE = 16384
-"""Minimum sequence length for which every layer may have a sequence-parallel role without a pin: attention then outweighs its gathers."""
+"""Minimum sequence length in tokens at which the search decides sequence parallelism layer by layer: attention outweighs its traffic."""
 
 
 class PriceSource(Protocol):
@@ -96,7 +96,7 @@ class PriceSource(Protocol):
         ...
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
-        """Return the widths of a product that the program computes expert by expert instead of grouped; ``None`` if there is none."""
+        """Return the widths (elements) of a product that runs expert by expert, because no grouped GEMM admits them; ``None`` if none."""
         ...
 
     def on(self, cluster: Any) -> PriceSource:
@@ -180,7 +180,7 @@ class Choice:
 
     @property
     def without_chunks(self) -> Choice:
-        """The same for all configurations that differ only in their numbers of chunks."""
+        """The configuration with 0 chunks: equal for all configurations that differ only in their numbers of chunks."""
         return replace(self, schedule=replace(self.schedule, chunks=0))
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ def prime_factors(n: int) -> list[int]:
 
 
 def meshes(devices: int, every_order: bool = False) -> list[Mesh]:
-    """Return the meshes to try for a stage of ``devices`` devices: the prime factors as axes, with small factors innermost, and outermost.
+    """Return the meshes to try for a stage of ``devices`` devices: one axis per prime factor, in descending and in ascending order.
 
     The order decides which degrees a prefix or a suffix of the axes can have: 6 as 3x2 allows tensor degree 2, as 2x3 data degree 2. With
     ``every_order`` all orders are returned (``in_every_order``).
@@ -267,8 +267,8 @@ class Candidates:
 
     @cached_property
     def quickest(self) -> tuple[Strategy, ...]:
-        """A few strategies to which all candidates only add work, so that one of them is no slower for a microbatch than the fastest
-        candidate. Some may not be candidates themselves."""
+        """A few strategies, perhaps none of them a candidate, one of which takes no longer for a microbatch than the fastest candidate:
+        each candidate does the work of one of them, or more."""
         stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
         whole, cut = (
             dict.fromkeys(w.quickest for z in stages for w in self.options[z] if (z >= 2) == late)
@@ -292,10 +292,10 @@ def candidates(
     context: Context | None = None,
 ) -> Candidates:
     """Return the candidates for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
-    samples. ``context`` is what techniques know of the layer (default: ``context_of`` a layer in a step of one microbatch).
+    samples. ``context`` has the facts of the layer that techniques read (default: those of a layer in a step of one microbatch).
 
-    Data parallelism takes the longest prefix of the axes that divides the batch (or the pinned prefix), other roles a suffix; axes in
-    between are idle. Because data is a prefix in every layer, the batch dim is gathered from its innermost axis outwards, and each slice
+    Data parallelism takes the longest prefix of the axes whose size divides the batch (or is the pinned degree), other roles a suffix; axes
+    in between are idle. Because data is a prefix in every layer, the batch dim is gathered from its innermost axis outwards, and each slice
     stays contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
     """
     pins = options.common if pins is None else pins
@@ -362,7 +362,7 @@ def _suffixes(
     attention, then Ulysses and tensor parallelism.
 
     A tensor degree spans at most ``MOST_NODES`` nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
-    it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with one node of tensor parallelism.
+    it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with tensor parallelism over exactly one node.
     """
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
     pins = {
@@ -381,7 +381,7 @@ def _suffixes(
         if sum(numbers) > len(mesh):
             continue
         for role in tensor_roles if tensor else (Role.TENSOR,):
-            # Ulysses exchanges the heads that tensor parallelism leaves, so it is inside; if both shard the sequence, it is outside
+            # Ulysses exchanges the heads that tensor parallelism leaves, so its axes are inner ones; outer ones if both shard the sequence
             inside = [Role.TENSOR, Role.ULYSSES] if role is Role.TENSOR else [Role.ULYSSES, Role.TENSOR]
             suffix = tuple(each for each in (Role.EXPERT, Role.RING, *inside) for _ in range(counts[each]))
             inner = mesh[len(mesh) - len(suffix) :]
@@ -484,7 +484,7 @@ def choices(
 def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, chunks: int | None) -> list[Schedule]:
     """Return the schedules of a pipeline of ``pipeline`` devices that the pins ``name`` and ``chunks`` allow, fewest chunks first.
 
-    Without ``name`` a device has one stage. If only ``name`` is pinned, and that schedule admits several stages, up to ``MOST_CHUNKS``
+    Without pins a device has one stage. If only ``name`` is pinned, and that schedule admits several stages, up to ``MOST_CHUNKS``
     chunks are tried.
     """
     several = name in SEVERAL_STAGES
@@ -516,10 +516,10 @@ def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) 
     """Return the configuration with schedules that have smaller bubbles: a list for each schedule, fewest stages per device first. Pins of
     schedule and chunks are not checked; ``split``: whether backwards may be split.
 
-    ``even``: only numbers of stages that divide the layers, apart from the first and the last layer (an embedding and a head), as in
-    Megatron (arXiv:2104.04473, section 2.2), for several microbatches; otherwise only the others. Many of those have low bounds, but few
-    are fast: no bound shows how long a microbatch waits for the longest stages, and a single one is only faster if memory is balanced
-    better.
+    With ``even``, return only schedules of several microbatches whose number of stages divides the layers, give or take two (such as an
+    embedding and a head), as in Megatron (arXiv:2104.04473, section 2.2). Without ``even``, return only the others: many have low bounds,
+    but few are fast. No bound shows how long a microbatch waits for the longest stages, and a single microbatch gains only if memory is
+    balanced better.
     """
     pp, m = choice.schedule.pipeline, choice.schedule.microbatches
     if pp == 1:
@@ -589,8 +589,8 @@ def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequen
 
 
 def tied_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of layers that must have equal roles and ZeRO stage, because they share parameters, perhaps through another
-    layer."""
+    """Return the groups of layers that must have equal roles and ZeRO stage, because they share parameters, directly or through other
+    layers."""
     group: dict[int, set[int]] = {}
     for layers in graph.shared_parameters.values():
         merged = set(layers).union(*(group[i] for i in layers if i in group))

@@ -149,9 +149,9 @@ class State:
         heapq.heappush(self.deferred, following)
 
     def _estimate(self, schedules: Sequence[Schedule], first: Schedule, n: int) -> tuple[float, float]:
-        """Return ``DeferredNode``'s estimate and bound for a degree of ``n`` under the fastest of ``schedules``. Such a degree shards a
-        microbatch like data parallelism shards ``n`` times as many rows, so the estimate comes from the configuration with the schedule
-        ``first``, but ``n`` times fewer microbatches."""
+        """Return ``DeferredNode``'s estimate and bound for sequence parallelism of degree ``n`` under the fastest of ``schedules``.
+        Sharding the sequence costs about as much as data parallelism over microbatches with ``n`` times as many rows, so the estimate
+        scales the minimum seconds of an opened configuration like ``first`` with ``n`` times fewer microbatches."""
         m, pipeline = first.microbatches, first.pipeline
         likely = on_stage = self.arithmetic * pipeline / m
         if larger := self.least.get((pipeline, first.chunks)):

@@ -33,8 +33,8 @@ MARGIN = 0.15
 this far below the incumbent makes an early solution worthwhile (``_first``)."""
 
 HOPEFUL = 0.05
-"""Maximum relative distance from the incumbent of an early solution after which other numbers of chunks are tried early, too
-(``_is_hopeful``)."""
+"""If a configuration's early solution is at most this far (relative) above the incumbent, other numbers of chunks get early solutions,
+too (``_is_hopeful``)."""
 
 WASTED = 0.1
 """The share of the time limit for early solutions that do not improve the incumbent; after it, better bounds come first."""

@@ -185,7 +185,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where the stages of a pipeline run: the place of each stage, the link over which each stage but the last sends, and its memory limit.
+    """Where the stages of a pipeline run: each stage's place, the link over which it sends (but the last stage), and its device's limit.
 
     ``place`` and ``link`` are indices of distinct devices and links; a send to a stage on the same device has no link. ``tier_limits`` has,
     for each place, a device's share of its node's offload tiers (``OFFLOAD_TIERS``).

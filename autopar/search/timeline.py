@@ -81,8 +81,8 @@ def kept(prices: Sequence[LayerPrice]) -> list[int]:
 
 
 def transients(prices: Sequence[LayerPrice], buffers: int = 0) -> int:
-    """Return the maximum bytes that are live while an action of these layers runs, besides what its microbatch saves, and including
-    ``buffers`` pipeline buffers.
+    """Return the peak transient bytes of an action of these layers: those that are live while it runs, beyond the stage's state and saved
+    activations, including ``buffers`` pipeline buffers.
 
     While a layer runs backward, the activations of later layers are already freed, and their fresh gradients are live instead.
     """

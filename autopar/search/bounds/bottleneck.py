@@ -45,7 +45,7 @@ def bottleneck_bound(instance: Instance, at_least_s: float = 0.0) -> float:
 
 
 def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """Return the same bound from the integer optimum of stages (``knapsacks``), as far as a step below ``cutoff_s`` may contain them."""
+    """Return the same bound, with the integer optimum (``knapsacks``) of every stage that a step below ``cutoff_s`` may contain."""
     stages = _Stages(instance)
     for s, span in enumerate(stages.spans()):
         wanted = np.unique(stages.runs.at[span < cutoff_s])
@@ -58,7 +58,7 @@ def whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float
 
 
 class _Stages:
-    """Lower bounds of the costs of every composition of layers as each stage, with the cheapest sends."""
+    """For each stage, lower bounds of the costs of every composition of layers, including the cheapest sends."""
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.runs = instance, compositions(instance)

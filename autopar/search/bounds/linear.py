@@ -3,7 +3,7 @@
 The step is at least the seconds of any path (``schedules.step_time.textbook_paths``) plus the once-per-step seconds of any device, and the
 live bytes of a device are at most its memory. The program allows fractions of layers: each stage runs some number of layers of each run of
 equal layers, split among their candidates, and the stages follow each other through the runs. It has rows for paths, devices and memory.
-Paths that are longer than those in its rows, and candidates that would shorten its solution, are added until there are none.
+Longer paths than those in its rows, and candidates (columns) that would shorten its solution, are added until there are none.
 
 The program's value is not the bound. The multipliers of its rows price the seconds, once-per-step seconds and bytes of each layer on each
 stage; dynamic programming over the stages computes the cheapest candidates and cuts for these prices, from minima over prefix sums. This is
@@ -44,7 +44,7 @@ SECONDS = 0.5, 1.0
 """Seconds after which no further round begins, without and with rows of whole layers: solutions need time, too."""
 
 LONGEST_S = 2.0
-"""The most seconds of one solution of the program: the simplex may cycle."""
+"""Time limit in seconds of one call of the solver: the simplex may cycle."""
 
 PATHS = 12
 """Maximum number of paths added per round."""

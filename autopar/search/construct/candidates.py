@@ -39,7 +39,7 @@ def memory_scale(instance: Instance) -> float:
 
 @dataclass(frozen=True)
 class CandidateMode:
-    """The candidates that may be used: all; or, for kinds of layers (``Instance.kinds``) with the layout ``roles``, only those of it."""
+    """The candidates that may be used: all; or, for each kind (``Instance.kinds``) that has the layout ``roles``, only those with it."""
 
     roles: Roles | None
     allowed: tuple[Indices, ...]  # by kind
@@ -92,7 +92,7 @@ class _Layer:
         return replace(self, weight=self.weight + seconds)
 
     def up_to(self, transient: float) -> _Layer:
-        """The layer without the candidates of more transient bytes."""
+        """Return the layer with infinite cost for the candidates that need more transient bytes."""
         return self.slower(np.where(self.transient <= transient, 0.0, np.inf))
 
     def least(self, cost: Array) -> Array:
@@ -120,8 +120,8 @@ class LayerSelection:
     """
 
     rooms: Sequence[float] = ()
-    pressure = 0.0  # the price of filling one of them, relative to filling device memory
-    multiplier = 0.0  # of memory, at which the last candidates that fit were found
+    pressure = 0.0  # the price of filling an offload tier, relative to that of filling device memory
+    multiplier = 0.0  # memory's multiplier at which the last candidates that fit were found
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class LayerSelection:
         return best
 
     def _within_limit(self) -> list[int] | None:
-        """Candidates that fit, by the multiplier of memory."""
+        """Return candidates that fit, by bisection over the multiplier of memory; ``None`` if none fit."""
         self.multiplier, pick = 0.0, self._viterbi(0.0)
         if not self._fits(pick):
             low, high = 0.0, 0.0
@@ -210,7 +210,7 @@ class LayerSelection:
         return pick
 
     def _priced_bytes(self, pick: list[int]) -> float:
-        """The bytes that a multiplier prices: at most the peak memory of the layers."""
+        """Return the bytes that the multiplier prices, at most the layers' peak memory."""
         shares = (layer.live[k] + layer.transient[k] / len(pick) for layer, k in zip(self.layers, pick, strict=True))
         return float(sum(shares))
 
@@ -230,7 +230,7 @@ class LayerSelection:
         return self._candidates(self._spend(kept)) if self._fits(kept) else pick
 
     def seconds(self, pick: tuple[int, ...]) -> float:
-        """Seconds of these candidates, resharding between them included."""
+        """Return the seconds of these candidates per microbatch, including the resharding between them."""
         return self._seconds(self._kept(pick))
 
     def _seconds(self, kept: list[int]) -> float:

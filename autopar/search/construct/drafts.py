@@ -31,8 +31,8 @@ MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Weights of bytes, relative to seconds, by which cuts are balanced."""
 
 DRAFTS, REFINED, FEW, MODES = 6, 6, 2, 2
-"""Maximum numbers of picks that are cut, of drafts that are refined, also besides the linear program's cuts of several stages on each
-device, and of modes in which all of these cuts are tried."""
+"""Maximum numbers: of picks that are cut; of drafts that are refined; of drafts that are refined if devices have several stages and the
+linear program's cuts gave a solution; of modes in which the program's cuts after the first are tried."""
 
 CLOSE = 0.03
 """Maximum relative distance from the best plan of solutions in which single candidates are changed."""
@@ -40,7 +40,7 @@ CLOSE = 0.03
 
 @dataclass(frozen=True)
 class _Pick:
-    """A candidate for each kind, in one mode, and the seconds of all layers and sends (times the excess of memory) as an estimate."""
+    """A candidate per kind, in one mode. The estimate: seconds of all layers and sends, times needed memory over the limit if above 1."""
 
     estimate_s: float
     mode: CandidateMode
@@ -181,7 +181,7 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
 
 def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
     """Return cuts that balance work, bytes or mixtures of both over the devices, with the candidates of each pick; sorted by the simulated
-    step time, times the excess of memory."""
+    step time, multiplied like ``_Pick``'s estimate."""
     found: list[_Draft] = []
     for each in picks:
         parts, live = _sums(instance, each.pick)

@@ -17,8 +17,8 @@ from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 
 ROOMS = 8
-"""Maximum number of times a stage's candidates are chosen, each time with other spare memory, if segments keep more bytes than the sum of
-the mean bytes by which their layers' candidates were chosen (``Table.saved``)."""
+"""Maximum number of times a stage's candidates are chosen, each time with different spare memory, if segments keep more bytes than the sum
+of the mean bytes by which their layers' candidates were chosen (``Table.saved``)."""
 
 TRIES = 6
 """Maximum number of times a device's candidates are chosen, if memory peaks at another moment of the schedule than planned."""
