@@ -9,7 +9,7 @@ gpipe               1                  looped           one action
 interleaved-1f1b    2 or more          looped           one action
 zero-bubble         1 or more          looped           split in two (torch's InterleavedZeroBubble)
 zbv                 2                  V-shaped         split in two (torch's ZBVZeroBubble)
-dualpipev           2                  V-shaped         split at both ends (torch's DualPipeV)
+dualpipev           2                  V-shaped         some split in two (torch's DualPipeV)
 chimera             2                  bidirectional    one action
 ==================  =================  ===============  =============================================
 
@@ -19,8 +19,8 @@ last; the second half goes *up*. Rank ``r`` of ``P`` has stage ``r`` of the pipe
 goes up. So ranks ``r`` and ``P - 1 - r`` have the same two stages, and the sum of their gradients is the gradient of the step.
 
 This module has the names, the device of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of every
-device, ``memory`` the microbatches in flight and the live memory of a device, ``step_time`` the seconds of a step. Emitted programs
-read the name in ``plan.json`` and run torch's own schedule of that name (``autopar.program.pipeline``).
+device, ``memory`` its microbatches in flight and its live memory, ``step_time`` the seconds of a step. In this package a *device* is a
+pipeline rank. Emitted programs run torch's schedule of that name (``autopar.program.pipeline``), or their own for ``chimera``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule at one size: ``pipeline`` devices, ``chunks`` stages on each device (each stage once), ``microbatches`` per step."""
+    """A schedule at one size: ``pipeline`` devices, ``chunks`` stages on each (without second copies), ``microbatches`` per step."""
 
     name: str
     pipeline: int
@@ -134,7 +134,7 @@ def copies_of(name: str | None) -> int:
 
 
 def default_schedule(pipeline: int, microbatches: int, chunks: int = 1) -> str:
-    """Return 1F1B where possible: with fewer microbatches than stages it gains nothing over GPipe, and torch's 1F1B refuses them."""
+    """Return the schedule if none is pinned; GPipe only with fewer microbatches than stages: 1F1B then gains nothing, and torch refuses."""
     if chunks > 1:
         return INTERLEAVED
     return NO_PIPELINE if pipeline == 1 else ONE_F_ONE_B if microbatches >= pipeline else GPIPE

@@ -133,8 +133,8 @@ def device_buffers(schedule: Schedule, device: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes for each stage of one device: what a microbatch saves, what of it remains between ``I`` and ``W``, and an action's
-    transients."""
+    """Bytes for each stage of one device: a microbatch's saved activations, those of them that stay live between ``I`` and ``W``, and an
+    action's transient memory."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]

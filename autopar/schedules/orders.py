@@ -113,7 +113,7 @@ def _zero_bubble(rank: int, pp: int, chunks: int, microbatches: int) -> Iterator
 
 
 def _zbv(rank: int, pp: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of torch's ``ScheduleZBVZeroBubble``, which needs ``2 line - 1`` microbatches: the caller drops surplus ones."""
+    """Yield the actions of torch's ``ScheduleZBVZeroBubble``, which needs ``2 pp - 1`` microbatches: the caller drops surplus ones."""
     first, second = rank, 2 * pp - 1 - rank
     count = dict.fromkeys(((kind, stage) for kind in "FIW" for stage in (first, second)), 0)
 

@@ -186,8 +186,8 @@ def simulate(
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
-    """Return each stage's number of forwards before its first backward: ``n_s`` in ``textbook_paths``, whose path ``round`` contains one of
-    them. It is 1 for GPipe, whose forwards and backwards are two pipelines, one after the other."""
+    """Return ``n_s`` of ``textbook_paths`` for each stage: its forwards before its first backward, of which the path ``round`` has one.
+    For GPipe return 1: a path contains all of a stage's forwards, because forwards and backwards are two pipelines in succession."""
     return (1,) * schedule.stages if schedule.name == GPIPE else peak_counts(schedule).in_flight
 
 
@@ -218,8 +218,8 @@ def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequ
 
 @functools.lru_cache(maxsize=64)
 def textbook_paths(schedule: Schedule) -> Array:
-    """Return paths through the schedule, as counts ``[part, path, stage]``; every path is a lower bound of the step. ``n_s`` is the number
-    of forwards of stage ``s`` before the first backward of its device, whose stages are ``own``:
+    """Return paths through the schedule, as counts ``[part, path, stage]``; each is a lower bound of the step. With p devices, v chunks, m
+    microbatches, ``t_s = f_s + b_s``, and ``n_s`` forwards of stage ``s`` before the first backward of its device (of stages ``own``):
 
         upto[d]    sum_{s < d} t_s + m sum_{own} t_s
         round[d]   sum_s f_s + sum_{s > (v-1)p + d} b_s + sum_{own} (m b_s + (m - n_s) f_s) + sum_{s < d} b_s
