@@ -1,4 +1,4 @@
-"""Chooses the sharding inside a layer: the types of all values on one axis that are cheapest under the table of rules."""
+"""Chooses the sharding inside a layer: the cheapest SPMD types of all values on one mesh axis that the sharding rules admit."""
 
 from autopar.shard.annotate import annotate
 from autopar.shard.plan import layer_sharding, plan_shardings, role_types

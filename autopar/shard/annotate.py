@@ -1,4 +1,4 @@
-"""Annotates a captured model with facts that follow from the rules: ops that stay replicated, and layers that couple the batch."""
+"""Annotates a captured model: ops without a sharding rule, why it allows no microbatches, and techniques that layer classes refuse."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _annotated(graph: Graph) -> Graph:
 
 
 def _refused(graph: Graph) -> dict[tuple[str, str], str]:
-    """Return, for each technique that rewrites classes and each class, why it can't rewrite the class, or an empty string."""
+    """Return by (technique, class), for techniques that rewrite layer classes, why the class can't be rewritten, or an empty string."""
     found = {}
     for technique in (technique for technique in LAYER if technique.rewrite):
         for name, cls in graph.classes.items():
@@ -77,7 +77,7 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
 
 
 def _described(node: fx.Node) -> str:
-    """Describe a node by its op, module and line of code; a layer's input by those of its first reader."""
+    """Describe a node by its op, module and line of code, and a layer's input by those of the first op that reads it."""
     if node.op == "placeholder":
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"

@@ -4,13 +4,13 @@ parallelism.
 Without restriction, the optimum on one axis is Megatron's layout if that is legal. On a grid, each axis splits one dim of every product
 ``y = x w``, the sum over ``k`` of ``x[rows, k] w[k, columns]``, and leaves the other dims to the other axes. The roles do this as follows:
 
-================== ============================= =========================================================================
-tensor+weights     activations cut along batch   a parameter is gathered where it is used, its gradient reduce-scattered
-tensor+hidden      activations cut along columns activations are gathered where they are multiplied, parameters are cut along columns
-tensor+rows        activations cut along columns a product over cut columns gives partial sums, which are reduce-scattered over rows
-                                                 (the sequence); rows are gathered for the next product
-tensor+sequence    activations cut along rows    Megatron's, without restriction: rows are gathered, partial sums reduce-scattered
-================== ============================= =========================================================================
+================== ============================== ========================================================================
+tensor+weights     activations sharded by batch   a parameter is gathered where it is used, its gradient reduce-scattered
+tensor+hidden      activations sharded by columns activations are gathered where they are multiplied, parameters sharded by columns
+tensor+rows        activations sharded by columns a product over sharded columns gives partial sums, which are reduce-scattered over
+                                                  rows (the sequence); rows are gathered for the next product
+tensor+sequence    activations sharded by rows    Megatron's, without restriction: rows are gathered, partial sums reduce-scattered
+================== ============================== ========================================================================
 
 * 2D (SUMMA; Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models"): tensor+hidden x tensor+weights;
 * 2.5D (Wang et al. 2021, "Tesseract"): data x tensor+hidden x tensor+weights;
@@ -44,7 +44,7 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
 
 
 def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Return whether the role allows this conversion of an activation. The sums of a norm (last dim of size one) are always allowed."""
+    """Return whether the role allows this conversion of an activation; tensor+rows allows any for a norm's sums (last dim of size 1)."""
     if role is Role.TENSOR_WEIGHTS:
         return not source.sharded
     if role is not Role.TENSOR_ROWS or len(shape) < 2 or shape[-1] == 1:
@@ -58,8 +58,8 @@ def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, .
 
 
 def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Return whether the role allows gathering a parameter. Roles that multiply slices of matrices leave gathering matrices to the role
-    tensor+weights, even where activations have few rows."""
+    """Return whether the role allows gathering a parameter. Roles that multiply by shards of matrices never gather the matrices, even if
+    activations have few rows: gathering is what the role tensor+weights is for."""
     cuts = (Role.TENSOR_HIDDEN, Role.TENSOR_ROWS, Role.TENSOR_SEQUENCE)
     return role not in cuts or not source.sharded or len(shape) < 2
 

@@ -26,7 +26,7 @@ Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | None:
     """Return the solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``.
 
-    A parameter of several layers has the same layout in all of them: that of its last use, which multiplies with it most.
+    A parameter of several layers has the same layout in all of them: that of the last one (the head, for a tied embedding).
     """
     this = graph.layers[layer]
     cls = graph.classes[this.cls]
@@ -49,7 +49,7 @@ def _parameter_type(graph: Graph, layer: int, name: str, types: AxisTypes) -> Sp
 
 def role_sizes(mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, int]:
     """Return for each role the size on which its types depend: the product of its axes' sizes, or 1 for data and idle. Data is always
-    there, and first, because it gives the types on the microbatch axis."""
+    included, as the first role, because it gives the types on the microbatch axis."""
     sizes = {Role.DATA: 1}
     for axis, role in zip(mesh, roles, strict=True):
         counted = axis.size if role.shards_parameters or role.shards_sequence else 1

@@ -67,7 +67,7 @@ _SENT_SHARE = {
     Collective.SHIFT: 1 / REFERENCE_AXIS,
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
-# every rank computes on its tokens, as in the role data, except for an exchange inside a kernel
+# roles in which every rank computes on its own tokens, as in the role data, except for an exchange inside a kernel
 _OWN_TOKENS = (Role.ULYSSES, Role.RING, Role.EXPERT)
 
 
@@ -112,8 +112,8 @@ class Problem:
         *,
         over_microbatches: bool = False,
     ) -> None:
-        """``fixed`` has the types of nodes whose types are already decided. ``batched`` has the values' types under data parallelism: where
-        such a type shards a value, ``ULYSSES`` and ``RING`` may not use the value in it."""
+        """``fixed`` has the types of nodes whose types are already decided. ``batched`` has the values' types under data parallelism: if
+        such a type is sharded, the value may not have it under ``ULYSSES`` and ``RING``."""
         self.cls, self.role, self.size, self.fixed, self.over_microbatches = cls, role, size, fixed, over_microbatches
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
@@ -222,8 +222,8 @@ class Problem:
         return [option for option in found if self._divides(node, option) and self._role_allows(node, option)]
 
     def _from_weights(self) -> set[str]:
-        """Return the values that depend only on parameters. Roles with unsharded parameters don't slice them: to gather what they multiply
-        would take fewer collectives but send more bytes, and these costs get that trade-off wrong at small sizes."""
+        """Return the values that depend only on parameters. Roles with unsharded parameters don't shard them: gathering the activations
+        instead takes fewer collectives but sends more bytes, and these costs get that trade-off wrong at small sizes."""
         found = set(self._weights)
         for node in self.cls.graph.graph.nodes:
             if node.op == "call_function" and operands(node) and all(value.name in found for value in operands(node)):
@@ -317,8 +317,8 @@ class Problem:
                 backward = collective.backward if self._flow[node.name] else Collective.NONE
                 share = _SENT_SHARE[collective.forward] + _SENT_SHARE[backward]
                 seconds += share * collective.bytes() / REFERENCE_LINK_BYTES_PER_S
-        # Sequence parallelism is meant to save activation memory. To gather before a norm sends as many bytes as to gather after it, so
-        # only a cost of replicated activations, here as much per byte as a parameter's, makes the latter cheaper.
+        # Sequence parallelism is meant to save activation memory. Gathering before a norm sends as many bytes as gathering after it; only
+        # a cost of replicated activations, here the same per byte as for parameters, makes the latter cheaper.
         if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
             seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row

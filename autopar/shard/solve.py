@@ -32,7 +32,7 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
 
 @cached_for_graphs(maxsize=4096)
 def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
-    """Return what a ``Problem`` uses of an axis's size: which dims it divides, and by which factors padding would enlarge the others.
+    """Return the properties of an axis's size on which a ``Problem`` depends: which dims it divides, and how much padding enlarges others.
 
     Axis sizes with equal results have the same solution, because costs are compared at a reference size.
     """
