@@ -1,4 +1,4 @@
-"""Explains a plan: what limits it, what more of each resource would save, the alternatives, and what would make a request feasible.
+"""Explains a plan: its bottlenecks, the value of more of each resource, alternatives, and changes that make a request feasible.
 
 Every number comes from a separate search with one change to the request. The searches share a graph and its op-level layouts, which
 ``Study`` caches. ``explain`` explains a plan; ``suggest`` finds changes that make an infeasible request feasible.

@@ -26,8 +26,8 @@ SOLVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The plans, fastest first. ``solved`` of ``total`` configurations were searched. ``complete``: no other configuration can have a plan
-    that is faster than the last one."""
+    """The plans, fastest first. ``solved`` of ``total`` priced configurations were searched. ``complete``: time sufficed; the bounds of all
+    others are at least the last plan's step time."""
 
     plans: tuple[Plan, ...]
     complete: bool

@@ -124,7 +124,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield each technique whose offloading to host memory suffices, or all of them together if no single one does."""
+    """Yield each technique that makes the request feasible by offloading to host memory, or all together if no single one suffices."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []

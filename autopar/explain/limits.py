@@ -1,7 +1,7 @@
-"""Finds what limits a plan, and what more of each resource would save, by finite differences: one search for each changed resource.
+"""Finds the bottlenecks of a plan and the value of more of each resource by finite differences: one search for each changed resource.
 
-The price of a resource (memory, a link, arithmetic, the batch) is the time that the best plan with more of it saves. It is never negative,
-because the explained plan stays feasible with more of a resource. ``at_most`` is an upper bound of the saving, from the lower bound of the
+The price of a resource (memory, a link, arithmetic, the batch) is the time that the best plan with more of it saves. With more hardware it
+is never negative, because the explained plan stays feasible. ``at_most`` is an upper bound of the saving, from the lower bound of the
 changed problem.
 """
 
@@ -134,8 +134,8 @@ def _batch(study: Study, plan: Plan) -> Price | None:
 
 
 def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: str = "") -> Price:
-    """Return the value of a change; ``possible`` is a plan that is feasible with the change, ``best`` the best plan that a search with the
-    change found."""
+    """Return the value of a change. ``possible`` is a plan that fits after the change, ``best`` the result of a search after the change,
+    both with prices after the change."""
     before = plan.prediction.step_time_s
     after = min(best, possible, key=lambda p: p.prediction.step_time_s)
     saving = 1 - after.prediction.step_time_s / before

@@ -18,7 +18,7 @@ WORTH = 0.01
 
 def nearby_batch(study: Study, plan: Plan, progress: Progress | None = None) -> str:
     """Return a hint that a nearby global batch, which the number of devices divides, would be faster per row. Return an empty string if the
-    number of devices divides the requested batch, if the plan was given, or if no nearby batch is faster by ``WORTH``."""
+    number of devices divides the requested batch, if no search made the plan, or if no nearby batch is faster by ``WORTH``."""
     batch, devices = plan.global_batch, study.cluster.count
     if plan.solver == GIVEN or batch % devices == 0:
         return ""

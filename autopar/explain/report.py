@@ -1,4 +1,4 @@
-"""Explains a plan: what limits it, the value of more resources, and the alternatives."""
+"""Explains a plan: its bottlenecks, the value of more of each resource, and the alternatives."""
 
 from __future__ import annotations
 

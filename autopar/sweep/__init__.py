@@ -1,7 +1,7 @@
 """Plans one model over a range of devices, sequence lengths, batches and GPU kinds.
 
-``Range`` has the values to try, ``sweep`` plans every combination (a cell), ``plot`` draws the cells. Cells with the same graph share its
-capture and op-level layouts.
+``Range`` has the values to try, ``sweep`` plans every combination (a cell), ``plot`` draws the cells. Cells with the same sequence length
+and batch share a captured graph and its op-level layouts.
 """
 
 from autopar.sweep.cells import Cell, Range, numbers, read_prices, sweep

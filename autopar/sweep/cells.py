@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination of values and the figures of its plan; ``error`` says why there is no plan.
+    """One combination of values and the figures of its plan, or the ``error`` that explains why there is no plan.
 
     ``tokens_per_s`` is for all devices together (images per second for an image model). ``cost_per_billion_tokens`` is in the currency of
     the user's prices; it is ``None`` if the GPU kind has no price.
@@ -68,7 +68,7 @@ class CaptureSized(Protocol):
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Parse ``"8..1024"`` (doubling), ``"8,24"``, or a combination. Raises ``UsageError`` for other text or an empty range."""
+    """Parse ``"8..1024"`` (8, 16, 32, ... 1024), ``"8,24"``, or a combination. Raises ``UsageError`` for other text or an empty range."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+))?\s*", part)
