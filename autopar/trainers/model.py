@@ -41,14 +41,14 @@ class OtherTrainer(TrainerModel):
                               single copy, 4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
     ``fresh_bytes``           bytes per gradient that one backward pass writes, and that are added to the sum once activations are freed
     ``fsdp``                  under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
-    ``loss_copies``           tensors of the logits' size that the loss's backward allocates besides its result: 1 in PyTorch's
-                              cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel, 0 if the
-                              gradient overwrites the probabilities
+    ``loss_copies``           tensors of the logits' size that the loss's backward allocates in addition to its result: 1 in
+                              PyTorch's cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel, 0 if
+                              the gradient overwrites the probabilities
     ``accumulation_fusion``   the weight-gradient product adds to the gradient itself, without another pass over memory
     ``regather``              a sharded value that a product reads gathered is saved sharded, and gathered again in the backward
     ``gathers_by_parameter``  ZeRO gathers parameters one by one, not a layer at a time
-    ``overlap_data``          the number of microbatches that hide data-parallel collectives: a layer's gradients are reduced
-                              during their backwards, its parameters gathered during their forwards
+    ``overlap_data``          the number of microbatches that hide data-parallel collectives (ZeRO 0 and 1): a layer's gradients
+                              are reduced during their backwards, its parameters gathered during their forwards
     ``overlap_tensor``        the fraction of tensor-parallel communication that is hidden under matrix products
     ========================  =========================================================================================
     """

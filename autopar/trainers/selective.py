@@ -18,7 +18,7 @@ from autopar.sharding import AxisTypes
 
 class PublishedSelection(Selection):
     """A selection that doesn't depend on SPMD types and repeats no collectives. As in published figures, its memory is that of the selected
-    tensors, also while ops run again: at least the layer's input, at most what a run without recomputation saves."""
+    tensors, also while ops run again: at least the layer's input, at most all tensors saved without recomputation."""
 
     def under(
         self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]

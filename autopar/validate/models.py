@@ -78,7 +78,7 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
 def textbook(a: Architecture) -> Architecture:
     """Return the architecture at modest sizes, at which the op-level optimum is the textbook layout.
 
-    A published run has its trainer's layout at any size, but for longer sequences and wider blocks the optimum can be another.
+    A published run has its trainer's layout at any size, but with longer sequences or wider blocks the optimum can differ from it.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
     inner, odd = divmod(a.ffn * width * a.heads, a.hidden)

@@ -42,8 +42,8 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Parallel degrees and training recipe. ``facts`` are what the row's prose says about the run, such as ``"eager"`` (see ``_FACTS``);
-    ``replicate`` is the number of HSDP replicas."""
+    """Parallel degrees and training recipe. ``facts`` are properties of the run that the row's prose mentions, such as ``"eager"`` (keys of
+    ``_FACTS``); ``replicate`` is the number of HSDP replicas."""
 
     data: int
     tensor: int

@@ -34,7 +34,7 @@ class RowOutcome:
     feasible: bool | None
     reason: str = ""
     refused: str = ""  # a reason other than memory why the plan can't run
-    roomy: bool = False  # whether memory is within the limit for plans; ``feasible`` compares with the device's capacity, which is more
+    roomy: bool = False  # whether memory is within the limit for plans; ``feasible`` compares with the device's capacity, which is larger
 
     @property
     def priced(self) -> bool:

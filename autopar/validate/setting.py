@@ -63,8 +63,8 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
 
-    Rows don't say which blocks each stage had. If the stages don't divide the number of blocks, or if the head costs as much as several
-    blocks, the stages are assumed to have equal FLOPs.
+    Rows don't say which blocks each stage had. If the stages divide the number of layers instead, embedding and head count as a block each.
+    Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, the stages are assumed to have equal FLOPs.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
     blocks = len(graph.layers) - 2
@@ -95,7 +95,7 @@ def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
 
 
 def head_weight(graph: Graph) -> float:
-    """Return the parameters of the head over those of a block, which approximates the ratio of their FLOPs."""
+    """Return the number of matrix parameters of the head divided by that of the first block: approximately the ratio of their FLOPs."""
     size = {
         layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
         for layer in graph.layers
