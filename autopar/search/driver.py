@@ -89,8 +89,8 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search below a known step time: the plan, or ``None`` if none is faster; the lower of the two step times; the
-    bound."""
+    """The result of a search for a plan that is faster than a known one: ``plan`` is ``None`` if there is none, ``step_s`` is the lower of
+    both step times, ``bound_s`` a lower bound."""
 
     plan: Plan | None
     step_s: float
@@ -229,7 +229,7 @@ def _leaves_schedules(options: SearchOptions) -> bool:
 
 
 def _sequences(state: State) -> tuple[SequencePin, ...]:
-    """Return the sequence parallelism to try in all layers; none if time already ran out."""
+    """Return the sequence parallelism to try in all layers; none if pins or roles decide it, or if time already ran out."""
     return () if state.unpriced or state.options.decides_sequences else tuple(state.options.sequences)
 
 
@@ -400,7 +400,7 @@ class _MemoryNode:
 
 def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) -> None:
     """Make the configuration that needs the least memory the incumbent, or raise the error that explains why not even this one fits. The
-    least memory of a configuration is computed only if no other configuration's lower bound is below it."""
+    least memory of a configuration is computed only if its lower bound is the lowest of all."""
     heap: list[_MemoryNode] = []
 
     def push(instance: Instance, segments: bool = False) -> None:

@@ -31,13 +31,13 @@ class SearchOptions(PlanPins):
       ``sequences_last`` only if all other configurations leave a gap.
     - ``allow``: the allowed numerical deviations (of ``ALLOWED``).
     - ``time_limit_s``, ``target_gap``: the search stops at this time or gap. ``pin_time_s``: the seconds to price pins, if any.
-    - ``progress``: called with a short text whenever the incumbent or the bound improves.
+    - ``progress``: called with a short text when the first bounds are known, when the incumbent improves, and before a pin is priced.
     - ``compiled``: whether layers are compiled by default; ``nvme``: whether the cluster describes its NVMe. The search sets both.
     - ``explained``: whether a search without a plan reports the plan that needs the least memory, which takes longer.
 
     Raises:
-        UsageError: an unknown key, an invalid value of a pin, a pin with two different values, an unknown name in ``allow``, or an
-            invalid time limit.
+        UsageError: an unknown key, an invalid value of a pin, a pin with two different values, an unknown name in ``allow``, a deviation
+            that pins cause and ``allow`` lacks, or an invalid time limit.
     """
 
     precision: str = "bfloat16"

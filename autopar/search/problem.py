@@ -14,7 +14,7 @@ The problem, for one configuration (mesh of a stage, pipeline degree ``P``, micr
       nonempty[s] c_s < c_{s+1}
       tied[p]     layers that share parameter p: equal roles, equal ZeRO stage
 
-If stages run on different devices, every price and the limit also depend on ``s``; the candidates do not. ``border`` is the size of one
+If stages run on different GPU kinds, every price and the limit also depend on ``s``; the candidates do not. ``border`` is the size of one
 activation tensor that a stage receives or sends, ``q_s`` the number of buffers for such tensors (``schedules.memory.pipeline_buffers``),
 and ``n_s`` the number of microbatches in flight: ``m`` under GPipe, ``min(m, P - s)`` under 1F1B, 1 without a pipeline.
 ``schedule(f, b, m)`` is the longest path through the schedule's actions (``schedules.step_time``), which never falls when an ``f_s`` or a
@@ -78,7 +78,7 @@ MOST_NODES = 4
 MOST_CHUNKS = 8
 """Maximum number of chunks per device that is tried without a pin."""
 LONG_SEQUENCE = 16384
-"""Minimum sequence length in tokens at which the search decides sequence parallelism layer by layer: attention outweighs its traffic."""
+"""Minimum sequence length in tokens at which the search decides sequence parallelism per layer: attention then outweighs communication."""
 
 
 class PriceSource(Protocol):

@@ -98,8 +98,8 @@ class State:
     """Seconds of early solutions, by ``Choice.without_chunks`` and the number of chunks."""
     too_large: int = 0  # configurations with several stages per device, too large for label setting (``exact``)
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
-    """Seconds of each layer's arithmetic per step, shared by all devices at the fastest rate in any price: the bound of configurations
-    without a price."""
+    """Seconds of each layer's arithmetic per step, divided among all devices, at the highest FLOP/s in any price: the bound of
+    configurations without a price."""
 
     @property
     def bound_s(self) -> float:

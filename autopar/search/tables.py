@@ -1,8 +1,8 @@
 """Prices as arrays: one table per layer class and configuration, Pareto-pruned, and an ``Instance`` that assigns tables to layers.
 
-Dominated candidates are dropped twice. Within a layout (the roles) no optimum needs a candidate that is no better than another in any of
-(forward, backward, step, weights, saved, transient), because resharding and p2p depend on the layout alone. For bounds, which leave
-resharding out, the same holds across layouts.
+Dominated candidates are dropped twice. Within a layout (the roles) no optimum needs a candidate that is no better than another in any
+price (``Table.columns``), because resharding and p2p depend on the layout alone. For bounds, which leave resharding out, the same holds
+across layouts (``Table.bounding``).
 """
 
 from __future__ import annotations

@@ -242,8 +242,8 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
 class _Paths:
     """Searches paths that are longer than those in the linear program's rows.
 
-    The search is halfway between the program's solution, which is at a vertex, and the stages with the shortest step so far: there, a path
-    cuts off more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
+    It searches at the midpoint between the program's solution, which is a vertex, and the stages with the shortest step so far: a path from
+    there cuts off more (Ben-Ameur and Neto, Acceleration of cutting-plane and column generation algorithms, 2007).
     """
 
     def __init__(self, lagrangian: _Lagrangian, pick: Indices) -> None:

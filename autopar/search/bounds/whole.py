@@ -27,7 +27,7 @@ MANY = 16
 """Maximum mean number of layers per device: with more layers, a fraction of a layer matters little."""
 
 MORE = 3
-"""Maximum number of layers above the average up to which a device's limit is searched."""
+"""A device's maximum number of layers is searched up to this many above the average."""
 
 LEVELS = 100
 """Transients that differ by less than a device's memory divided by this number are grouped, and count as the smallest of the group."""

@@ -19,7 +19,7 @@ LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Multipliers of memory to try, in units of a stage's time per device memory; the last one minimises memory alone."""
 
 LOWER = 0.01
-"""The smallest share of the limit by which a lower peak of transient memory is tried."""
+"""Minimum decrease of the peak transient memory to try, as a share of the limit."""
 
 TIER_MULTIPLIERS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Multipliers of the offload tiers to try with each multiplier of device memory, in units of the limits. The first one with which a stage
@@ -158,11 +158,11 @@ class LayerSelection:
         return None
 
     def _candidates(self, pick: list[int]) -> tuple[int, ...]:
-        """Return the indices in the tables of the layers' kept candidates."""
+        """Convert indices among the layers' kept candidates to indices in their tables."""
         return tuple(int(layer.keep[k]) for layer, k in zip(self.layers, pick, strict=True))
 
     def _kept(self, pick: tuple[int, ...]) -> list[int]:
-        """Return the indices among the kept candidates, from indices in the tables."""
+        """Convert indices in the layers' tables to indices among their kept candidates."""
         return [int(np.searchsorted(layer.keep, k)) for layer, k in zip(self.layers, pick, strict=True)]
 
     def _with_lower_peak(self, pick: list[int]) -> list[int]:

@@ -35,7 +35,7 @@ DRAFTS, REFINED, FEW, MODES = 6, 6, 2, 2
 linear program's cuts gave a solution; of modes in which the program's cuts after the first are tried."""
 
 CLOSE = 0.03
-"""Maximum relative distance from the best plan of solutions in which single candidates are changed."""
+"""A solution that is less than this much slower (relative) than the best plan gets a local search."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
 
 
 def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
-    """Return, for moments when a device's memory may peak, its stages' mean microbatches in flight, and between the two parts of a split
-    backward."""
+    """Return a pair for each moment when a device's memory may peak: its stages' mean microbatches in flight, and those between the two
+    parts of a split backward."""
     own = list(instance.schedule.own(d))
     if not instance.schedule.peak_varies:
         return [(float(instance.in_flight[own].mean()), 0.0)]

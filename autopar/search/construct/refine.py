@@ -165,8 +165,8 @@ def _turn(
     full: Sequence[float],
     peak_counts: Sequence[Counts],
 ) -> None:
-    """For each device that exceeds its limit, plan with the microbatches in flight at the moment at which it does; after several such
-    moments, with their mean and a lower limit."""
+    """For each device that exceeds its limit, plan with the microbatches in flight at the moment of its peak; after several such moments,
+    with their mean and a lower limit."""
     for d, (share, moment) in enumerate(zip(full, peak_counts, strict=True)):
         if share > 1:
             seen[d].append(moment)
