@@ -279,7 +279,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _least(most: int, deadline: float, attempt: Callable[[int], Plan | None]) -> tuple[int, Plan] | None:
-    """Return the smallest ``n`` from 1 to ``most`` for which ``attempt`` returns a plan, and that plan, by doubling and bisection."""
+    """Return the smallest ``n`` up to ``most`` that doubling and bisection find such that ``attempt`` returns a plan, and the plan."""
     n, below, plan = 1, 0, None
     while True:
         plan = attempt(n)

@@ -159,7 +159,7 @@ class Problem:
 
     def _repetition(self, name: str, option: Candidate) -> float:
         """Return an extra cost for replicated ops under roles that shard only activations: as much as the layer's highest cost. Without it,
-        layers of small sizes, where latencies outweigh compute, would have another solution."""
+        small layers, where latencies outweigh compute, would get a different solution."""
         alone = option.letter is None and not option.linear and bool(option.operands)
         return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
 

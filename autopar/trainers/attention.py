@@ -15,7 +15,7 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
 def with_scores(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
-    """Replace the saved result and log-sum-exp of every attention op by its scores."""
+    """Return the trace with the scores of every attention op saved in place of its result and log-sum-exp."""
     attention = {node.name: node for node in nodes if cost.is_attention(node)}
     saved: list[Saved] = []
     storage = 1 + max([*run.extent, *(entry.storage for entry in run.saved)], default=0)

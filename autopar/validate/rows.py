@@ -131,8 +131,8 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
 
 
 def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
-    """Return the integer under the first of ``keys`` that the row has. Raises ``RowError`` if it is less than ``least``, or if there is
-    neither an integer nor a ``default``."""
+    """Return the integer under the first of ``keys`` that the row has. Raises ``RowError`` if it is not an integer from ``least`` to
+    ``_LARGEST``, or if the row has none of the keys and there is no ``default``."""
     for key in keys:
         value = data.get(key)
         if value is None:
