@@ -150,8 +150,8 @@ def filled_plan(
 ) -> Plan:
     """Return the manual plan for ``devices`` devices in which every layer has ``pins`` and data parallelism uses the remaining devices.
 
-    ``microbatch`` is the number of sequences per device in one microbatch; for the other arguments see ``manual_plan``. Layers without
-    experts are data-parallel on expert axes.
+    ``microbatch`` is the number of sequences of one data-parallel rank in one microbatch; for the other arguments see ``manual_plan``.
+    Layers without experts are data-parallel on expert axes.
 
     Raises:
         UsageError: the degrees do not divide the devices, or the model does not admit one of them.

@@ -40,7 +40,7 @@ def is_feasible(instance: Instance) -> bool:
 
 def least_share(instance: Instance, weights_only: bool = False) -> float:
     """Return a cheap lower bound of the share of ``least_memory``: all layers divided evenly over all devices, and one layer's transients.
-    With ``weights_only`` it also holds if candidates recompute several layers as one segment."""
+    With ``weights_only`` it leaves out activations and transients; it then also holds with segments of several layers as candidates."""
     exact = not (weights_only or instance.schedule.interleaved)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)

@@ -147,7 +147,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
     """Return the pins of each layer of ``graph``.
 
     Raises:
-        UsageError: a selector names no layer, two selectors pin a layer to different values, or the pins of a layer are invalid.
+        UsageError: a selector names no layer, two selectors contradict each other, pins are invalid, or the model does not admit them.
     """
     found = [options.common] * len(graph.layers)
     said: dict[tuple[int, str], str] = {}

@@ -1,8 +1,8 @@
 """Solves for the optimum exactly, by variable elimination (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972, chapter 2).
 
 A transformer block's graph is nearly a chain, so the tables stay small, and a solution takes milliseconds. A value with several readers
-gets an additional variable, (produced type, set of types that it is converted to), so that each conversion is paid once; sets of more
-than three types are excluded. Raises ``TableTooLargeError`` if the treewidth is too large.
+gets an additional variable, (produced type, set of types that it is converted to), so that each conversion is paid once. A set has at most
+three types; if a table would be too large, two or one. Raises ``TableTooLargeError`` if a table is too large even then.
 """
 
 from __future__ import annotations
