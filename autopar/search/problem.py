@@ -416,7 +416,7 @@ def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerP
     total = math.prod(axis.size for axis in axes)
     counts = [
         math.prod(axis.size for axis in axes[:i]) for i in range(len(axes))
-    ]  # not of all axes: ZeRO shards over one at least
+    ]  # never over all axes: ZeRO shards over at least one
     across = [n for n, axis in zip(counts, axes, strict=True) if axis.size * axis.stride > gpus_per_node]
     tried = {1, *across, *counts[len(across) : len(across) + 1]} if pins.replicate is None else {pins.replicate}
     for zero in ((0, 1, 2, 3) if pins.zero is None else (pins.zero,)) if total > 1 else (0,):

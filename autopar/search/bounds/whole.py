@@ -35,7 +35,7 @@ LEVELS = 100
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A lower bound of a path to the end of ``device``: ``constant_s + per_layer_s * (number of its layers)``, including the device's
+    """A lower bound of a path to the end of ``device``: ``constant_s + per_layer_s * (the device's number of layers)``, including its
     once-per-step seconds, plus the path's parts on other devices, counted in ``others[part, stage]``."""
 
     device: int
