@@ -63,8 +63,8 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
 
-    Rows don't say which blocks each stage had. If the stages divide the number of layers instead, embedding and head count as a block each.
-    Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, the stages are assumed to have equal FLOPs.
+    Rows don't say which blocks each stage had. If the number of stages divides only the layers (blocks, embedding and head), all of them
+    count alike. Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, the stages are assumed to have equal FLOPs.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
     blocks = len(graph.layers) - 2
