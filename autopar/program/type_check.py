@@ -199,7 +199,7 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
             totals = iter([first + second for first, second in zip(*terms, strict=True)])
             part = prelude.compute(halves[0], constants, lambda term, totals=totals: next(totals))  # type: ignore[misc]
         except Exception as error:
-            # the class in the folder's guards.py; synthetic rows need not meet the guards
+            # the class in the folder's guards.py; synthetic rows may violate the guards
             if type(error).__name__ == "GuardError":
                 return
             raise IllTypedError(
@@ -211,8 +211,8 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
 
 
 def _type_saved_inputs(kind: Any) -> None:
-    """Give ``_NoopSaveInputs`` of ``torch.utils.checkpoint`` (torch 2.11; later versions have none) a rule. It saves the inputs of a
-    recomputed function and returns an empty tensor. spmd-types' own rule for it fails, because it accounts for no input."""
+    """Give ``_NoopSaveInputs`` of ``torch.utils.checkpoint`` (torch 2.11; later versions have none) a typing rule. It saves the inputs of a
+    recomputed function and returns an empty tensor. The rule of spmd-types fails, because it accounts for none of the inputs."""
 
     def rule(output: Tensor, *, args: tuple[Any, ...]) -> None:
         values = [value for arg in args for value in (arg.values() if isinstance(arg, dict) else (arg,))]
@@ -291,12 +291,12 @@ def _follow_once(layer: nn.Module, seen: _Seen) -> None:
 
 
 def _described_module(layer: nn.Module) -> Any:
-    """Return all state that a layer's forward can read: equal if two layers compute the same; ``None`` if that is unknown."""
+    """Return all state that a layer's forward can read: layers with equal state compute the same. ``None`` if it can't be described."""
     usual = {*vars(nn.Module()), "SPEC"}
     parts = []
     for name, module in layer.named_modules():
         extra = {key: value for key, value in vars(module).items() if key not in usual}
-        # a layer may write into any other attribute when it is called
+        # an attribute of another type may be mutable, so that a call could change it
         plain = all(isinstance(value, str | int | float | bool | tuple | None) for value in extra.values())
         if not plain or module._forward_hooks or module._forward_pre_hooks:
             return None
@@ -349,7 +349,7 @@ def _type(text: str) -> Any:
 
 
 def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
-    """Assert a tensor's types by axis. They are passed on as local types and a partition spec, outermost axis first."""
+    """Assert a tensor's types by axis, as ``spmd_types``' local types and a partition spec, outermost axis first."""
     entries: list[Any] = [[] for _ in range(tensor.dim())]
     local = {}
     for axis, t in types.items():
@@ -363,7 +363,7 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
     return tensor
 
 
-_declare = _assert  # asserting sets the types of a tensor that has none
+_declare = _assert  # sets the types of a tensor that has none
 
 
 IMPORTING = threading.RLock()
@@ -429,7 +429,7 @@ def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
     size = 1
     for n in axes.values():
         size *= n
-    hook = sys.excepthook  # torch replaces it by one that calls it and puts the rank before each line
+    hook = sys.excepthook  # torch replaces it by a hook that puts the rank before each line
     dist.init_process_group("fake", rank=0, world_size=size)
     try:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
