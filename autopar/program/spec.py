@@ -61,9 +61,7 @@ class StageSpec:
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)  # by name, with the shapes of the global batch
     scalars: tuple[str, ...] = ()  # results of the prelude that the stage reads
-    sends: Mapping[str, TensorSpec] = field(
-        default_factory=dict
-    )  # this rank's part of one microbatch, by the value's name
+    sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by value name
     loss: Types = field(default_factory=dict)  # the types of the loss, in the last stage
     random: bool = False  # whether a layer draws random numbers, seeded by the argument ``key``
     own: LayerSpec | None = None  # for parameters that several layers of the stage share
