@@ -123,13 +123,13 @@ class ParameterGroup:
         """Start to sum the gradients over both copies of a stage (Chimera); ``FlatGroup.start_reduction`` has already done it."""
 
     def free(self) -> None:
-        """Free the parameters that forward passes have gathered, if no backward pass follows."""
+        """Free gathered parameters after forward passes that no backward pass follows."""
 
     def average(self) -> None:
         """Average the masters of local SGD replicas."""
 
     def publish(self) -> None:
-        """Copy the masters, which an update has changed, into the parameters that the stage reads."""
+        """After an update, copy the masters into the parameters that the stage reads."""
 
 
 def _add(param: nn.Parameter, gradient: Tensor) -> None:
@@ -143,7 +143,7 @@ def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, 
 
 
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Make ``param`` the module's parameter ``name``, which may be one of an inner module."""
+    """Make ``param`` the module's parameter ``name``, which may belong to a submodule."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, param)
 
@@ -291,7 +291,7 @@ class FlatGroup(ParameterGroup):
         return [self._grads[self._own]] if self.masters else []
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
-        """Return the part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
+        """Return the range of the buffer that is in both the slot and this rank's piece; it is empty if its ends are equal."""
         low = max(slot.start, self._own.start)
         return low, max(low, min(slot.stop, self._own.stop))
 

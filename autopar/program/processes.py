@@ -153,7 +153,7 @@ def _has_gpus() -> bool:
 
 
 def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
-    """Raise ``StartError`` if this node's number of the program's processes is not the plan's number of GPUs per node.
+    """Raise ``StartError`` if the number of the program's processes on this node isn't the plan's number of GPUs per node.
 
     The plan's prices assume which groups of ranks are inside a node. A plan without ``gpus_per_node`` may run on any nodes.
     """

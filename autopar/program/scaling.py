@@ -29,7 +29,7 @@ _LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this d
 
 
 class LossScale:
-    """The loss scale. Each step calls ``scaled``, ``unscale``, ``agree``, then ``update`` with the result.
+    """The loss scale. Each step calls ``scaled`` and ``unscale``, may call ``agree``, reads ``overflowed``, and calls ``update`` with it.
 
     The arguments are those of ``torch.amp.GradScaler``. Factors that are powers of two are exact for gradients that neither overflow
     nor underflow.

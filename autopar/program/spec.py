@@ -52,7 +52,7 @@ class LayerSpec:
     backward: bool = True  # whether gradients flow through the layer
     opaque: bool = False  # parameters may get no gradient on some ranks
     updates: tuple[str, ...] = ()  # buffers whose new values forward returns after its outputs
-    options: Mapping[str, str] = field(default_factory=dict)  # the plan's values for the layer that are not the default
+    options: Mapping[str, str] = field(default_factory=dict)  # the layer's values that aren't the default, by technique
 
 
 @dataclass(frozen=True)

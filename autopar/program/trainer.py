@@ -182,7 +182,7 @@ class Trainer:
         return loss, loader.ends(after)
 
     def advance_from(self, loader: Loader) -> None:
-        """Call ``advance`` on the next global batch, and read the batch after it ahead."""
+        """Call ``advance`` on the next global batch, and prefetch the batch after it."""
         rows, after = loader.read(self.position(loader), ahead=True)
         self.advance(rows)
         self.positions[loader.key] = after

@@ -45,7 +45,7 @@ from .state import read_constants
 Progress = Callable[[str], None]
 
 DIGESTS = "runtime/checked.json"
-"""The file in a program's folder with the digests of its other files."""
+"""The file in a program's folder with the digests of ``layouts.json`` and of the modules."""
 
 _FILES = ("plan.json", "layouts.json", "model.py")
 _ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
@@ -95,7 +95,7 @@ def edited(folder: Path) -> list[str]:
 
 
 def check_edits(folder: Path, say: Callable[[str], None]) -> None:
-    """Check the program if a module was edited since it was emitted or accepted. Raises ``IllTypedError``."""
+    """Check the program if its files have changed since they were emitted or accepted. Raises ``IllTypedError``."""
     if names := edited(folder):
         say(f"type-checking the program, because {', '.join(names)} changed since it was emitted")
         check_in_subprocess(folder)
@@ -180,7 +180,7 @@ def _line(error: Exception, path: Path, kind: Any) -> str:
 def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
     """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from the scalar of all rows.
 
-    The prelude is plain tensor code, without types: it runs on each half of synthetic batches, and on all of their rows.
+    The prelude is plain tensor code, without types: it runs on two parts of synthetic batches, and on all of their rows.
     """
     prelude: Prelude = program.prelude
     if not prelude.by_rows:

@@ -69,7 +69,7 @@ class Stored:
 
 
 def is_weights(path: Path) -> bool:
-    """Return whether this is a file or a folder of weights."""
+    """Return whether the path is a safetensors file or a folder."""
     return path.suffix == SUFFIX or path.is_dir()
 
 

@@ -110,7 +110,7 @@ class Placement:
 
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
-    the axes over which hybrid sharding replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
+    the axes over which HSDP replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
     ``compute``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
     """
 
@@ -268,7 +268,7 @@ class LoadedProgram:
         return path
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
-        """Return the dtype of most of the elements in a stage's layer."""
+        """Return the dtype of most of the parameters' elements in a layer of a stage."""
         elements: dict[torch.dtype, int] = {}
         for layout in self.layouts:
             if layout.stage == stage and self._layer(layout) == child:
@@ -327,7 +327,7 @@ class World:
     # by tied parameter: the group of the pipeline ranks with copies, if there are several
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # of this rank's local SGD replica, if there are several
-    # by rank: the group of this rank and a rank that it exchanges tensors with
+    # by peer rank: the two-rank group for transfers with it
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
     places: Any = None  # keeps masters and optimizer states that are not on the device
     timeout_s: float = 600  # the time limit of groups that are created later

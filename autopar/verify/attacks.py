@@ -1,7 +1,7 @@
 """Adversarial batches and modes, for errors that the user's batch doesn't reveal: a baked-in constant, a wrong mask.
 
 Attacks are derived from the user's batch. Batches of the same shapes run through the captured graph and its plans; for other batch sizes
-and modes the model is captured again. Eager PyTorch runs first: if an attack makes it raise or return NaN, the report lists the attack as
+and modes the model is captured again. Eager PyTorch runs first: if it raises, or its results aren't finite, the report lists the attack as
 skipped.
 """
 

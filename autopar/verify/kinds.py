@@ -84,7 +84,7 @@ def kind(name: str, **options: Any) -> PlanKind:
 
 
 def kinds(devices: int) -> tuple[PlanKind, ...]:
-    """Return at least one kind for every kind of parallelism over ``devices`` processes, then combinations and mixed layers."""
+    """Return kinds for ``devices`` processes: every kind of parallelism, combinations, mixed layers, and the cases of all techniques."""
     techniques = (_case(name, pins) for technique in ALL for name, pins in cases_of(technique, devices))
     if devices == 1:
         return (kind("one device"), *techniques)
@@ -216,7 +216,7 @@ def ends(graph: Graph) -> set[int]:
 
 
 def alternating(graph: Graph, n: int) -> Plan:
-    """Return a plan with ZeRO-3 embedding and head on both axes, and blocks tensor-parallel on the inner axis with ZeRO-2."""
+    """Return a plan: ZeRO 3 on both axes for the ``ends``; tensor parallelism (inner axis) and ZeRO 2 (outer axis) for other layers."""
     mesh = make_mesh(("outer", n // 2), ("inner", 2))
     data = Strategy((Role.DATA,) * len(mesh), zero=3)
     tensor = Strategy((Role.DATA, Role.TENSOR)[-len(mesh) :], zero=2 if len(mesh) > 1 else 0)

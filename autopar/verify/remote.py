@@ -13,7 +13,7 @@ from autopar.program.spec import layers_of
 from autopar.run import remote
 
 UPDATE_LR = 2.0**20
-"""Learning rate of the compared update: a power of two, so large that adding the parameter doesn't round the gradient."""
+"""Learning rate of the compared update: a power of two, so large that the gradient's digits remain in the updated parameter."""
 
 
 def open_trainer(folder: str, state: str) -> Any:
