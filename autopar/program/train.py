@@ -56,7 +56,7 @@ make_scheduler: Scheduler | None = None
 
 
 def recipe() -> Recipe:
-    """Return the values above, as the training takes them."""
+    """Return the settings above as a ``Recipe``."""
     return Recipe(
         folder=Path(__file__).resolve().parent,
         optimizer=make_optimizer,
@@ -76,7 +76,7 @@ def recipe() -> Recipe:
 
 
 def main() -> None:
-    """Train by the recipe."""
+    """Train with these settings."""
     train(recipe())
 
 

@@ -471,7 +471,7 @@ def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
 
 
 def main(recipe: Recipe) -> None:
-    """Train by the recipe and the command line's options."""
+    """Train with the recipe's settings and the command line's options."""
     args = arguments(recipe)
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
     try:

@@ -329,7 +329,7 @@ class World:
     replica: dist.ProcessGroup | None = None  # of this rank's local SGD replica, if there are several
     # by peer rank: the two-rank group for transfers with it
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    places: Any = None  # keeps masters and optimizer states that are not on the device
+    places: Any = None  # stores masters and optimizer states that are not on the device
     timeout_s: float = 600  # the time limit of groups that are created later
 
     @property
