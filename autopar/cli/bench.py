@@ -62,8 +62,8 @@ def bench_command(
 
 
 def _print_published(path: str, as_json: bool) -> None:
-    """Print the automatic layout next to the layout with the best measured time, for every cell of the file ``path``: a model on some
-    devices, of which several layouts were measured."""
+    """Print the automatic layout next to the layout with the best measured time, for every cell of the file ``path``. A cell is a model on
+    some devices, with several measured layouts."""
     with Messages() as messages:
         cells = published(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
     table = plain_table()

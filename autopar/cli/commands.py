@@ -101,8 +101,8 @@ def planned(
 ) -> tuple[Workload, Cluster, Graph, Plan]:
     """Load the model, capture it, and search for the plan or read it from ``--plan``.
 
-    The model is on ``device``. If that is ``None``, the model is on the CPU if it has values or is small enough for random values, and
-    else on meta.
+    The model is built on ``device``. If that is ``None``, the model is on the CPU if it has values or is small enough for random values,
+    otherwise on meta.
     """
     check_pins(request)
     cluster, options = cluster_and_options(request)
@@ -141,7 +141,7 @@ def cluster_and_options(request: PlanRequest) -> tuple[Cluster, SearchOptions]:
 
 
 def allowed(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of ``--allow`` as ``autopar.plan.ALLOWED`` has them."""
+    """Return the names of ``--allow`` as they are spelled in ``autopar.plan.ALLOWED``."""
     return tuple(name.replace("-", "_") for name in names)
 
 
@@ -166,7 +166,7 @@ def init_of(request: PlanRequest) -> str | None:
 
 
 def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
-    """Return a function that captures the model again with other sizes. If a factory fixes the batch, its batch is sliced or repeated."""
+    """Return a function that captures the model again with other sizes. A factory's fixed batch is sliced or repeated."""
 
     def capture_sized(**sizes: Any) -> Graph:
         try:
@@ -184,8 +184,8 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
 def captured(
     request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Messages
 ) -> tuple[Graph, Recapture]:
-    """Return the graph of a request, and a function that captures it again with other sizes. Both make the same deviations from exact
-    training as the plan ``written``."""
+    """Return the graph of a request, and a function that captures it again with other sizes. Both deviate from exact training in the same
+    way as the plan ``written``."""
     numerics = Numerics() if written is None else Numerics.of(written)
     exact = recapture(request, cluster)
 
@@ -203,7 +203,7 @@ def captured(
 
 
 def recorded(request: PlanRequest) -> dict[str, Any]:
-    """Return the nonempty options of a request that determine the plan, as ``Plan.request`` records them."""
+    """Return the options of a request that determine the plan and aren't empty, as ``Plan.request`` records them."""
     unrecorded = ("calibration", "plan_file", "capture_check", "type_check", "init")
     given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}
     lists = {name: list(given[name]) for name in ("pins", "allow")}
@@ -211,7 +211,7 @@ def recorded(request: PlanRequest) -> dict[str, Any]:
 
 
 def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanRequest:
-    """Return the request with its missing options taken from the plan's file, except a factory, because a file must not import code."""
+    """Return the request, with missing options taken from the plan's file, except a factory: a file must not import code."""
     if written is None:
         return request
     # if the request recorded no batch, the factory determines it again
@@ -226,6 +226,6 @@ def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanReq
 
 
 def factory_of(written: Plan | None) -> str:
-    """Return the factory that a plan's file names, or an empty string if its model is data."""
+    """Return the factory that a plan's file names as its model, or an empty string if the model is not code."""
     model = "" if written is None else str(written.request.get("model", ""))
     return model if names_code(model) else ""

@@ -25,7 +25,7 @@ def console(width: int = 120) -> Console:
 
 
 class PlainTable(Table):
-    """A table without lines that never truncates numbers: if it is too wide, it becomes several tables, which all have the first column.
+    """A table without lines that never truncates numbers: if it is too wide, it is split into several tables that repeat the first column.
 
     Numbers (``justify="right"``) stay on one line; other columns may wrap.
     """
@@ -165,7 +165,7 @@ _PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def output_file(name: str | Path, option: str, picture: bool = False) -> Path:
-    """Return ``name``, the value of ``option``, as a path that can be written. Commands call this before their work begins.
+    """Return ``name``, the value of ``option``, as a path that can be written. Commands call this before they start to work.
 
     Raises ``UsageError`` if the file can't be written, or, with ``picture``, if its suffix isn't that of a picture format.
     """

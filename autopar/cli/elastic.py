@@ -1,5 +1,5 @@
-"""``autopar run --elastic``: turns this process into the node's agent (``autopar.run.elastic``), which runs this module as a script to get
-a program for the present number of nodes."""
+"""``autopar run --elastic``: turns this process into the node's agent (``autopar.run.elastic``), which runs this module as a script to plan
+and write a program for the current number of nodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def devices_of(elastic: Elastic, nodes: int) -> str:
 
 
 def write_program(elastic: Elastic, nodes: int) -> None:
-    """Plan for ``nodes`` nodes, and write the program with its batch, or else the reason why there is no plan."""
+    """Plan for ``nodes`` nodes, and write the program with its batch, or the reason why there is no plan."""
     print(f"planning for {nodes} node{'s' * (nodes > 1)}", file=sys.stderr, flush=True)
     folder = elastic.folder(nodes)
     part = folder.with_name(f"{folder.name}.{os.getpid()}.partial")

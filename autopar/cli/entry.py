@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line ``argv``, and exit with its status."""
-    # graphs and prices live until the command ends, so garbage collections find little: rare ones save a tenth of the time
+    # graphs and prices live until the command ends, so there is little garbage: fewer collections save a tenth of the time
     gc.set_threshold(1_000_000, 20, 100)
     try:
         status = cli.main(argv, prog_name="autopar", standalone_mode=False)

@@ -38,7 +38,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     request = with_recorded_options(written, request) if written is not None else replace(request, model=target)
     check_named(target, request, written)
     try:
-        if written is None and request.allow:  # only a plan says which of the allowed deviations it makes
+        if written is None and request.allow:  # which of the allowed deviations are made is known only with a plan
             written = planned(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
@@ -49,7 +49,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
 
 
 def check_named(file: str, request: PlanRequest, written: Plan | None) -> None:
-    """Raise ``UsageError`` if a request names no model or no devices; ``file`` is the plan's."""
+    """Raise ``UsageError`` if a request names no model or no devices; the message begins with ``file``, the plan's file."""
     if (missing := missing_options(request, written)) is not None:
         raise UsageError(f"{file} {missing[0]}", f"add {missing[1]}")
 
@@ -106,7 +106,7 @@ def explained(request: PlanRequest, written: Plan | None) -> Explanation:
 
 
 def same_prices(written: Plan, step_s: float) -> bool:
-    """Return whether the step time in the plan's file equals ``step_s``, the prediction of the present cost model."""
+    """Return whether the step time in the plan's file equals ``step_s``, the prediction of this version's cost model."""
     return math.isclose(written.prediction.step_time_s, step_s, rel_tol=1e-6)
 
 

@@ -31,7 +31,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """The sizes and the precision of a command line; ``None`` for an option that it lacks. Raises ``BatchError`` for a size below 1."""
+    """The sizes and the precision that the command line gives, or ``None``. Raises ``BatchError`` for a size below 1."""
 
     seq: int | None = None
     global_batch: int | None = None
@@ -48,9 +48,9 @@ class GivenSizes:
 def load_model(model: str, sizes: GivenSizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
     """Load the model that ``model`` names, with its batch.
 
-    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device. It is called
-    with those of ``sizes`` for which it has parameters. If it returns a batch, it must have parameters for ``seq`` and ``global_batch``
-    unless these are ``None``.
+    Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device, and gets
+    those ``sizes`` that it has parameters for. If it returns a batch, it must have parameters for ``seq`` and ``global_batch`` unless
+    these are ``None``.
 
     Raises:
         ModelError: no model has that name, or the user's code raised (with the file and line).
@@ -99,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def called_factory(model: str, sizes: GivenSizes) -> tuple[Any, dict[str, int | str]]:
-    """Call the factory ``model`` with those of ``sizes`` for which it has parameters; return its result and these arguments.
+    """Call the factory ``model`` with those ``sizes`` that it has parameters for; return its result and these arguments.
 
     Raises ``ModelError`` if there is no such factory, or the user's code raised.
     """
@@ -149,7 +149,7 @@ def _import_package(source: str) -> ModuleType:
 
 
 def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, the user's code, and convert its exceptions to a ``ModelError`` with file and line."""
+    """Call ``function``, which is the user's code, and convert its exceptions to ``ModelError`` with file and line."""
     try:
         return function(*args, **kwargs)
     except AutoparError:
@@ -179,7 +179,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _arguments(function: Callable[..., Any], sizes: GivenSizes) -> dict[str, Any]:
-    """Return those of ``sizes`` (by name, without ``None``) for which the factory has parameters."""
+    """Return those ``sizes`` that the factory has parameters for, by name, without ``None``."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}

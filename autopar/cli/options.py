@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options that determine what is planned, and how; ``pins`` are strings KEY=VALUE. Options that a command lacks have defaults."""
+    """The options that describe what to plan, and how; ``pins`` are strings KEY=VALUE. Options that a command lacks have defaults."""
 
     model: str = ""
     devices: str = ""
@@ -51,11 +51,11 @@ MODEL_HELP = """
     transformers config.json, a folder that transformers saved, or a model of `autopar help models`."""
 
 MOVED = {"trace": "report PLAN --trace FILE", "models": "help models", "hardware": "help hardware"}
-"""Former command -> its replacement, without commands that moved to the group ``dev``."""
+"""The replacements of former commands, except those that moved to the group ``dev``."""
 
 
 class Commands(click.Group):
-    """A group that lists its commands in the order in which they were added, and points from former names to present ones."""
+    """A group that lists its commands in the order in which they were added, and suggests the new name for a former one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order in which they were added."""
@@ -64,7 +64,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names, or raise ``UsageError`` with its present name or a similar one."""
+        """Return the command that the first argument names, or raise ``UsageError`` with its new name or a similar one."""
         name, path = args[0], ctx.command_path
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
@@ -103,7 +103,7 @@ def option(names: str, metavar: str, help: str, **how: Any) -> Callable[[Any], A
 
 
 def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
-    """Return a flag: its parameter is ``value`` if the user sets the flag, and else ``not value``."""
+    """Return a flag: its parameter is ``value`` if the user sets the flag, otherwise ``not value``."""
     return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
 
 

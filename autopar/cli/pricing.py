@@ -31,7 +31,7 @@ from autopar.techniques import LAYER
 from autopar.trainers.flags import MICROBATCH, SEQUENCE, read_flags
 from autopar.units import seconds, size
 
-_NOTHING = 1e-9  # seconds; a smaller difference, such as a bubble, is a rounding error
+_NOTHING = 1e-9  # seconds; smaller values of differences, such as the bubble, are rounding errors
 
 
 def price_command(

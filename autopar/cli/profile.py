@@ -13,7 +13,7 @@ from autopar.profile import profile
 from autopar.run.processes import check_count
 
 _ARITHMETIC_S = 5e-3
-"""The table shows waits after this compute time. Waits grow with the square root of the time since the last synchronisation."""
+"""The table shows waits after this compute time: they grow with the square root of the time since the last synchronisation."""
 
 
 def profile_command(processes: str, device: str | None, output: str | None, as_json: bool) -> None:

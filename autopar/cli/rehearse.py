@@ -1,4 +1,4 @@
-"""``autopar dev rehearse`` runs single ranks of a plan on one device, and compares them with the prediction."""
+"""``autopar dev rehearse`` runs single ranks of a plan on one device, and compares their memory and step time with the prediction."""
 
 from __future__ import annotations
 

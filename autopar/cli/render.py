@@ -177,7 +177,7 @@ def _quality(plan: Plan) -> RenderableType:
 
 
 def _pins(plan: Plan) -> RenderableType:
-    """Return a table of what each pin costs: the time that the best plan without it saves, and a bound of what any such plan saves."""
+    """Return a table of the cost of each pin: the time that the best plan without it saves, and an upper bound for any such plan."""
     table = plain_table("the price of each pin", ("pin",), ("best step without it", "saves", "at most"))
     for pin in plan.pins:
         saved, bound = pin.gain(plan.prediction.step_time_s)

@@ -86,7 +86,7 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
 
 
 def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> PlanFigures:
-    """Return a plan with everything that its page shows; if the model or the devices are unknown, only the figures of the plan's file."""
+    """Return the figures of a plan's page; if the model or the devices are unknown, only those of the plan's file."""
     name = Path(file).name
     found = with_recorded_options(plan, request)
     if (lacks := missing_options(found, plan)) is not None:
@@ -108,7 +108,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
 
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:
-    """Return the predicted step of ``plan`` for the model and the devices of ``request``, and these devices."""
+    """Return the predicted step of ``plan`` for the model and the devices of ``request``, and the cluster of these devices."""
     cluster, _ = cluster_and_options(request)
     with Messages() as messages:
         graph, _ = captured(request, cluster, plan, messages)

@@ -83,7 +83,7 @@ def _train(
             progress=messages,
         )
     batch = workload.batch
-    if init and ":" not in request.model:  # the batch is on meta, as the model
+    if init and ":" not in request.model:  # the batch is on meta, like the model
         sizes = GivenSizes(request.seq, request.global_batch, request.precision)
         batch = batch_of(request.model, workload.model, sizes, "cpu")
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
@@ -114,7 +114,7 @@ def _train(
 
 
 class Stop:
-    """A context in which a termination signal only sets ``asked`` to its name, if ``heeds``. A second Ctrl-C ends the process at once."""
+    """A context in which, if ``heeds``, a termination signal only sets ``asked`` to its name. A second Ctrl-C ends the process at once."""
 
     def __init__(self, heeds: bool) -> None:
         self.asked = ""

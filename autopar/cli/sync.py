@@ -17,15 +17,15 @@ from autopar.types import Collective
 from autopar.units import parse_count, seconds, size
 
 PRICED = "as priced"
-"""``SyncRow.algorithm`` in rows with the cost model's time, which is that of the collectives that emitted programs call."""
+"""The ``SyncRow.algorithm`` of rows with the cost model's time of the collectives that emitted programs call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
     """Figures of one kind of synchronisation by one algorithm, per training step (averaged over the steps between synchronisations).
 
-    ``messages`` is the number of messages one after the other, ``busiest_bytes`` what the busiest rank sends and receives,
-    ``traffic_bytes`` what all ranks together send. The three are ``None`` if NCCL or gloo chooses the algorithm.
+    ``messages`` is the number of sequential messages, ``busiest_bytes`` is sent and received by the busiest rank, ``traffic_bytes`` is sent
+    by all ranks together. The three are ``None`` if NCCL or gloo chooses the algorithm.
     """
 
     sync: str

@@ -55,8 +55,7 @@ def timeline_table(devices: Timeline) -> Table:
 
 
 def curve(values: Sequence[int], most: int) -> str:
-    """Return ``values`` as at most ``_COLUMNS`` block characters, each as high as the largest value of its interval; ``most`` is full
-    height."""
+    """Return ``values`` as at most ``_COLUMNS`` block characters, one for the largest value of each interval; ``most`` has full height."""
     columns = min(_COLUMNS, len(values))
     bounds = [len(values) * i // columns for i in range(columns + 1)]
     shares = [max(values[a:b]) / most if most else 0.0 for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -90,7 +90,7 @@ def _show_kinds(as_json: bool) -> None:
 
 
 def _show_figures(name: str, as_json: bool) -> None:
-    """Print every figure that prices on a kind of device depend on, with its unit and its source."""
+    """Print every figure by which plans for a kind of device are priced, with its unit and its source."""
     if name.lower() == "cpu":  # the figures that apply until `autopar profile` has measured the machine
         figures: list[dict[str, Any]] = [
             c for c in constant_figures() if c["figure"].startswith(("CPU", "GLOO", "USABLE"))

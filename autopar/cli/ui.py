@@ -38,7 +38,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
 
 
 def choices(own: tuple[str, ...] = ()) -> Choices:
-    """Return the models, devices and pins that the page offers; ``own`` has the models that the user named on the command line."""
+    """Return the models, devices and pins that the page offers; ``own`` are the models from the command line."""
     models: list[dict[str, Any]] = [{"name": name, "kind": "your model", "parameters": None} for name in own]
     keys = ("name", "kind", "parameters", "seq", "global_batch")
     models += [{key: getattr(entry, key) for key in keys} for entry in CATALOGUE]

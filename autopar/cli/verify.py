@@ -36,8 +36,8 @@ _ROWS = 8  # default batch: enough for eight data-parallel devices, or four micr
 
 
 def verify_command(request: PlanRequest, processes: int, collectives: bool, as_json: bool) -> None:
-    """Print the report. Exit with 1 unless every checked plan is exact or, if it gives up exactness, equal to its reference; with
-    ``collectives``, exit with 1 if there are findings."""
+    """Print the report. Exit with 1 unless all checked plans are exact or, if they give up exactness, equal to their references; with
+    ``collectives``, exit with 1 if nothing was recorded or there are findings."""
     limit = parse_size(request.memory_limit or "")
     plan = read_plan(request.plan_file) if request.plan_file else None
     sizes, allow = GivenSizes(request.seq, request.global_batch), allowed(request.allow)

@@ -1,7 +1,7 @@
-"""Modules that the program runs unchanged and replicated on every rank (``autopar.opaque``).
+"""Runs opaque modules (``autopar.opaque``): each is one op of the graph, which every rank runs unchanged on the same inputs.
 
-``runtime/opaque.json`` describes the modules of every such op: class, plain attributes, children, and for each parameter and buffer the
-operand of the op. The modules are created without calling their constructors.
+``runtime/opaque.json`` describes each op's module and its submodules: class, plain attributes, children, and which operand of the op each
+parameter and buffer is. The modules are created without calling their constructors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ OPAQUE = "runtime/opaque.json"
 
 
 class Applied(nn.Module):
-    """An ``autograd.Function`` as a module. Tensors replace each ``None`` in ``template``; every other entry is a list with one
-    value."""
+    """An ``autograd.Function`` as a module. ``template`` has ``None`` for each tensor argument, and ``[value]`` for any other one."""
 
     def __init__(self, function: Any, template: list[list[Any] | None]) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class Applied(nn.Module):
 
 
 class TorchOp(nn.Module):
-    """An op of torch as a module. ``name`` is ``"istft.default"``; ``template`` is as for ``Applied``, by the arguments' names."""
+    """An op of torch as a module. ``name`` is such as ``"istft.default"``; ``template`` is that of ``Applied``, by argument name."""
 
     def __init__(self, name: str, template: dict[str, list[Any] | None]) -> None:
         super().__init__()
@@ -69,11 +68,11 @@ def call(
 def call_all(
     op: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], results: Sequence[tuple[Sequence[int], torch.dtype]]
 ) -> list[Tensor]:
-    """Run the op's module on ``inputs``, with ``tensors`` as its parameters and then its buffers; return the tensors of its result, which
-    must have the shapes and dtypes ``results``.
+    """Run the op's module on ``inputs``, with ``tensors`` as its parameters and then its buffers; return the tensors of its result.
 
     The type checker refuses operands that are S or P; operands with gradients must all be I or all be R, and the results get their type.
-    On the meta device the module does not run, because its control flow may need values.
+    On the meta device the module does not run, because its control flow may need values. Raises ``ValueError`` if the shapes and dtypes
+    aren't ``results``, or if the module changes ``tensors`` or draws random numbers.
     """
     types = _common_types(op, [*inputs, *tensors]) if spmd.is_type_checking() else {}
     expected = [(tuple(shape), dtype) for shape, dtype in results]
@@ -100,7 +99,8 @@ def call_all(
                 raise ValueError(f"{op} changed a parameter or a buffer of its own, which another run would repeat")
             if not all(map(torch.equal, rng_states, _rng_states(inputs[0].device))):
                 raise ValueError(f"{op} drew random numbers, which differ between ranks and between runs")
-            found = [t.view_as(t) for t in found]  # a type belongs to a tensor object, and a result may be an operand
+            # a type belongs to a tensor object, and a result may be an operand
+            found = [t.view_as(t) for t in found]
     if spmd.is_type_checking():
         for tensor in found:
             spmd.assert_type(tensor, types)
@@ -130,7 +130,7 @@ def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
 
 @cache
 def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
-    """Return the module that ``file`` describes, without tensors, and the index of the operand for each parameter's and buffer's name."""
+    """Return the op's module, with meta tensors, and for each parameter and buffer name its index in ``tensors`` of ``call_all``."""
     records = json.loads(file.read_text())[op]
     modules: list[nn.Module] = []
     for record in records:
@@ -159,7 +159,7 @@ def _module(op: str, file: Path) -> tuple[nn.Module, dict[str, int]]:
 def _class_named(text: str) -> Any:
     """Return the class named by ``"package.module:Outer.Inner"``."""
     name, _, path = text.partition(":")
-    if not name:  # one of this file's
+    if not name:  # a class of this file
         return globals()[path]
     try:
         found: Any = importlib.import_module(name)

@@ -66,8 +66,8 @@ def merged(optimizer: Mapping[str, Any], parts: Iterable[Mapping[str, str]]) -> 
 def saved(
     optimizer: torch.optim.Optimizer, masters: Sequence[Master], program: LoadedProgram, world: World
 ) -> tuple[list[MasterValues], list[Piece], dict[str, str]]:
-    """Return this rank's part of the optimizer's state: the tensors of the parameters' shapes, the other states that this rank writes, and
-    the kind of each key."""
+    """Return this rank's part of the optimizer's state: the values that have their master's shape, the other values that this rank writes,
+    and the kind of each key."""
     held: list[MasterValues] = []
     others: list[Piece] = []
     kinds: dict[str, str] = {}
@@ -169,16 +169,16 @@ class Restored:
                 shape, dtype = tuple(there.size), there.properties.dtype
                 if kind == TENSOR and shape == master.layout.original_shape:
                     shape = tuple(master.tensor.shape)
-                    # state in its parameter's dtype follows the parameter; narrow moments stay what they are
+                    # state saved in the parameter's dtype gets the master's dtype; other state, such as bfloat16 moments, keeps its own
                     if dtype == stored[f"model.{master.layout.original}"].properties.dtype:
                         dtype = master.tensor.dtype
-                # torch's optimizers read the number of steps on the host
+                # torch's optimizers keep the number of steps on the host, unless they are capturable or fused
                 host = kind != TENSOR and key == "step" and not on_device[id(master.tensor)]
                 device = "cpu" if host or kind in _PYTHON else master.tensor.device
                 now = optimizer.state.get(master.tensor, {}).get(key)
                 fits = isinstance(now, Tensor) and (now.shape, now.dtype) == (shape, dtype)
                 if fits and world.places and world.places.has(now):
-                    state[key] = now  # reuse it: the file of offloaded states never frees space
+                    state[key] = now  # reuse it: the file of NVMe states never frees space
                 elif master.offloaded is not None and shape == master.tensor.shape:
                     state[key] = world.places.zeros(master.offloaded.place, shape, dtype)
                 else:
@@ -257,7 +257,7 @@ def _class(scheduler: LRScheduler) -> str:
 
 
 def _saved(value: Any) -> Any:
-    """Return the value as JSON; ``...`` if JSON can't express it. Of a dict, only the entries that JSON can express."""
+    """Return the value as JSON; ``...`` if JSON can't express it. A dict keeps only the entries that JSON can express."""
     if isinstance(value, Mapping):
         entries = {key: _saved(item) for key, item in value.items() if isinstance(key, str)}
         return {key: item for key, item in entries.items() if item not in (..., {})}
@@ -267,7 +267,7 @@ def _saved(value: Any) -> Any:
 
 
 def _restored(now: Any, saved: Any) -> Any:
-    """Return the ``saved`` value in the form of the current value ``now``, which supplies the parts that were not saved."""
+    """Return ``saved`` with the types of the current value ``now``; entries that were not saved come from ``now``."""
     if isinstance(now, Mapping) and isinstance(saved, Mapping):
         return {**now, **{key: _restored(now.get(key), item) for key, item in saved.items()}}
     if isinstance(now, list) and isinstance(saved, list) and len(now) == len(saved):

@@ -6,8 +6,8 @@ a list of them over disjoint parameters. This rank's master copies then replace 
 the same class is created with the same options and these groups.
 
 Elementwise optimizers are exact on shards of parameters. If the plan shards parameters, optimizers that read one full tensor at a time get
-full tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class may read all
-tensors together unless it has ``elementwise = True``; it needs all of them on every rank, and is refused by name under other plans.
+full tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class without
+``elementwise = True`` may read all tensors together: it is refused if the plan divides a trained parameter or has several stages.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class OptimizerContainer(torch.optim.Optimizer):
 
 
 class Updates:
-    """Updates this rank's master copies by the optimizer over ``masters``, and its learning rates by the scheduler, if there is one.
+    """Updates this rank's master copies with the optimizer, and the learning rates with the scheduler, if there is one.
 
-    ``masters`` are the tensors that the optimizer has: this rank's own, or full tensors that it updates for several ranks. ``offloaded``
+    ``masters`` are the optimizer's parameters: this rank's own masters, or full tensors that it updates for several ranks. ``offloaded``
     runs the optimizer if some masters are not on the device.
     """
 
@@ -93,7 +93,7 @@ class Updates:
             self.scheduler.step()
 
     def read_masters(self) -> None:
-        """Read the masters again after anything but ``step`` has set them; all ranks call this."""
+        """Refresh the full tensors of ``WholeTensors`` after anything but ``step`` has set the masters; all ranks call this."""
         if self._whole is not None:
             self._whole.gather_values()
 
@@ -128,7 +128,7 @@ def make(
         for param in group["params"]
     }
     whole: TensorGatherer | None = None
-    if looking and program.spec.whole_tensors is not None:  # otherwise no parameter is sharded
+    if looking and program.spec.whole_tensors is not None:  # ``None`` if the plan divides no parameter
         looked_at = [master for master in masters if master.layout.original in looking]
         whole = program.spec.whole_tensors(looked_at, program, world)
         masters = [*(m for m in masters if m.layout.original not in looking), *whole.masters]
@@ -143,7 +143,7 @@ def make(
 
 @dataclass(frozen=True)
 class CheckedRecipe:
-    """The optimizers that the user's callable made over stand-ins for the parameters."""
+    """The optimizers (``models``) that the user's callable made over meta tensors, the stand-ins for the parameters."""
 
     models: list[torch.optim.Optimizer]
     stand_ins: Mapping[str, nn.Parameter]  # by name, in the model's order
@@ -194,7 +194,7 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
             )
         taken |= {id(param) for param in own}
         _refuse_pieces(model, [names[id(param)] for param in own], program)
-        _rebuilt(model, names, {})  # try it without parameters: a rank may have none
+        _rebuilt(model, names, {})  # try to construct it without parameters: a rank may have none
     # try on the meta tensors whether the classes can be constructed again
     again = user.again()
     if scheduler is not None:
@@ -223,7 +223,7 @@ def patterns_of(name: str) -> list[str]:
 
 
 def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
-    """Return the first difference of two optimizers over the same parameters, or an empty string. Names in their groups don't count."""
+    """Return the first difference of two optimizers over the same parameters, or an empty string. ``param_names`` aren't compared."""
     if type(mine) is not type(its):
         return "class"
     if len(mine.param_groups) != len(its.param_groups):
@@ -301,7 +301,7 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _of_torch(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer class of torch; ``""`` for any other class, subclasses of torch's included."""
+    """Return the optimizer's class name if the class is torch's own; ``""`` for any other class, even a subclass of torch's."""
     name = _name(optimizer)
     return name if type(optimizer) is getattr(torch.optim, name, None) else ""
 
@@ -361,7 +361,7 @@ def _rebuilt(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         own = [(names[id(param)], master) for param in group["params"] for master in masters.get(names[id(param)], ())]
-        options = {  # a scheduler writes into a learning rate that is a tensor
+        options = {  # tensors are cloned, because a scheduler changes a tensor learning rate in place
             key: value.clone() if isinstance(value, Tensor) else value
             for key, value in group.items()
             if key not in ("params", "param_names")

@@ -1,8 +1,8 @@
 """The parameters of this rank's stages, and the master copies that the optimizer updates.
 
 Everything here is a function of the parameters' layout records (``layouts.json``). The optimizer owns plain tensors, the *masters*:
-complete local slices, or under ZeRO this rank's pieces of them. They may be in another memory than the device's (``Offloaded``).
-Parameters that other ranks have too are in flat buffers (ZeRO 0 and 1), or under FSDP2 (ZeRO 2 and 3, ``fsdp``).
+complete local slices, or under ZeRO this rank's pieces of them. They may be outside of the device's memory (``Offloaded``).
+Parameters whose gradients are summed over ranks are in flat buffers (ZeRO 0 and 1), or under FSDP2 (ZeRO 2 and 3, ``fsdp``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .world import Layout, LoadedProgram, World
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """The device's side of an offloaded master: ``place`` is the master's memory, ``gradient`` the tensor on the device whose ``grad`` is
-    the master's gradient, and ``values`` the device's copy of the values, which an update replaces."""
+    """The device tensors of an offloaded master: the ``grad`` of ``gradient`` is the master's gradient, and ``values`` is the device's copy
+    of the values, which an update replaces. ``place`` is the memory of the master: ``"host"`` or ``"nvme"``."""
 
     place: str
     gradient: nn.Parameter
@@ -38,8 +38,8 @@ class Offloaded:
 class Master:
     """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
 
-    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` is the
-    device's side of a master that is in another memory.
+    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` has the
+    device tensors of a master that is not on the device.
     """
 
     layout: Layout
@@ -70,13 +70,12 @@ def upload(masters: Sequence[Master]) -> None:
 class ParameterGroup:
     """Parameters of one layer of a stage that are stored together.
 
-    This class itself keeps parameters that have their masters' dtype, and to whose gradients no other rank and no other stage contributes:
-    the masters are the parameters themselves, and autograd accumulates their gradients over microbatches, as it does on one device.
-    ``FlatGroup`` and ``ShardedGroup`` (``fsdp``) keep the others.
+    This base class is for parameters that need neither a reduction nor a separate master: the masters are the parameters themselves, and
+    autograd accumulates their gradients over microbatches, as on one device. ``FlatGroup`` is for parameters whose gradients other ranks or
+    stages contribute to, or whose masters have another dtype or memory; ``ShardedGroup`` (``fsdp``) for ZeRO 2 and 3.
 
-    All parameters of a group have the same ``placement``. ``masters`` are what the optimizer updates, ``frozen`` those of parameters that
-    are not trained. ``adders`` maps the ``id`` of each trainable parameter that the stage reads to a function that adds a microbatch's
-    gradient, for gradients that autograd does not compute.
+    All parameters of a group have the same ``placement``. The optimizer updates ``masters``; ``frozen`` are the untrained parameters.
+    ``adders`` maps the ``id`` of a trainable parameter to a function that adds a gradient, for gradients that autograd doesn't accumulate.
     """
 
     def __init__(self, stage: nn.Module, layouts: Sequence[Layout], world: World, program: LoadedProgram) -> None:
@@ -108,7 +107,7 @@ class ParameterGroup:
         """Wait for the reductions that the adders have started."""
 
     def finish_reduction(self) -> None:
-        """Give the masters their gradients, after a step's backward passes. A parameter that got none has zeros, and so does padding."""
+        """Set the masters' gradients, after a step's backward passes: zeros for a parameter that got none, and in the padding."""
         for master in self.masters:
             param = master.tensor
             if param.grad is None:
@@ -121,16 +120,16 @@ class ParameterGroup:
         return [gradient for master in self.masters if (gradient := master.gradient) is not None]
 
     def start_copies(self) -> None:
-        """Start to sum over the copies of a stage (Chimera), if the reduction during the backward pass has not done it."""
+        """Start to sum the gradients over both copies of a stage (Chimera); ``FlatGroup.start_reduction`` has already done it."""
 
     def free(self) -> None:
-        """Free the parameters that forward passes have gathered, if no backward pass follows."""
+        """Free gathered parameters after forward passes that no backward pass follows."""
 
     def average(self) -> None:
         """Average the masters of local SGD replicas."""
 
     def publish(self) -> None:
-        """Copy the masters, which an update has changed, into the parameters that the stage reads."""
+        """After an update, copy the masters into the parameters that the stage reads."""
 
 
 def _add(param: nn.Parameter, gradient: Tensor) -> None:
@@ -144,7 +143,7 @@ def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, 
 
 
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Make ``param`` the module's parameter ``name``, which may be one of an inner module."""
+    """Make ``param`` the module's parameter ``name``, which may belong to a submodule."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, param)
 
@@ -172,7 +171,7 @@ class Slot:
 
 
 class Arrivals:
-    """Counts the gradients of a group that a step still lacks: one of every parameter in every microbatch.
+    """Counts the gradients that a group still lacks in a step: one for each parameter and microbatch.
 
     A parameter's hook references this object, not the group: the garbage collector does not see a parameter's hooks, so a group that they
     reference, and with it the process groups, would never be freed. ``complete`` is called when the last gradient arrives.
@@ -197,9 +196,9 @@ class Arrivals:
 class FlatGroup(ParameterGroup):
     """Parameters in one flat buffer whose gradients are reduced explicitly, once a step: ZeRO 0 and 1.
 
-    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them (under hybrid sharding inside each copy, and then
-    all-reduces this rank's piece over the copies), the optimizer updates this rank's piece of the buffer, and the pieces are all-gathered
-    (``Publications``). If masters are wider than the computation (float32 and bfloat16), gradients add up in the masters' dtype.
+    ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the buffer,
+    and ``Publications`` all-gathers the pieces. Under HSDP the reduce-scatter runs inside each copy of the shards, and this rank's piece is
+    then all-reduced over the copies. If masters are wider than the arithmetic (float32 and bfloat16), gradients add up in their dtype.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
     the parameters. Local SGD replicas reduce gradients only inside each replica, and multiply them by the number of replicas, because a
@@ -255,7 +254,8 @@ class FlatGroup(ParameterGroup):
 
     def _add_master(self, slot: Slot) -> None:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
-        name, unwritten, arrivals = slot.layout.name, self._unwritten, self.arrivals  # see Arrivals
+        # the hook must not hold self: see Arrivals
+        name, unwritten, arrivals = slot.layout.name, self._unwritten, self.arrivals
 
         def add(gradient: Tensor) -> None:
             if name in unwritten:
@@ -291,7 +291,7 @@ class FlatGroup(ParameterGroup):
         return [self._grads[self._own]] if self.masters else []
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
-        """Return the part of the slot that this rank's piece of the buffer covers; empty when the ends are equal."""
+        """Return the range of the buffer that is in both the slot and this rank's piece; it is empty if its ends are equal."""
         low = max(slot.start, self._own.start)
         return low, max(low, min(slot.stop, self._own.stop))
 
@@ -346,7 +346,7 @@ class FlatGroup(ParameterGroup):
         return copy, work
 
     def start_reduction(self) -> None:
-        """Start to sum the gradients over the data axes, with zeros in the padding. A parameter server alone gets the sum."""
+        """Start to sum the gradients over the data axes, with zeros in the padding. With parameter servers, only they get the sum."""
         self.settle()
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.beyond(self._world.coordinates):
@@ -360,7 +360,7 @@ class FlatGroup(ParameterGroup):
             self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
 
     def continue_reduction(self) -> None:
-        """Under hybrid sharding, wait for the sum of this rank's piece inside its copy, and start the sum over the copies."""
+        """Under HSDP, wait for the sum of this rank's piece inside its copy of the shards, and start the sum over the copies."""
         if self._copies is not None and self._work is not None and not self._over_copies:
             self._work.wait()
             self._work, self._over_copies = dist.all_reduce(self._sum, group=self._copies, async_op=True), True
@@ -420,7 +420,7 @@ class FlatGroup(ParameterGroup):
 def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
     """Return a stage's parameters, grouped as they are stored; the same list on every rank.
 
-    Flat groups come first: FSDP2 leaves only those parameters alone that are already allocated.
+    Flat groups come first: ``ShardedGroup`` makes FSDP2 ignore the parameters that are already allocated.
     """
     groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in program.layouts:
@@ -434,7 +434,7 @@ def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
 def build_stages(
     program: LoadedProgram, world: World
 ) -> tuple[dict[int, nn.Module], dict[int, list[ParameterGroup]], Any]:
-    """Return this rank's stages on its device, with their parameters allocated (zeros) in their groups, and the buffers that they write."""
+    """Return this rank's stages on its device, the groups of their parameters (zeros), and the object that writes their buffers, if any."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     stages: dict[int, nn.Module] = {
         index: program.spec.stages[index](device=torch.device("meta"), constants=constants) for index in world.stages
@@ -465,7 +465,7 @@ def _build(index: int, stage: nn.Module, program: LoadedProgram, world: World) -
 
 
 def kind_of(layout: Layout, program: LoadedProgram) -> str:
-    """Return how a parameter is stored: ``"fsdp"``, ``"local"`` (no other rank adds to its gradient), or else ``"flat"``."""
+    """Return how a parameter is stored: ``"fsdp"``, ``"flat"``, or ``"local"`` (neither a reduction nor a separate master)."""
     own = program.placement(layout)
     if own.zero >= 2:
         return "fsdp"

@@ -28,9 +28,9 @@ Place = tuple[nn.Module, int, int, torch.device]
 class TracedStage(PipelineStage):
     """A stage of torch's pipeline whose actions have names in a profile.
 
-    ``links`` are the process groups of transfers, by the other rank; without links, transfers use the pipeline's group. Torch before 2.13
-    makes each transfer a batch, and NCCL runs the batches of a group in the order of issue: an interleaved schedule of 8 ranks took 1.5
-    times as long over the pipeline's group.
+    ``links`` maps a peer rank to the process group for transfers with it; if it is empty, transfers use the pipeline's group. Torch before
+    2.13 issues each transfer as a batch, and NCCL runs the batches of a group in the order of issue: an interleaved schedule of 8 ranks
+    took 1.5 times as long over the pipeline's group.
     """
 
     def __init__(self, *place: Any, links: Mapping[int, dist.ProcessGroup], **options: Any) -> None:
@@ -108,7 +108,7 @@ _SEVERAL_STAGES: dict[str, Any] = {
 
 
 class Pipeline(Microbatches):
-    """Runs the microbatches in the plan's order, by torch's schedule of that name."""
+    """Runs the microbatches with the torch schedule that the plan names."""
 
     def _prepare(self) -> None:
         self._schedule = self._make_schedule()
@@ -129,8 +129,8 @@ class Pipeline(Microbatches):
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         (stage,) = stages
         if name == "1f1b":
-            # A stage runs a microbatch's backward before it receives the forward input that reuses the microbatch's buffer. The stage may
-            # send a gradient from its receive buffer; this send has ended when the next gradient but one is received.
+            # When a stage receives a forward input into a reused buffer, the backward of the microbatch that used it has run. A stage may
+            # send a gradient on from its receive buffer: this send has ended before the gradient after the next one arrives.
             stage.args_recv_info = _ReceiveBuffers(self.world.pipeline - self.world.stages[0])
             stage.grad_recv_info = _ReceiveBuffers(2)
         return schedule(stage, self.microbatches, **options)

@@ -153,7 +153,7 @@ def _has_gpus() -> bool:
 
 
 def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
-    """Raise ``StartError`` if this node's number of the program's processes is not the plan's number of GPUs per node.
+    """Raise ``StartError`` if the number of the program's processes on this node isn't the plan's number of GPUs per node.
 
     The plan's prices assume which groups of ranks are inside a node. A plan without ``gpus_per_node`` may run on any nodes.
     """
@@ -190,7 +190,7 @@ class ProcessGroups:
         self._self: dist.ProcessGroup | None = None
 
     def rows(self, ranks: Tensor) -> dist.ProcessGroup | None:
-        """Create a group of every row of ``ranks``; return this rank's group, or ``None`` if it is in no row.
+        """Create a group for every row of ``ranks``; return this rank's group, or ``None`` if it is in no row.
 
         A row of all ranks gets the world's group. The group of a row with one rank is created by that rank alone, once.
         """
@@ -222,8 +222,8 @@ class ProcessGroups:
     def flattened(
         self, wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
     ) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        """Return this rank's group over each of ``wanted`` (axes, outermost first). ``ranks`` has a dim of stages, or of pairs of stages
-        that mirror each other, then one for every axis of ``names``."""
+        """Return this rank's group over each combination of axes in ``wanted`` (outermost first). Dim 0 of ``ranks`` is the pipeline rank,
+        or a pair of mirrored pipeline ranks; the other dims are the axes ``names``."""
         groups = {}
         for axes in sorted(wanted):
             inner = [1 + names.index(axis) for axis in axes]
@@ -236,11 +236,11 @@ class ProcessGroups:
     def links(
         self, lines: Tensor, pairs: Iterable[tuple[int, int]], pipeline: dist.ProcessGroup
     ) -> Mapping[int, dist.ProcessGroup]:
-        """Return the two-rank groups of this rank with each rank that it exchanges tensors with, by that rank.
+        """Return a two-rank group for each rank that this rank exchanges tensors with, by that rank.
 
         ``lines[pipeline, ...]`` are all ranks, ``pairs`` the pipeline ranks that exchange tensors. NCCL runs the transfers of a
         communicator in the order of their issue: on a communicator of all pipeline ranks, a receive that was issued early holds up a send
-        to another rank. A ``pipeline`` group of two ranks is returned itself.
+        to another rank. If the ``pipeline`` group has only two ranks, it is used itself.
         """
         found: dict[int, dist.ProcessGroup] = {}
         rank = dist.get_rank()
@@ -256,7 +256,7 @@ class ProcessGroups:
         return found
 
     def warm_up(self, device: torch.device) -> None:
-        """Use every group of this rank once, in the order of their creation. With gloo, which connects at the creation, do nothing.
+        """Use every group of this rank once, in the order of creation. With gloo, which connects when a group is created, do nothing.
 
         Raises ``RuntimeError`` as NCCL does, if ranks cannot connect.
         """
@@ -272,7 +272,7 @@ class ProcessGroups:
 
 
 def start_transfers(transfers: Sequence[dist.P2POp]) -> list[dist.Work]:
-    """Start sends, or receives, as torch's pipeline schedules do, so that they run on the same communicator."""
+    """Start sends or receives as torch's pipeline schedules do (``ONE_BY_ONE``), so that NCCL uses the communicators that they use."""
     if not transfers:
         return []
     if not ONE_BY_ONE:

@@ -1,9 +1,9 @@
-"""Activation checkpoints: the backward pass computes again what the forward pass did not save.
+"""Activation checkpointing: the backward pass recomputes the values that the forward pass did not save.
 
-*Selective*: cheap ops are recomputed; results of products and all-reduces are saved. A layer's ``compute`` calls through ``keep`` the
-functions whose results are saved; ``selectively`` runs ``compute``. Both use the selective checkpointing of ``torch.utils.checkpoint``:
-inside ``keep``, the results of the ops listed below are saved. Everything else is recomputed. In a layer that ``torch.compile`` compiles,
-these calls are not compiled (products are separate kernels in any case), only the ops between them: so the same values are saved.
+*Selective*: results of matmuls, convolutions, attention, all-reduces and reduce-scatters are saved, all else is recomputed. ``selectively``
+runs a layer's ``compute``, which calls these functions through ``keep``. Both use the selective checkpointing of
+``torch.utils.checkpoint``: inside ``keep``, the results of the ops listed below are saved. If ``torch.compile`` compiles the layer, it
+compiles only the ops between calls of ``keep`` (matmuls are separate kernels in any case), so the same values are saved.
 
 *Several layers as one* (``as_one``): the first layer's arguments are saved, and the backward pass recomputes all of them.
 """
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 Result = TypeVar("Result")
 Contexts = Iterator[AbstractContextManager[Any]]
 
-# The ops that products, convolutions and all-reduces consist of, besides views and a wait that returns at once.
+# The ops inside products, convolutions, all-reduces and reduce-scatters, except views and a wait that returns at once.
 _KEPT = frozenset(
     (
         *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_mm_v2")),
@@ -49,7 +49,7 @@ def selectively(compute: Callable[..., Any], *args: Any) -> Any:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the forward pass, in which each call of ``keep`` saves, and of the recomputation, in which it uses that."""
+    """Return the context of the forward pass, in which ``keep`` saves results, and that of the recomputation, in which it returns them."""
     saved: list[AbstractContextManager[Any]] = []
 
     def saving() -> Contexts:

@@ -1,4 +1,4 @@
-"""Decides when a rank reduces its gradients, and when it sends updated parameters: most of both overlaps the computation.
+"""Decides when a rank reduces its gradients and when it sends updated parameters, so that most of this overlaps the computation.
 
 FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself (``fsdp``). The flat groups' gradients (ZeRO 0 and 1) are always reduced
 once a step: a group's reduction starts as soon as the last microbatch has computed the group's last gradient, while the backward pass
@@ -23,12 +23,12 @@ class Reductions:
     """Starts the reductions of a rank's groups, and waits for them.
 
     All ranks of a process group must start its collectives in one order. The flat groups are therefore in a fixed order, as DDP's buckets
-    are: from the last layer to the first. A group that is complete waits until all groups before it have started, and the groups that are
-    left when the schedule ends start then. So the order depends neither on which gradients a rank got nor on when it got them.
+    are: from the last layer to the first. A complete group waits until all groups before it have started; groups that are incomplete when
+    the schedule ends start then. So the order depends neither on which gradients a rank got nor on when it got them.
 
-    Two kinds of groups start after the schedule on every rank, as ``model.py`` says, whatever happens in a step: tied copies in
-    several stages, which are summed over the stages first; and parameters of layers with opaque modules or a user's ops, which may lack
-    a gradient on one rank alone. That rank would start the reduction later than the others, between other collectives of the layers.
+    Two kinds of groups always start after the schedule, on every rank: tied copies in several stages, which are summed over the stages
+    first; and parameters of layers with opaque modules or a user's ops (``LayerSpec.opaque``), which may lack a gradient on one rank
+    alone. That rank would start the reduction later than the others, between other collectives of the layers.
     All other layers are graphs of torch's ops and of kernels, in which a parameter has a gradient on all ranks or on none.
     """
 
@@ -59,7 +59,7 @@ class Reductions:
         self._started = 0
 
     def watch(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        """Watch for the backward pass of a stage's ``outputs``. The stage calls this in every forward pass."""
+        """Tell FSDP when the backward pass of a stage's ``outputs`` begins. The stage calls this in every forward pass."""
         if self._last:
             self._last[stage].watch(outputs)
 
@@ -86,7 +86,7 @@ class Reductions:
         return sum(group.reduction_bytes for group in self._running)
 
     def _continue(self, group: FlatGroup) -> None:
-        """Start the second half of a reduction under hybrid sharding. It needs the result of the first half, for which a separate stream
+        """Under HSDP, start a reduction's all-reduce over the copies. It needs the reduce-scatter's result, for which a separate stream
         waits, so that the backward pass does not."""
         with self._on_stream(self._stream):
             group.continue_reduction()
@@ -140,7 +140,7 @@ def _limits(groups: Sequence[FlatGroup]) -> dict[FlatGroup, int]:
 
 
 def _early(groups: Sequence[ParameterGroup], layers: Mapping[str, LayerSpec]) -> list[FlatGroup]:
-    """Return the groups of a stage whose reductions overlap the backward pass, in order; ``layers`` are the stage's."""
+    """Return the groups of a stage that may be reduced during the backward pass, in order; ``layers`` are the stage's."""
     found = [group for group in groups if isinstance(group, FlatGroup) and group.is_reduced and group.shared is None]
     found = [group for group in found if not layers[group.placement.layer].opaque]
     # The stage's own parameters come last: an early layer may use them.
@@ -154,9 +154,9 @@ IN_FLIGHT = 2  # publications that run at a time: one for the next layer, one fo
 class Publications:
     """Sends updated parameters to the ranks that read them (ZeRO 1, a parameter server), overlapping the next forward pass.
 
-    The groups of the first layers are sent right after the update; each layer starts another one when its own parameters have arrived,
-    before its first forward pass of the step. The order is that in which the forward pass reads them, which is the same on all ranks of a
-    process group.
+    The first ``IN_FLIGHT`` groups are sent right after the update. Before its first forward pass of the step, a layer waits for its
+    parameters, and the next groups are sent. The order is that in which the forward pass reads the groups, which is the same on all ranks
+    of a process group.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Publications:
         self._started = self._arrived = len(self._sent)
 
     def start(self) -> None:
-        """Publish the groups after an update; those that other ranks need are published one after the other, while the training goes on."""
+        """Publish the groups after an update: at once if no other rank needs them, otherwise in order, while training continues."""
         self.finish()
         self._started = self._arrived = 0
         for group in self._groups:

@@ -7,11 +7,11 @@ infinite or NaN updates nothing on any rank, and halves the scale; 2,000 consecu
 
 Each rank checks the gradients that it owns after their reduction: a non-finite term makes a non-finite sum. One all-reduce then sums
 the results of all ranks, together with the squares of the gradients' norm if the step clips. The host reads the sum together with the
-step's loss, once per step and before the update. So the update of any optimizer can be skipped, also of a user's class that doesn't support
-scaling, and the scale is a Python number, the same on all ranks.
+step's loss, once per step and before the update. So the update of any optimizer can be skipped, even if its class doesn't support scaling,
+and the scale is a Python number, the same on all ranks.
 
-The ops that ``GradScaler`` itself uses are private to torch (``_amp_foreach_non_finite_check_and_unscale_``). Here they are ``aminmax``,
-which keeps NaN, and a multiplication: two passes over the flat buffers of gradients.
+``GradScaler`` uses an op that is private to torch (``_amp_foreach_non_finite_check_and_unscale_``). This module uses ``aminmax``, which
+propagates NaN, and a multiplication: two passes over the flat buffers of gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this d
 
 
 class LossScale:
-    """The loss scale. Each step calls ``scaled``, ``unscale``, ``agree``, then ``update`` with the result.
+    """The loss scale. Each step calls ``scaled`` and ``unscale``, may call ``agree``, reads ``overflowed``, and calls ``update`` with it.
 
     The arguments are those of ``torch.amp.GradScaler``. Factors that are powers of two are exact for gradients that neither overflow
     nor underflow.
@@ -67,7 +67,7 @@ class LossScale:
         self._found, self._agreed = finite.logical_not().double(), False
 
     def agree(self, beside: Tensor | None = None) -> Tensor:
-        """Sum the results of all ranks in one all-reduce, together with ``beside``, a float64 scalar whose sum is returned."""
+        """Sum the overflow flags of all ranks in one all-reduce, together with the float64 scalar ``beside``; return the sum of that."""
         both = torch.stack((self._found, torch.zeros_like(self._found) if beside is None else beside))
         dist.all_reduce(both)
         self._found, self._agreed = both[0], True
@@ -107,9 +107,9 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the state from one of ``state_dict``, or of ``torch.amp.GradScaler.state_dict``; every rank gets the same.
+        """Set the state from the result of ``state_dict`` or of ``torch.amp.GradScaler.state_dict``, which every rank must pass.
 
-        Raises ``ValueError`` if an entry is missing, or ranks are given different states.
+        Raises ``ValueError`` if an entry is missing, or if ranks pass different states.
         """
         missing = [name for name in self.state_dict() if name not in state]
         if missing:

@@ -1,8 +1,8 @@
-"""Selects the part of a global batch that a rank reads, and the part of it that each of the rank's stages gets.
+"""Selects the part of a global batch that a rank reads, and the part that each of its stages gets.
 
 Microbatch ``i`` is the ``i``-th chunk of the global batch, and the mesh's axes divide each microbatch, outermost first. A rank reads the
-rows and the inputs that its stages take. Ranks of a tensor or sequence axis read the same rows: a plan slices a sequence after the layer
-that reads it.
+rows and the inputs that its stages take. Ranks of a tensor or sequence axis read the same rows: a sequence is sliced inside the program,
+after the layer that reads it.
 
 The scalars of a batch (``Prelude``), such as its number of valid tokens, are computed by the ranks whose stages use them.
 Each computes the integer sums of its own rows, and all-reduces add them up. If ``model.py`` says that some scalar is not such a sum
@@ -172,7 +172,7 @@ class Share:
             values[names.index(name), self.rows] = torch.tensor([digest(row) for row in tensor.unbind()])
         head = torch.tensor([int(bool(problem)), *state])
         flat = torch.cat((head, values.flatten()))
-        # the maxima of the numbers and of their negatives: they tell whether all ranks that have a number have the same one
+        # all ranks that have a number have the same one if its maximum and the maximum of its negatives differ only in sign
         both = on_device(torch.cat((flat, torch.where(flat == _ABSENT, flat, -flat))), self.world.device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
         return Later(both)
@@ -210,5 +210,5 @@ class Share:
 
 
 def _whole(term: Tensor) -> Tensor:
-    """Return the sum over all rows, which ``term`` is if every rank has all rows."""
+    """Return ``term``: on a rank that has all rows, it is the sum over all rows."""
     return term

@@ -1,4 +1,4 @@
-"""The records by which ``model.py`` describes its layer classes, its stages and the program to the runtime.
+"""The dataclasses with which ``model.py`` describes its layers, its stages and the program to the runtime.
 
 Types are those of ``spmd_types``, by axis of a stage's mesh: ``S(d)`` is a slice of dim d, ``R`` the same values on all ranks with a
 term of the gradient on each, ``I`` the same values and the same gradient, ``P`` a term of a sum.
@@ -52,16 +52,16 @@ class LayerSpec:
     backward: bool = True  # whether gradients flow through the layer
     opaque: bool = False  # parameters may get no gradient on some ranks
     updates: tuple[str, ...] = ()  # buffers whose new values forward returns after its outputs
-    options: Mapping[str, str] = field(default_factory=dict)  # the plan's values for the layer that are not the default
+    options: Mapping[str, str] = field(default_factory=dict)  # the layer's values that aren't the default, by technique
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The inputs and outputs of a pipeline stage. It receives what the stage before sends."""
+    """The inputs and outputs of a pipeline stage. A stage also receives the tensors that the previous stage ``sends``."""
 
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)  # by name, with the shapes of the global batch
     scalars: tuple[str, ...] = ()  # results of the prelude that the stage reads
-    sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by producer
+    sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by value name
     loss: Types = field(default_factory=dict)  # the types of the loss, in the last stage
     random: bool = False  # whether a layer draws random numbers, seeded by the argument ``key``
     own: LayerSpec | None = None  # for parameters that several layers of the stage share
@@ -90,14 +90,14 @@ class ProgramSpec:
     prelude: Prelude | None = None
     ignored: Mapping[str, int] = field(default_factory=dict)  # by input: the label that the loss ignores
     flattened: tuple[tuple[str, ...], ...] = ()  # groups of axes over which one collective runs, outermost first
-    late: int = 0  # by how many updates gradients are applied late
+    late: int = 0  # the staleness of gradients, in updates
     apart: int = 0  # local SGD: the steps between two averages of the replicas' parameters; 0 without local SGD
     served: bool = (
         False  # whether one rank of each group of replicas, its server, updates the parameters and broadcasts them
     )
-    reductions: Any = None  # starts and awaits the reductions of late gradients, in place of ``Reductions``
-    places: Any = None  # keeps and updates masters and optimizer states that are not on the device
-    fsdp: Any = None  # keeps parameters under ZeRO 2 and 3
+    reductions: Any = None  # starts and awaits the reductions of stale gradients, instead of ``Reductions``
+    places: Any = None  # stores and updates masters and optimizer states that are not on the device
+    fsdp: Any = None  # stores parameters under ZeRO 2 and 3
     whole_tensors: Any = None  # gathers full tensors for optimizers that are not elementwise
     loss_scale: Any = None  # scales the loss in float16
     buffers: Any = None  # writes the buffers that the forward pass computes

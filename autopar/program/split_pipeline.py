@@ -16,8 +16,8 @@ from .weight_gradients import Product, deferred
 class SplitStage(TracedStage):
     """A stage of torch's pipeline whose backward passes may run in two parts.
 
-    ``groups`` have the stage's parameters. Their ``adders`` are called only for gradients of the second part: autograd accumulates those of
-    the first part.
+    ``groups`` have the stage's parameters. Their ``adders`` add the gradients of the second part; autograd accumulates those of the first
+    part.
     """
 
     def __init__(self, place: Place, *, groups: Sequence[ParameterGroup], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Defines ``spmd``, a namespace with everything in ``spmd_types`` that all modules here use; ``compiled.py`` replaces its collectives."""
+"""Defines ``spmd``, a copy of the namespace of ``spmd_types`` that all modules here use: ``compiled.py`` replaces its collectives."""
 
 from __future__ import annotations
 

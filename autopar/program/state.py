@@ -113,7 +113,7 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
 
 
 def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
-    """Return a sentence with the tied parameters that have different values under their names (``needed``); ``""`` if there are none."""
+    """Return a sentence that lists the tied parameters whose names (``needed``) have different values; ``""`` if there are none."""
     found = []
     for names in needed:
         values = [tensors[name] for name in names if name in tensors]

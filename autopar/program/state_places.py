@@ -1,14 +1,14 @@
 """Optimizer states outside of the device's memory: in the host's memory, or in a file on the node's NVMe.
 
 If the plan says so (``states`` of a layer), the master copies and optimizer states of the layer's parameters are tensors on the CPU, which
-updates them chunk by chunk: a chunk's gradients come down from the device, the optimizer updates the chunk, and
-its new values go up. On a GPU each direction has a stream and two buffers in pinned memory: the next chunk's gradients come down and
-the last chunk's values go up during an update. The device keeps only the parameters and the gradients (ZeRO-Offload, Ren
-et al. 2021, arXiv:2101.06840). On a CPU the copies are made as well.
+updates them chunk by chunk: a chunk's gradients are copied from the device, the optimizer updates the chunk, and its new values are copied
+back. On a GPU each direction has a stream and two buffers in pinned memory, so the next chunk's gradients and the last chunk's values are
+copied during an update. The device stores only the parameters and the gradients (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840). If the
+device is a CPU, the copies are made, too.
 
 States on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
 arXiv:2108.05818, move them in chunks, too): the operating system reads the next chunk's pages during an update, and writes changed
-pages back while the training goes on. The file has no name, so nothing of it remains, however the process ends: only checkpoints last.
+pages back while training continues. The file is unlinked, so it disappears however the process ends: only checkpoints persist.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StateStorage:
 
     @staticmethod
     def divided(whole: Master, place: str, values: Tensor, gradient: Tensor | None = None) -> Iterator[Master]:
-        """Divide a flat master, which is in ``place``, into masters of at most a chunk. ``values`` and ``gradient`` are the device's;
-        without ``gradient`` every step sets the gradients of the pieces' holders."""
+        """Divide a flat master in ``place`` into masters of at most a chunk. ``values`` and ``gradient`` are the device's tensors; without
+        ``gradient`` every step sets the ``grad`` of each piece's ``holder``."""
         for start, stop in pieces_of(values.numel(), whole.tensor.dtype):
             here = slice(start, stop)
             holder = nn.Parameter((values if gradient is None else gradient)[here])  # it shares the device's memory
@@ -81,7 +81,7 @@ class StateStorage:
         return self._file is not None and self._file.has(tensor)
 
     def adopt(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
-        """Move the states that an optimizer created for a master to the master's place."""
+        """Move the states that an optimizer created for a master into the file, if the master's place is NVMe."""
         if master.offloaded is None or master.offloaded.place != NVME:
             return  # the optimizer has created them in the right place: where the parameter is
         state = optimizer.state.get(master.tensor, {})
@@ -90,7 +90,7 @@ class StateStorage:
                 state[key] = self.zeros(NVME, value.shape, value.dtype).copy_(value)
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to read tensors from the file that are needed next."""
+        """Begin to read tensors from the file that will be needed soon."""
         if self._file is not None:
             self._file.advise(tensors, mmap.MADV_WILLNEED)
 
@@ -101,7 +101,7 @@ class StateStorage:
 
 
 class _MappedFile:
-    """A file without a name, mapped into memory part by part as it grows; tensors begin at page boundaries."""
+    """An unlinked file, mapped into memory part by part as it grows; tensors begin at page boundaries."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._size, self._used = folder, 0, 0
@@ -278,7 +278,7 @@ def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
 
 
 class _Lane:
-    """The transfer buffers of a chunk, pinned on GPUs: gradients come down from the device, values go up."""
+    """The transfer buffers of a chunk, pinned on GPUs: for gradients from the device, and for values to the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -319,7 +319,7 @@ class _Lane:
             self._went.synchronize()  # until the last values of this buffer have been copied
         targets = [master.offloaded.values for master in chunk if master.offloaded is not None]
         for master, there in zip(chunk, staged := _views(self._up, targets), strict=True):
-            there.copy_(master.tensor.view(there.shape))  # this converts to the dtype of the computation
+            there.copy_(master.tensor.view(there.shape))  # converts to the dtype of the parameters
         if self._cuda:
             # work on the current stream may still read the old values
             self._streams[1].wait_stream(torch.cuda.current_stream(self._device))

@@ -1,7 +1,7 @@
 """Train the program in this folder: ``torchrun --nproc-per-node N train.py --steps 50 --dataset data.pt``.
 
-Yours to edit. Options of the command line go before the values here: ``train.py --help`` lists them, and ``runtime/training.py`` says what
-they do.
+Yours to edit. Command-line options override the values here: ``train.py --help`` lists them, and ``runtime/training.py`` says what they
+do.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autopar.program.watch import run
 from autopar.program.world import World
 
 if __name__ == "__main__":
-    # for modules of data sets and optimizers, after those beside this file and the installed ones
+    # to import data sets and optimizers from the working folder; modules beside this file and installed ones come first
     sys.path.append(os.getcwd())
 
 # -- data and checkpoints: yours to edit ------------------------------------------------------------------------------
 
-STEPS = 10  # of the whole training; --steps
+STEPS = 10  # in total, including those before a resume; --steps
 DATASET: str | None = None  # a file, MODULE:FUNCTION or "synthetic", which None means; --dataset
 CHECKPOINT: str | None = None  # a folder for checkpoints; --checkpoint
 EVERY = 100  # steps from one checkpoint to the next; --every
-KEEP = 2  # how many checkpoints stay; --keep
+KEEP = 2  # the number of newest checkpoints to keep; --keep
 
 # -- the recipe: yours to edit ----------------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ make_scheduler: Scheduler | None = None
 
 
 def recipe() -> Recipe:
-    """Return the values above, as the training takes them."""
+    """Return the settings above as a ``Recipe``."""
     return Recipe(
         folder=Path(__file__).resolve().parent,
         optimizer=make_optimizer,
@@ -76,7 +76,7 @@ def recipe() -> Recipe:
 
 
 def main() -> None:
-    """Train by the recipe."""
+    """Train with these settings."""
     train(recipe())
 
 

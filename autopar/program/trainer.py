@@ -6,8 +6,8 @@ the gradients of its own rows; losses, gradients and state dicts that the traine
 allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
 microbatches, and the sum is the mean.
 
-Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). The
-other order would be wrong if layers of one stage use different data axes.
+Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). To divide
+the batch over the axes first, and then into microbatches, would be wrong if layers of one stage have different data axes.
 """
 
 from __future__ import annotations
@@ -85,13 +85,12 @@ class ModeError(RuntimeError):
 class Trainer:
     """This rank's share of the training: call its methods on every rank in the same order.
 
-    ``optimizer`` (``adamw`` if left out) makes an optimizer from the list of the user's parameters, or from pairs with their names if its
-    argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace (see
-    ``optimizers``); it may also make a list of optimizers. ``scheduler`` makes a scheduler of the optimizer's learning rates, which counts
-    updates: a skipped one doesn't count. Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors
-    or of a ``torch.save`` of it), ``values`` (a function of a parameter's layout) or drawn from ``seed``, the same under all plans; or
-    training resumes from ``resume``, a folder that ``load`` takes.
-    ``max_norm`` clips gradients in ``step``.
+    ``optimizer`` (default: ``adamw``) returns an optimizer, or a list of them, over the list of the user's parameters, or over pairs with
+    their names if its argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace
+    (see ``optimizers``). ``scheduler`` returns a scheduler of the optimizer's learning rates; it counts updates, without skipped ones.
+    Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors or of a ``torch.save`` of it), those of
+    ``values`` (which maps a parameter's layout to its full tensor), or drawn from ``seed``, the same under all plans; or training resumes
+    from ``resume``, a folder that ``load`` takes. ``step`` and ``advance`` clip gradients to the 2-norm ``max_norm``.
     ``loss_scale`` is the dynamic loss scale of a float16 program, otherwise ``None``; losses, gradients and norms that the trainer
     returns are unscaled.
     """
@@ -138,9 +137,9 @@ class Trainer:
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self._updates = optimizers.make(optimizer, program, world, masters, scheduler)
         self.optimizer, self.scheduler = self._updates.optimizer, self._updates.scheduler
-        # the updates so far, skipped ones included, and the rows of their batches
+        # the number of updates so far, skipped ones included, and of the rows in their batches
         self._seed, self.steps, self.rows = seed, 0, 0
-        self.loaders: dict[int, Loader] = {}  # loaders that stay open between the calls of a ``LoadedProgram``
+        self.loaders: dict[int, Loader] = {}  # kept open between the calls of a ``run.Program``
         # the epoch and the row after the last step, by ``Loader.key``
         self.positions: dict[str, tuple[int, int]] = {}
         self._from_checkpoint: tuple[str, ...] = ()  # the keys of the checkpoint's positions, until one is read
@@ -183,7 +182,7 @@ class Trainer:
         return loss, loader.ends(after)
 
     def advance_from(self, loader: Loader) -> None:
-        """Call ``advance`` on the next global batch, and read the batch after it ahead."""
+        """Call ``advance`` on the next global batch, and prefetch the batch after it."""
         rows, after = loader.read(self.position(loader), ahead=True)
         self.advance(rows)
         self.positions[loader.key] = after
@@ -206,7 +205,7 @@ class Trainer:
                 return float(value)
         if self.max_norm is not None:
             self.gradient_norm = self._clip(self.max_norm)
-        # the host waits for the device once per step: at the end, or to learn whether the update is skipped
+        # the host waits for the device once per step: at its end, or before the update, to read whether it is skipped
         if self.loss_scale is None:
             self._update()
             return float(loss)
@@ -249,7 +248,7 @@ class Trainer:
         return self.traced(lambda: self.step(batch), path)
 
     def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:
-        """Call ``step()``, a step of this trainer, trace it as ``trace`` does, and return its result."""
+        """Call ``step``, a function that runs a step of this trainer; trace it as ``trace`` does, and return its result."""
         return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
 
     def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
@@ -271,7 +270,7 @@ class Trainer:
             self._buffers.clear()
 
     def _key(self) -> int:
-        """Return the key of the random numbers of this step's first microbatch."""
+        """Return the random seed of this step's first microbatch; that of microbatch ``i`` is ``i`` larger."""
         return (self._seed << 40) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
@@ -285,7 +284,7 @@ class Trainer:
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         assert self._updates is not None
-        self.finish_update()  # the previous one, of parameters that no forward pass has read since
+        self.finish_update()  # the previous update, if no forward pass has waited for it
         if self._late is not None:
             self._late.place()
         if not skipped:
@@ -332,8 +331,8 @@ class Trainer:
     def evaluate(self, batch: Batch) -> float:
         """Return the loss of a global batch by forward passes only; nothing is updated.
 
-        Raises ``ModeError`` if the model computes something else in evaluation mode, as with dropout or batch norm: the program has
-        the model in the mode in which it was captured.
+        Raises ``ModeError`` if the model computes something else in evaluation mode, as with dropout or batch norm: the program always
+        runs in the mode in which the model was captured.
         """
         if changes := in_training_alone(self.program):
             raise ModeError(changes)
@@ -344,8 +343,8 @@ class Trainer:
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
 
-        Each element counts once: of ranks with the same values only the first counts, of tied copies only the first stage's. Local SGD
-        replicas each have their own norm.
+        Each element counts once: only the first of the ranks with the same values counts it, and of tied copies only the first stage's
+        counts. Each local SGD replica has its own norm.
         """
         return float(self._clip(max_norm))
 
@@ -376,7 +375,7 @@ class Trainer:
         return self._tensors().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers from a state dict of the user's model, on every rank the same. Optimizer state is unchanged.
+        """Set parameters and buffers from a state dict of the user's model, the same on every rank. Optimizer state is unchanged.
 
         Raises ``ValueError`` with the name of an entry that is missing, is not in the model, or has another shape.
         """
@@ -389,7 +388,7 @@ class Trainer:
         self._half_read = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
-        """Write a checkpoint, ``folder/step-N``, that any plan of this model can load; the last ``keep`` checkpoints stay (``None``: all).
+        """Write a checkpoint, ``folder/step-N``, that any plan of this model can load; keep only the last ``keep`` ones (``None``: all).
 
         Every rank writes its own parts of parameters, optimizer state and buffers; the folder gets its name when all have finished.
         Without ``wait`` this returns once the parts are copied to the host's memory, and a thread writes them. Raises ``CheckpointError``
@@ -457,7 +456,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
-        """Let files replace the values inside this context. If some files can't be read, later calls refuse the mixed state."""
+        """A context in which files replace the values. If only some files could be read, later calls refuse the mixed state."""
         try:
             yield
         except CheckpointError as error:

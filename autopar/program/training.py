@@ -315,7 +315,7 @@ def open_trainer(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> tupl
         why = "under local steps each replica has its own weights" if program.local_steps else "it exists"
         raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
     state = None if args.resume else start_values(recipe, args, program.records)
-    # the watch reports first, because a collective's own timeout names no rank
+    # longer than any limit of the watch, which then reports first: a collective's own timeout names no rank
     patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
     world = start(program, device=args.device, timeout_s=patience_s, nvme=args.nvme)
     watch.join()
@@ -352,7 +352,7 @@ def say(message: str) -> None:
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Write a checkpoint, once the previous one is written. If that fails, training continues unless it is ``over``."""
+    """Wait for the previous checkpoint, then write one. After a failure training continues; if it is ``over``, exit with status 1."""
     failed = False
     wait = over or not args.async_save
     for work in (
@@ -379,7 +379,7 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
     except (
         DataError,
         NonFiniteLossError,
-    ) as error:  # on every rank; the state is that before the step, unless the error is late
+    ) as error:  # raised on every rank before the update, unless it is late
         late = isinstance(error, NonFiniteLossError) and error.late
         if isinstance(error, NonFiniteLossError) and args.dataset == "synthetic":
             say(
@@ -471,7 +471,7 @@ def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
 
 
 def main(recipe: Recipe) -> None:
-    """Train by the recipe and the command line's options."""
+    """Train with the recipe's settings and the command line's options."""
     args = arguments(recipe)
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
     try:

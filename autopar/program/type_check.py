@@ -45,7 +45,7 @@ from .state import read_constants
 Progress = Callable[[str], None]
 
 DIGESTS = "runtime/checked.json"
-"""The file in a program's folder with the digests of its other files."""
+"""The file in a program's folder with the digests of ``layouts.json`` and of the modules."""
 
 _FILES = ("plan.json", "layouts.json", "model.py")
 _ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
@@ -95,7 +95,7 @@ def edited(folder: Path) -> list[str]:
 
 
 def check_edits(folder: Path, say: Callable[[str], None]) -> None:
-    """Check the program if a module was edited since it was emitted or accepted. Raises ``IllTypedError``."""
+    """Check the program if its files have changed since they were emitted or accepted. Raises ``IllTypedError``."""
     if names := edited(folder):
         say(f"type-checking the program, because {', '.join(names)} changed since it was emitted")
         check_in_subprocess(folder)
@@ -180,7 +180,7 @@ def _line(error: Exception, path: Path, kind: Any) -> str:
 def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
     """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from the scalar of all rows.
 
-    The prelude is plain tensor code, without types: it runs on each half of synthetic batches, and on all of their rows.
+    The prelude is plain tensor code, without types: it runs on two parts of synthetic batches, and on all of their rows.
     """
     prelude: Prelude = program.prelude
     if not prelude.by_rows:
@@ -199,7 +199,7 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
             totals = iter([first + second for first, second in zip(*terms, strict=True)])
             part = prelude.compute(halves[0], constants, lambda term, totals=totals: next(totals))  # type: ignore[misc]
         except Exception as error:
-            # the class in the folder's guards.py; synthetic rows need not meet the guards
+            # the class in the folder's guards.py; synthetic rows may violate the guards
             if type(error).__name__ == "GuardError":
                 return
             raise IllTypedError(
@@ -211,8 +211,8 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
 
 
 def _type_saved_inputs(kind: Any) -> None:
-    """Give ``_NoopSaveInputs`` of ``torch.utils.checkpoint`` (torch 2.11; later versions have none) a rule. It saves the inputs of a
-    recomputed function and returns an empty tensor. spmd-types' own rule for it fails, because it accounts for no input."""
+    """Give ``_NoopSaveInputs`` of ``torch.utils.checkpoint`` (torch 2.11; later versions have none) a typing rule. It saves the inputs of a
+    recomputed function and returns an empty tensor. The rule of spmd-types fails, because it accounts for none of the inputs."""
 
     def rule(output: Tensor, *, args: tuple[Any, ...]) -> None:
         values = [value for arg in args for value in (arg.values() if isinstance(arg, dict) else (arg,))]
@@ -291,12 +291,12 @@ def _follow_once(layer: nn.Module, seen: _Seen) -> None:
 
 
 def _described_module(layer: nn.Module) -> Any:
-    """Return all state that a layer's forward can read: equal if two layers compute the same; ``None`` if that is unknown."""
+    """Return all state that a layer's forward can read: layers with equal state compute the same. ``None`` if it can't be described."""
     usual = {*vars(nn.Module()), "SPEC"}
     parts = []
     for name, module in layer.named_modules():
         extra = {key: value for key, value in vars(module).items() if key not in usual}
-        # a layer may write into any other attribute when it is called
+        # an attribute of another type may be mutable, so that a call could change it
         plain = all(isinstance(value, str | int | float | bool | tuple | None) for value in extra.values())
         if not plain or module._forward_hooks or module._forward_pre_hooks:
             return None
@@ -349,7 +349,7 @@ def _type(text: str) -> Any:
 
 
 def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
-    """Assert a tensor's types by axis. They are passed on as local types and a partition spec, outermost axis first."""
+    """Assert a tensor's types by axis, as ``spmd_types``' local types and a partition spec, outermost axis first."""
     entries: list[Any] = [[] for _ in range(tensor.dim())]
     local = {}
     for axis, t in types.items():
@@ -363,7 +363,7 @@ def _assert(tensor: torch.Tensor, types: Mapping[str, Any]) -> torch.Tensor:
     return tensor
 
 
-_declare = _assert  # asserting sets the types of a tensor that has none
+_declare = _assert  # sets the types of a tensor that has none
 
 
 IMPORTING = threading.RLock()
@@ -429,7 +429,7 @@ def _fake_world(axes: Mapping[str, int]) -> Iterator[Any]:
     size = 1
     for n in axes.values():
         size *= n
-    hook = sys.excepthook  # torch replaces it by one that calls it and puts the rank before each line
+    hook = sys.excepthook  # torch replaces it by a hook that puts the rank before each line
     dist.init_process_group("fake", rank=0, world_size=size)
     try:
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -1,11 +1,11 @@
 """Watches one rank's training: signals that ask it to stop, ranks that die, and sections that take too long.
 
 A thread sends the other ranks of its node a heartbeat once a second, with the position of its main thread: the section, the collective
-and the layer. One rank of each node, its speaker, writes the heartbeats of all into torchrun's rendezvous store, and watches the
-next node in the same way: three requests per beat and one connection per node. With more than ``BEATS_PER_S`` nodes the beats are
+and the layer. One rank of each node, its speaker, writes the node's heartbeats into torchrun's rendezvous store, and reads those of the
+next node: three requests per beat and one connection per node. With more than ``BEATS_PER_S`` nodes the beats are
 further apart. If a speaker falls silent, the next rank of its node takes over. A second thread, which never waits for the network, ends the
 process if the store doesn't answer while no step ends; a slow store doesn't end a training that makes progress. Whatever goes
-wrong, one rank reports it in one sentence, and every rank exits with status 1, or is ended by torchrun because another one has.
+wrong, one rank reports it in one sentence, and every rank exits with status 1, or torchrun ends it after another rank has exited.
 
 The position of the main thread is its Python stack, which is the same for gloo and NCCL, and the last layer that it entered. On a
 GPU the host runs ahead of the device: there the layer is the last one whose work the host has started.
@@ -75,8 +75,8 @@ def interval_s(nodes: int, lost_after_s: float) -> float:
 class Machine:
     """The ranks of one node, which send each other datagrams; the lowest live rank is the node's speaker.
 
-    torchrun gives ``index``, ``count`` (of nodes) and ``ranks``. Under another launcher each rank is its own node, because nothing says
-    that the processes of a machine can reach each other by a local socket.
+    ``index`` (of the node), ``count`` (of nodes) and ``ranks`` come from torchrun's environment. Under another launcher each rank is its
+    own node, because its processes may be unable to reach each other by a local socket.
     """
 
     def __init__(self, token: str, rank: int, world: int) -> None:
@@ -147,7 +147,7 @@ class Watch:
         self._signals = heeded() if threading.current_thread() is threading.main_thread() else ()
         self._main = threading.current_thread().ident
         self._received = 0
-        self._now = "set-up", "the set-up", time.monotonic()  # one object, because several threads read it
+        self._now = "set-up", "the set-up", time.monotonic()  # one tuple, because other threads read it without a lock
         self._layer = ""
         self._failed_at: tuple[str, bool] | None = None
         self._problem: str | None = None  # the problem that this rank noticed, which ends the training
@@ -239,7 +239,7 @@ class Watch:
 
     def stop_asked(self, device: torch.device) -> str:
         """Return, on all ranks, the name of a signal that some rank had received at the previous call, or an empty string. All ranks
-        call this once a step. It returns the previous step's answer, for which the host need not wait until this step ends."""
+        call this once a step. The result is one step old, so that the host needn't wait for the device to finish this step."""
         if dist.get_world_size() == 1:
             return signal.Signals(self._received).name if self._received else ""
         received = torch.tensor(self._received, dtype=torch.int32, device=device)
@@ -329,7 +329,7 @@ class Watch:
             self._ended.wait(self._interval_s)
 
     def _report(self, node: Machine, problem: str) -> None:
-        """Let the first speaker that gets here report for all; until then the others go on with heartbeats, or they would seem dead."""
+        """Let the first speaker that gets here report for all. Until it has, the others send heartbeats, or they would seem dead."""
         store = self._open()
         first = store.add("said", 1) == 1
         store.set("stop", "")
@@ -339,7 +339,7 @@ class Watch:
             self._beat(node)
             if not first and store.check(["done"]):
                 break
-            # wait for a second heartbeat of every node, as long as another rank of it needs to take over
+            # wait for a second heartbeat of every node, at most as long as another rank of the node needs to take over
             if first and waited > max(4 * self._interval_s, 1.0):
                 pairs = zip(before, self._nodes(node), strict=True)
                 if all(any(said[0] != old[rank][0] for rank, said in new.items() if rank in old) for old, new in pairs):

@@ -2,7 +2,7 @@
 
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) run the second part when a pipeline rank would otherwise
 wait. The backward of ``linear`` computes the input gradient; inside ``deferred`` it adds the matmul for the weight gradient to a list, for
-the second part. All other gradients (of biases, norms, embeddings) belong to the first part: they cost little.
+the second part. All other gradients (of biases, norms, embeddings) are cheap, and belong to the first part.
 Outside of ``deferred`` the backward pass is the usual one.
 
 Between the two parts, memory holds the input of every product and the gradient of its result.
@@ -41,7 +41,7 @@ _products: list[Product] | None = None
 
 @contextmanager
 def deferred() -> Iterator[list[Product]]:
-    """Defer the weight gradients of a backward pass inside this context: it adds their products to the list that the context returns.
+    """Defer the weight gradients of a backward pass inside this context, which yields the list of their products.
 
     The backward pass must run in this thread.
     """
@@ -55,7 +55,7 @@ def deferred() -> Iterator[list[Product]]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, whose weight gradient may be deferred; no other op may read the parameter ``weight``."""
+    """Return ``F.linear(x, weight, bias)``; its weight gradient may be deferred, so no other op may read the parameter ``weight``."""
     if spmd.is_type_checking() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     result: Tensor = _SplitLinear.apply(x, weight, bias)

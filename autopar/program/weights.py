@@ -2,8 +2,8 @@
 
 A file consists of the header's length, the header (JSON: for each tensor its dtype, shape and bytes), and the bytes. Files are mapped into
 memory. Each rank reads and writes only its own boxes, so no process has a full model. A tensor with several
-names is stored once; the header's metadata give, for each other name, the name that it is stored under, as
-``safetensors.torch.save_model`` does it. The safetensors library writes only complete files, and has no complex128.
+names is stored once; the header's metadata give, for each other name, the name that it is stored under, as in
+``safetensors.torch.save_model``. The safetensors library isn't used: it writes only complete files, and has no complex128.
 Format: https://github.com/huggingface/safetensors#format.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from .boxes import Box, Piece, divided, whole
 
 INDEX, SUFFIX = "model.safetensors.index.json", ".safetensors"
-FILE_BYTES = 5 * 10**9  # as transformers divides a model
+FILE_BYTES = 5 * 10**9  # the file size of transformers
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -69,7 +69,7 @@ class Stored:
 
 
 def is_weights(path: Path) -> bool:
-    """Return whether this is a file or a folder of weights."""
+    """Return whether the path is a safetensors file or a folder."""
     return path.suffix == SUFFIX or path.is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Unsharded tensors for optimizers that need them, such as Muon: one rank has the full tensor of each parameter, and updates it.
+"""Unsharded tensors for optimizers that need them, such as Muon: for each parameter, one rank has the full tensor and updates it.
 
 If ranks have slices, parts or ZeRO shards of a parameter, one of these ranks is its *owner*, which keeps the full master copy and the
 optimizer state. In a step each owner gathers the gradients' pieces, updates its parameters, and sends the new values back to all
@@ -51,7 +51,7 @@ class _Key(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """A box of a parameter that is sent between the ranks ``holder`` and ``owner``. It is box ``number`` of the holder's master ``index``;
-    the owner doesn't use these two. Owners gather only ``counted`` boxes, which one of the ranks with the same values holds, so that each
+    the owner doesn't use these two. Owners gather only ``counted`` boxes: of the ranks with the same values, only one has them, so each
     value is sent once. All holders get the new values."""
 
     key: _Key
@@ -173,7 +173,7 @@ def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_N
 
 
 def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
-    """Return each parameter's owner: from the largest to the smallest, the rank of its stage that owns the fewest elements so far."""
+    """Assign each parameter, from the largest to the smallest, to the rank of its stage that owns the fewest elements so far."""
     names, apart = list(world.coordinates), program.parted(list(program.spec.mesh))[1]
     replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
     loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks

@@ -110,7 +110,7 @@ class Placement:
 
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
-    the axes over which hybrid sharding replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
+    the axes over which HSDP replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
     ``compute``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
     """
 
@@ -184,12 +184,12 @@ class LoadedProgram:
 
     @property
     def directions(self) -> int:
-        """The number of directions in which microbatches go through the pipeline ranks, with a copy of each stage for each."""
+        """The number of directions in which microbatches go through the pipeline ranks; each direction has a copy of every stage."""
         return 2 if self.plan["schedule"] == "chimera" else 1
 
     @property
     def has_links(self) -> bool:
-        """Whether every two pipeline ranks that exchange tensors have their own group. 1F1B sends and receives in one batch, which needs
+        """Whether each pair of pipeline ranks that exchange tensors has its own group. 1F1B sends and receives in one batch, which needs
         one group."""
         return self.plan["schedule"] not in ("none", "1f1b")
 
@@ -268,7 +268,7 @@ class LoadedProgram:
         return path
 
     def _main_dtype(self, stage: int, child: str) -> torch.dtype:
-        """Return the dtype of most of the elements in a stage's layer."""
+        """Return the dtype of most of the parameters' elements in a layer of a stage."""
         elements: dict[torch.dtype, int] = {}
         for layout in self.layouts:
             if layout.stage == stage and self._layer(layout) == child:
@@ -302,7 +302,7 @@ def load(folder: str | os.PathLike[str]) -> LoadedProgram:
 
 
 def _layers(stage: Any, constants: Mapping[str, Tensor]) -> dict[str, LayerSpec]:
-    """Return the layers of a stage's class, in order, and the parameters that several of them share."""
+    """Return the ``SPEC`` of each layer of a stage's class by path, in order; ``""`` has that of parameters that several layers share."""
     module: nn.Module = stage(device="meta", constants=constants)
     found: dict[str, Any] = {path: layer.SPEC for path, layer in layers_of(module).items()}
     own: LayerSpec | None = stage.SPEC.own
@@ -327,9 +327,9 @@ class World:
     # by tied parameter: the group of the pipeline ranks with copies, if there are several
     shared: Mapping[str, dist.ProcessGroup]
     replica: dist.ProcessGroup | None = None  # of this rank's local SGD replica, if there are several
-    # by rank: the group of this rank and a rank that it exchanges tensors with
+    # by peer rank: the two-rank group for transfers with it
     links: Mapping[int, dist.ProcessGroup] = field(default_factory=dict)
-    places: Any = None  # keeps masters and optimizer states that are not on the device
+    places: Any = None  # stores masters and optimizer states that are not on the device
     timeout_s: float = 600  # the time limit of groups that are created later
 
     @property
@@ -454,8 +454,8 @@ def _warm_up(groups: ProcessGroups, device: torch.device) -> None:
 
 
 def mirror_grid(ranks: Tensor, directions: int) -> Tensor:
-    """Return ``ranks [pipeline, ...]`` with a dim ``mirror`` after the first; with two ``directions`` it has the pipeline ranks ``r`` and
-    ``P - 1 - r``."""
+    """Return ``ranks [pipeline, ...]`` with a dim ``mirror`` after the first. With two ``directions``, dim 0 is halved, and ``mirror`` has
+    the pipeline ranks ``r`` and ``P - 1 - r``."""
     if directions == 1:
         return ranks.unsqueeze(1)
     half = len(ranks) // 2
@@ -496,8 +496,8 @@ def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor)
 def _stage_groups(
     groups: ProcessGroups, program: LoadedProgram, grid: Tensor, placed: Sequence[int]
 ) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's group for every tied parameter with copies on several pipeline ranks. Ranks that mirror each other are in two
-    groups: the reduction of gradients over ``mirror`` comes later."""
+    """Return this rank's group for every tied parameter with copies on several pipeline ranks. Mirrored ranks are in different groups,
+    because gradients are reduced over ``mirror`` later."""
     places: dict[str, set[int]] = {}
     for layout in program.layouts:
         if layout.shared is not None:

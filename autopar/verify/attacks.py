@@ -1,7 +1,7 @@
 """Adversarial batches and modes, for errors that the user's batch doesn't reveal: a baked-in constant, a wrong mask.
 
 Attacks are derived from the user's batch. Batches of the same shapes run through the captured graph and its plans; for other batch sizes
-and modes the model is captured again. Eager PyTorch runs first: if an attack makes it raise or return NaN, the report lists the attack as
+and modes the model is captured again. Eager PyTorch runs first: if it raises, or its results aren't finite, the report lists the attack as
 skipped.
 """
 
@@ -33,17 +33,17 @@ IGNORED = -100
 """The label that cross entropy ignores by default."""
 
 MOST_ROWS = 64
-"""Maximum number of rows of the attack whose batch has as many rows as its sequences have positions."""
+"""Maximum number of rows in the attack whose batch size equals the sequence length."""
 
 LARGE = 100.0
-"""Factor of the last row of the attack with extreme values."""
+"""Factor by which the attack with extreme values multiplies the last row."""
 
 
 @dataclass
 class Attacks:
     """The outcomes of the attacks on one device, by name: ``tried`` has the error, ``skipped`` the reason, ``broken`` the exception.
 
-    ``subjects`` has the attacks that keep the shapes of the user's batch, which plans can run.
+    ``subjects`` has the attacks that keep the shapes of the user's batch: plans can run these, too.
     """
 
     tried: dict[str, Error] = field(default_factory=dict)
@@ -143,7 +143,7 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
 
 
 def compare_with_eager(subject: Subject) -> Error:
-    """Compare the captured graph with eager PyTorch's results: the loss, every gradient, every written buffer."""
+    """Compare the captured graph with eager PyTorch's results: the loss, every gradient, every buffer that the model writes."""
     written: dict[str, Tensor] = {}
     loss, gradients = _graph_step(subject.graph, subject.state, subject.batch, written)
     error = compare(loss, gradients, subject.loss, subject.gradients, rounding=subject.rounding)
@@ -178,8 +178,8 @@ def _graph_step(
 
 
 def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Error:
-    """Run two steps with an update between them, and return the largest error of: the second step's loss and gradients, the written
-    buffers, and the parameters, which a forward and backward pass must not change."""
+    """Run two steps with an update between them. Return the largest error of the second step's loss and gradients, of the written buffers,
+    and of the parameters, which a forward and backward pass must not change."""
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:
@@ -207,7 +207,7 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
 
 
 def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor] | None, str]]:
-    """Yield batches of the same shapes with other values: name, batch, and the reason if there is no batch."""
+    """Yield attacks with batches of the same shapes: name, batch, and the reason if there is no batch."""
     given = dict(batch)
     masks = {n: t for n, t in given.items() if t.numel() and bool(((t == 0) | (t == 1)).all())}
     integers = {n: t for n, t in given.items() if n not in masks and not t.is_floating_point() and not t.is_complex()}
@@ -227,7 +227,7 @@ def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, T
 
 
 def _uneven(tensor: Tensor) -> Tensor:
-    """Return labels with half of the first row and all of the last row ignored."""
+    """Return labels of which half of the first row and all of the last row are ignored."""
     tensor = tensor.clone()
     if tensor.dim() > 1:
         tensor[0, : (tensor.shape[1] + 1) // 2] = IGNORED
@@ -257,7 +257,7 @@ def _extremes(tensor: Tensor) -> Tensor:
 
 
 def _other_rows(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, int, str]]:
-    """Yield other batch sizes: name, number of rows, and the reason if there is none."""
+    """Yield attacks with other batch sizes: name, number of rows, and the reason if there is none."""
     rows = len(next(iter(batch.values())))
     yield "another number of rows", 3 if rows != 3 else 2, ""
     name = "as many rows as positions in a sequence"

@@ -21,8 +21,8 @@ from autopar.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """The largest error of the loss, the gradients and the buffers after a step, and the number of type-checked stages (0: not
-    requested). ``attacked`` is the error of loss and gradients on the batch of an attack, if there was one."""
+    """The largest error of a step (``compare_step``), and the number of type-checked stages (0: not requested). ``attacked`` is the error
+    of loss and gradients on the batch of an attack, if there was one."""
 
     error: Error
     stages_typed: int
@@ -42,7 +42,7 @@ def check_plan(
 
     Raises:
         UsageError: the plan is invalid for the model.
-        ProgramError: the program differs from the priced one, or does not type-check.
+        ProgramError: the program's collectives are not those that were priced, or it does not type-check.
         LaunchError: a rank raised, died or hung.
     """
     assert plan.device_count == pool.count, (plan.device_count, pool.count)
@@ -69,7 +69,7 @@ def check_plan(
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
     """Return the largest error of a step: the loss, every gradient, every buffer, and the update of every parameter.
 
-    The update is plain SGD's, so it shows the gradient that reached the parameter through ZeRO's sharding, the optimizer and gathering.
+    The optimizer is plain SGD, so the update shows the gradient that reached the parameter through ZeRO's sharding and gathering.
     """
     error = _compare(subject, loss, gradients)
     moved = {n: _update(subject.state[n], after[n], g) for n, g in subject.gradients.items() if n in after}
@@ -84,8 +84,8 @@ def _compare(subject: Subject, loss: float, gradients: dict[str, Tensor]) -> Err
 
 
 def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient that an SGD update implies. Where it differs from ``gradient`` by less than the parameter's last digit, return
-    ``gradient``: smaller updates are rounded off (a loss near zero has gradients of 1e-20)."""
+    """Return the gradient that an SGD update implies, or ``gradient`` where the difference is below the parameter's rounding error: smaller
+    updates are rounded off (a loss near zero has gradients of 1e-20)."""
     computed = (before - after) / UPDATE_LR
     digit = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
     return torch.where((computed - gradient).abs() <= digit, gradient, computed)

@@ -34,7 +34,7 @@ ALL_RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class RecordedPlan:
-    """One plan: its recorded ranks, the number of their operations, the wall time of the recording, and the findings."""
+    """One plan: its recorded ranks, the number of their operations, the wall time of recording and checks, and the findings."""
 
     kind: str
     plan: str
@@ -48,7 +48,7 @@ class RecordedPlan:
 
 @dataclass(frozen=True, slots=True)
 class CollectivesReport:
-    """The recorded plans; ``skipped`` has the reasons why kinds are invalid for the model, ``modes`` the number of NCCL's launch modes."""
+    """The recorded plans; ``skipped`` has the reasons why kinds are invalid for the model, ``modes`` is the number of NCCL modes tried."""
 
     model: str
     plans: tuple[RecordedPlan, ...]
@@ -99,10 +99,10 @@ def verify_collectives(
 
 
 def verify_plan_collectives(graph: Graph, plan: Plan, progress: Progress | None = None) -> CollectivesReport:
-    """Record ranks that represent all ranks of a plan, at its real sizes: all of them, if they are at most ``ALL_RANKS``. ``graph`` is the
-    captured model of the plan.
+    """Record a plan at its real sizes: all ranks if they are at most ``ALL_RANKS``, otherwise a sample that represents all ranks. ``graph``
+    is the captured model of the plan.
 
-    Without values, a recording can't show that a result is read before it arrives; those of ``verify_collectives`` can.
+    Without values, a recording can't show that a result is read before it arrives; the recordings of ``verify_collectives`` can.
     """
     tell = progress or (lambda what, done, total: None)
     start_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Kinds of plans: every kind of parallelism, alone and combined, as a plan for any model that it is valid for.
+"""Kinds of plans: every kind of parallelism, alone and combined, as plans for any model for which they are valid.
 
 A kind sets roles, degrees and a schedule; the number of microbatches follows from the model and the batch. ``PlanKind.plan`` raises
 ``UsageError`` with the reason if the kind isn't valid for the model.
@@ -36,7 +36,7 @@ DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 class PlanKind:
     """A kind of plan for ``devices``: ``options`` for ``manual_plan``, or ``mixed``, which returns a plan whose layers differ.
 
-    ``options["microbatches"]`` is an upper limit: the plan has the most that the batch can be divided into.
+    ``options["microbatches"]`` is an upper limit: the plan has as many microbatches as the batch allows.
     """
 
     name: str
@@ -68,8 +68,8 @@ class PlanKind:
 
 
 def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> int:
-    """Return the largest number of microbatches up to ``wanted`` into which each of ``ways`` data-parallel devices can divide its rows, and
-    which the ``copies`` of a stage can share equally."""
+    """Return the largest number of microbatches up to ``wanted`` that divides the rows of each of ``ways`` data-parallel devices, and that
+    the ``copies`` of a stage can share equally."""
     if graph.unmicrobatchable:
         return graph.accumulated
     tried = (m for m in range(wanted, 1, -1) if m % copies == 0)
@@ -84,7 +84,7 @@ def kind(name: str, **options: Any) -> PlanKind:
 
 
 def kinds(devices: int) -> tuple[PlanKind, ...]:
-    """Return at least one kind for every kind of parallelism over ``devices`` processes, then combinations and mixed layers."""
+    """Return kinds for ``devices`` processes: every kind of parallelism, combinations, mixed layers, and the cases of all techniques."""
     techniques = (_case(name, pins) for technique in ALL for name, pins in cases_of(technique, devices))
     if devices == 1:
         return (kind("one device"), *techniques)
@@ -98,7 +98,7 @@ def kinds(devices: int) -> tuple[PlanKind, ...]:
 
 
 def _case(name: str, pins: dict[str, Any]) -> PlanKind:
-    """Return the plan kind of a technique's case, whose ``mesh``, if it has one, lists pairs of an axis name and a size."""
+    """Return the plan kind of a technique's case; ``mesh`` in ``pins`` lists pairs of an axis name and a size."""
     return kind(name, **(pins | {"mesh": make_mesh(*pins["mesh"])} if "mesh" in pins else pins))
 
 
@@ -168,7 +168,7 @@ def _combined(n: int) -> tuple[PlanKind, ...]:
 
 
 def _split(half: int) -> tuple[PlanKind, ...]:
-    """Return kinds that combine schedules with a split backward pass with each parallelism of a stage over ``half`` devices."""
+    """Return kinds with a split backward pass, each with some parallelism of a stage over ``half`` devices."""
     one = {"pipeline": 2, "microbatches": 4, "schedule": ZERO_BUBBLE}
     two = {"pipeline": 2, "chunks": 2, "microbatches": 4}
     return (
@@ -216,7 +216,7 @@ def ends(graph: Graph) -> set[int]:
 
 
 def alternating(graph: Graph, n: int) -> Plan:
-    """Return a plan with ZeRO-3 embedding and head on both axes, and blocks tensor-parallel on the inner axis with ZeRO-2."""
+    """Return a plan: ZeRO 3 on both axes for the ``ends``; tensor parallelism (inner axis) and ZeRO 2 (outer axis) for other layers."""
     mesh = make_mesh(("outer", n // 2), ("inner", 2))
     data = Strategy((Role.DATA,) * len(mesh), zero=3)
     tensor = Strategy((Role.DATA, Role.TENSOR)[-len(mesh) :], zero=2 if len(mesh) > 1 else 0)

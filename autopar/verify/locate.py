@@ -1,6 +1,6 @@
 """Locates the first value of a program that differs from the model's: the layer, the node, its types and shapes.
 
-The program runs again on real processes and keeps its layers' outputs. These are assembled from the ranks' shards by their types and
+The program runs again on real processes and records its layers' outputs. These are assembled from the ranks' shards by their types, and
 compared with the captured graph's values on one device, in the order of the forward pass; if all are right, gradients are compared in
 the order of the backward pass. In the first layer that differs, every node is compared in the same way.
 """
@@ -63,12 +63,12 @@ class Difference:
 
 
 def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Difference | None:
-    """Return the first difference of a program whose largest ``error`` is known; ``None`` if running it again shows none, or if each
+    """Return the first difference of a program whose largest ``error`` is known; ``None`` if another run shows none, or if each
     microbatch is a separate batch, since the captured graph is then a single microbatch.
 
-    If all values and gradients between nodes are right, the error is in how the gradient of the parameter at ``error.where`` is summed
-    over the axes. Layers that are computed in halves run without splitting here: ``None`` may mean that the halves are wrong. Raises the
-    errors of running the program.
+    If all values and gradients between nodes are right, the error is in the sum of the gradient of the parameter at ``error.where`` over
+    the axes. Layers that are computed in halves run unsplit here, so ``None`` may mean that the halves are wrong. Raises the errors of
+    running the program.
     """
     if subject.graph.accumulated > 1:
         return None
@@ -115,7 +115,7 @@ class _Search:
         return next((d for layer in reversed(layers) if (d := self._inside(layer, "gradient")) is not None), None)
 
     def _readers_of(self, layer: int, position: int) -> Difference | None:
-        """Return the first wrong gradient of the backward pass in the layers that read this output, whose gradient is wrong."""
+        """Return the first wrong gradient, in the order of the backward pass, in the layers that read this layer output."""
         name = self.graph.layers[layer].outputs[position]
         readers = [i for i, other in enumerate(self.graph.layers) if name in other.activations]
         return next((d for i in reversed(readers) if (d := self._inside(i, "gradient")) is not None), None)
@@ -198,7 +198,7 @@ def _conversion(node: fx.Node) -> str:
 
 
 def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
-    """Return every value of the captured graph on one device, by layer and node, with its gradient."""
+    """Return every value of the captured graph on one device, by layer and node; its ``grad`` is the gradient."""
     graph = subject.graph
     trainable = {n: p.trainable for p in graph.parameters.values() for n in (p.original, *p.tied)}
     parameters = {n: t.clone().requires_grad_(trainable[n]) for n, t in subject.state.items() if n in trainable}
@@ -231,7 +231,7 @@ def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tu
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference relative to the largest element, ignoring padding at the end of dims."""
+    """Return the largest difference relative to the largest element of ``want``; padding at the end of ``got``'s dims is ignored."""
     if got.dim() != want.dim() or any(a < b for a, b in zip(got.shape, want.shape, strict=True)):
         return math.inf
     got = got[tuple(slice(0, size) for size in want.shape)]

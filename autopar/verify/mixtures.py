@@ -19,7 +19,7 @@ from autopar.shard.plan import LayerTypes, layer_sharding, plan_shardings
 from autopar.techniques import LAYER, Options, phrases
 from autopar.techniques.sync import SYNC
 
-_TRIES = 200  # most draws are valid for a model of ordinary sizes; if none of 200 is, hardly any plan is
+_TRIES = 200  # most draws are valid for ordinary models; if 200 draws are invalid, hardly any plan is valid
 _PALETTE = 3  # maximum number of strategies in a plan
 _AXES = ("outer", "middle", "inner")
 

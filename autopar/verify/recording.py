@@ -1,4 +1,4 @@
-"""Records a program's ranks without communication; each rank is a fork of one worker process, which has imported torch and the trainer.
+"""Records the collectives of a program's ranks without communication. Each rank is a fork of one worker that has imported the trainer.
 
 ``record`` emits a plan's program, runs some steps of every rank on a recording process group (``autopar.checks.nccl.recorder``) and
 returns the traces; ``Recorded.findings`` checks them. At a Python prompt::
@@ -60,8 +60,8 @@ PRELOADED = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """What the ranks run: ``steps`` with ``optimizer`` (``"module:function"``, called with the parameters) and, if ``save`` is
-    ``"wait"`` or ``"async"``, a checkpoint after the first. ``backend`` is that of ``torch.compile``."""
+    """The steps that the ranks run: ``steps`` of them with ``optimizer`` (``"module:function"``, called with the parameters) and, if
+    ``save`` is ``"wait"`` or ``"async"``, a checkpoint after the first step. ``backend`` is that of ``torch.compile``."""
 
     steps: int = 2
     optimizer: str = "autopar.verify.recording:adamw"
@@ -73,7 +73,7 @@ class RecordedSteps:
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """Traces by rank, and the messages of ranks that failed. In the run ``late`` the results of async collectives are NaN until ``wait``,
-    in the run ``at_once`` they are there at once: different values show that a result is read too early."""
+    in the run ``at_once`` they are available at once: different values show that a result is read too early."""
 
     late: Mapping[int, RankTrace]
     at_once: Mapping[int, RankTrace]
@@ -245,7 +245,7 @@ def _record_call(function: Callable[[], Any], rank: int, world: int, timing: str
 def in_forks(
     tasks: Mapping[int, Callable[[], None]], logs: Path, limit_s: float, at_a_time: int = 64
 ) -> dict[int, str]:
-    """Run every task in a fork of this process; return the last log line of each task that failed, by its number."""
+    """Run every task in a fork of this process; return why tasks failed, by number: the last line of the log, or the time limit."""
     failed: dict[int, str] = {}
     left, running = list(tasks), dict[int, tuple[int, float]]()
     while left or running:
@@ -387,7 +387,7 @@ def _replace_values(program: Path) -> None:
 
 
 def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap ``_own`` of ``kernels_experts``, which returns the choices and the rows per expert, as if the router were balanced."""
+    """Wrap ``_own`` of ``kernels_experts`` so that the rows per expert which it returns are those of a balanced router."""
 
     def evenly(ids: Tensor, count: int, *axes: Any) -> tuple[Tensor, Tensor]:
         ids, counts = own(ids, count, *axes)

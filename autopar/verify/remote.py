@@ -13,7 +13,7 @@ from autopar.program.spec import layers_of
 from autopar.run import remote
 
 UPDATE_LR = 2.0**20
-"""Learning rate of the compared update: a power of two, so large that adding the parameter doesn't round the gradient."""
+"""Learning rate of the compared update: a power of two, so large that the gradient's digits remain in the updated parameter."""
 
 
 def open_trainer(folder: str, state: str) -> Any:
@@ -43,7 +43,7 @@ def gradients_twice(
 
 def _updated(trainer: Any) -> dict[str, Tensor]:
     """Update and return the state dict. Raises ``RuntimeError`` if replicas of a parameter differ afterwards."""
-    for _ in range(1 + trainer.program.spec.late):  # without new gradients
+    for _ in range(1 + trainer.program.spec.late):  # stale gradients are applied ``late`` updates later
         trainer.update()
     trainer.finish_update()
     program, world = trainer.program, trainer.world
@@ -64,11 +64,11 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
 
 
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
-    """Return the values of this rank's layers in a step and their gradients, for every microbatch.
+    """Return values of this rank's layers in a step and their gradients, for every microbatch.
 
-    The program must have been emitted with ``watch``. The result is indexed by layer (its attribute in the stage) and name: the outputs of
-    every layer (``"0"``, ``"1"``), or all values of ``layer`` by node name. Each entry is ``[value of microbatch 0, its gradient or None,
-    value of microbatch 1, ...]``.
+    The program must have been emitted with ``watch``. The result is indexed by layer (its path in the stage) and name: without ``layer``
+    the outputs of every layer (``"0"``, ``"1"``), otherwise all values of ``layer`` by node name. Each entry is ``[value of microbatch 0,
+    its gradient or None, value of microbatch 1, ...]``.
     """
     trainer = open_trainer(folder, state)
     records: dict[str, dict[str, list[Any]]] = {}

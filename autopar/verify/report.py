@@ -12,8 +12,8 @@ from autopar.verify.locate import Difference
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """A plan that ran: its kind, the largest error of loss and gradients and where it is, and the number of type-checked stages.
-    ``attack`` names the second batch that it ran with, ``attack_error`` is its error."""
+    """A plan that ran: its kind, the largest error of a step (``compare_step``) and where it is, and the number of type-checked stages.
+    ``attack`` names the second batch that the plan ran with, ``attack_error`` is the error with that batch."""
 
     kind: str
     plan: str
@@ -35,7 +35,7 @@ class Attacked:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A plan that isn't exact, is ill-typed or fails; ``first`` is the first node that differs, if it could be located."""
+    """A plan or an attack that isn't exact, is ill-typed or fails; ``first`` is the first node that differs, if it could be located."""
 
     kind: str
     plan: str
@@ -49,8 +49,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A model's verification. ``skipped`` has the reasons why kinds are invalid for the model, ``notes`` lists changes for the
-    comparison (dropout, sizes), ``reference`` says what plans were compared with, if not with training on one device. ``attacks`` ran on
+    """The verification of a model. ``skipped`` has the reasons why kinds are invalid for the model, ``notes`` lists changes for the
+    comparison (dropout, sizes), ``reference`` describes the reference of the plans if it isn't training on one device. ``attacks`` ran on
     one device; ``attacks_skipped`` has the reasons why others didn't."""
 
     model: str

@@ -150,7 +150,7 @@ def _exact(plan: Plan) -> Plan:
 
 
 def _accumulated_microbatches(plan: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
-    """Return the number of microbatches that are treated as separate batches if the model requires it."""
+    """Return the number of microbatches that are treated as separate batches if the model couples the examples of a batch."""
     if plan is None:
         return MICROBATCHES if MICROBATCH_STATISTICS in allow else 1
     if MICROBATCH_STATISTICS not in plan.allow:
@@ -159,9 +159,9 @@ def _accumulated_microbatches(plan: Plan | None, real: Graph | None, allow: Coll
 
 
 def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
-    """Raise ``UsageError`` if the model is too large to be verified in the given memory.
+    """Raise ``UsageError`` if verifying the model takes more than ``memory_limit_bytes``.
 
-    It counts parameters and gradients in float64: once for eager PyTorch, once for data sent to workers, and once for each process.
+    The estimate has parameters and gradients in float64: once for eager PyTorch, once for data sent to workers, and once for each process.
     """
     elements = sum(p.numel() for p in model.parameters())
     needed = elements * 8 * (2 + 2 + 2 * devices)
@@ -220,7 +220,7 @@ class _Run:
             self._fail(kind, plan, message, self._locate(plan, pool, other, attacked))
 
     def _next_attack(self) -> tuple[str, Subject | None]:
-        """Return the next attack's name and subject, round-robin; ``None`` if there is no attack that plans can run."""
+        """Return the next attack's name and subject, round-robin; ``""`` and ``None`` if there is no attack that plans can run."""
         names = list(self.attacks.subjects)
         if not names:
             return "", None

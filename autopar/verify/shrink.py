@@ -1,4 +1,4 @@
-"""Shrinks a model's configuration so that it trains on a laptop, and a plan so that a few processes run it, keeping their structure."""
+"""Shrinks a model's configuration so that it trains on a laptop, and a plan so that a few processes can run it, with equal structure."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
 def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     """Return a plan of ``graph`` for at most ``devices`` with the given plan's structure.
 
-    A plan that fits is returned unchanged. Otherwise pipeline and axes shrink to two, and then to one, data axes first, from the
-    outermost, until they fit; layers take the strategy of the layer at the same relative position; the batch limits the microbatches.
+    A plan that fits is returned unchanged. Otherwise pipeline and axes shrink to size two, and then to one, data axes first, from the
+    outermost, until they fit. A layer gets the strategy of the layer at the same relative position. The batch limits the microbatches.
     """
     count = len(graph.layers)
     if plan.device_count <= devices and len(plan.layers) == count and plan.global_batch == graph.batch_size:
@@ -141,7 +141,7 @@ def _without_zero(options: Options) -> Options:
 
 
 def _relative_index(index: int, count: int, other: int) -> int:
-    """Scale an index of ``count`` items to ``other`` items: the first item to the first, the last to the last."""
+    """Scale an index of ``count`` items to ``other`` items: the first stays the first, the last stays the last."""
     return round(index * (other - 1) / max(1, count - 1))
 
 

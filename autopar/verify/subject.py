@@ -1,4 +1,4 @@
-"""A model and its float64 results on one device, which every program of the model must reproduce."""
+"""A model and its float64 results on one device, which the model's programs must reproduce."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def with_batch(
     """Return the subject with another batch of the same shapes, by input name. Raises any error that the model raises."""
     copied, structure = prepared(model, loss_fn), subject.graph.structure
     assert isinstance(structure, BatchStructure)
-    # rebuilt, so that examples share what they shared in the original batch
+    # rebuilt, so that a row that all examples of the original batch share is one row here, too
     tensors = flatten_batch(structure, rebuild_batch(structure, list(tensors.values())))
     with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         arguments = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
@@ -126,8 +126,8 @@ def _eager(
     state: dict[str, Tensor],
     factor: float = 1.0,
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Run a step and return the loss, the gradients of the loss times ``factor`` (without ``None``), and the persistent buffers that the
-    graph writes."""
+    """Run a step and return the loss, the gradients of the loss times ``factor`` (where there are any), and the new values of the
+    persistent buffers that the graph writes."""
     structure = graph.structure
     assert isinstance(structure, BatchStructure)
     parts = list(zip(*(tensor.chunk(graph.accumulated) for tensor in tensors.values()), strict=True))
@@ -159,7 +159,7 @@ def _rounding(
     gradients: dict[str, Tensor],
 ) -> dict[str, float]:
     """Return the rounding error of every gradient of eager PyTorch: its largest change if the loss is multiplied by a factor and the
-    gradient divided by it, which in exact arithmetic changes nothing."""
+    gradient divided by the factor, which changes nothing in exact arithmetic."""
     errors = dict.fromkeys(gradients, 0.0)
     for factor in _FACTORS:
         _, scaled, _ = _eager(model, graph, loss_fn, tensors, state, factor)

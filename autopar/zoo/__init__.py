@@ -1,6 +1,6 @@
 """The zoo: published models at their published sizes, for planning without writing code.
 
-``models()`` lists the names of the entries, which are plain data and need neither torch nor transformers. ``build(name, ...)`` builds a
+``models()`` lists the models' names; the entries are plain data, which need neither torch nor transformers. ``build(name, ...)`` builds a
 model on the meta device, where 405 billion parameters take no memory.
 """
 

@@ -23,8 +23,8 @@ _BERT_TABLE = "transformers documentation, pretrained models"
 class ZooModel:
     """An entry of the zoo: ``parameters`` is the published count, ``seq`` and ``global_batch`` the published (or usual) training setting.
 
-    ``seq`` is 0 for models without sequences. ``config`` is the content of the model's ``config.json``, or has a ``"module"`` (the name of
-    a class in ``zoo.modules``) and the arguments of that class.
+    ``seq`` is in tokens, 0 for models without sequences; ``global_batch`` in sequences or images. ``config`` is the content of the model's
+    ``config.json``, or has a ``"module"`` (the name of a class in ``zoo.modules``) and the arguments of that class.
     """
 
     name: str
@@ -190,7 +190,7 @@ _DIT_XL2 = {
     "hidden_size": 1152,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
-    "image_size": 32,  # size of the latents of an image with 256 x 256 pixels
+    "image_size": 32,  # height and width of the latents of a 256 x 256 image
     "patch_size": 2,
     "num_labels": 1000,
 }

@@ -1,7 +1,7 @@
 """Builds a model from a configuration (of transformers or of ``zoo.modules``), by default on the meta device, with a global batch for it.
 
-Only the parameters are on meta. Buffers, such as rotary frequencies and those of batch norm, are made on the CPU with their real values,
-because an emitted program needs them.
+Only the parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with their real
+values, because an emitted program needs these.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SOURCE_PER_TARGET = (
     4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
 )
 _GLOBAL_BATCH = 8
-_LONGEST = 2048  # maximum default length of a sequence in tokens
-_IMAGE_SIZE = 224  # the training size for convolutional classifiers, which take any size
+_LONGEST = 2048  # maximum of the default sequence length in tokens
+_IMAGE_SIZE = 224  # pixels; the training size of convolutional classifiers, which support any size
 _IGNORED = -100  # a label that the loss ignores
 
 
@@ -54,8 +54,8 @@ _MOST_TENSORS = 1 << 17
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """A context in which ``torch.empty``, which allocates the parameters of torch's layers, returns meta tensors, initialisers skip them,
-    and large results of ``torch.zeros`` take no memory until they are written to."""
+    """A context in which ``torch.empty``, which allocates the parameters of torch's layers, returns meta tensors; initialisers skip meta
+    tensors; and large results of ``torch.zeros`` take no memory until they are written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +78,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 class _Moved:
-    """Replaces parameters by parameters on meta; those that shared memory before share it on meta, too."""
+    """Replaces parameters by meta parameters; parameters that share memory share it on meta, too."""
 
     def __init__(self) -> None:
         # a weak reference keeps the storage's address reserved, but not its memory, so no other storage gets the same key
@@ -106,7 +106,7 @@ class _Moved:
 
 @contextlib.contextmanager
 def _on_meta() -> Iterator[_Moved]:
-    """A context with ``_EmptyOnMeta`` in which, in addition, large parameters that were made in another way move to meta when a module
+    """The context of ``_EmptyOnMeta``, in which large parameters that were created without ``torch.empty`` move to meta, too, when a module
     registers them."""
     moved = _Moved()
 
@@ -124,7 +124,7 @@ def _on_meta() -> Iterator[_Moved]:
 
 
 def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
-    """Make parameters over the same elements (``head.weight.data = embedding.weight.data``) one parameter; return the model.
+    """Replace parameters over the same elements (``head.weight.data = embedding.weight.data``) by one parameter; return the model.
 
     Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them in another shape.
     """
@@ -168,7 +168,7 @@ def build_config(
     batch are random (the batch with seed 0).
 
     Raises:
-        ModelError: transformers isn't installed, or can't read the configuration, or builds no model with a loss from it.
+        ModelError: transformers isn't installed, can't read the configuration, or can't build a kind of model that has a loss from it.
         BatchError: the sequence is too short, or longer than the model's table of positions, or the batch is empty.
     """
     try:
@@ -198,7 +198,7 @@ def _build_auto(
     dtype = torch_dtype(precision)
     model: Any = _build_module(auto, hf_config, dtype, device)
     if kind == "causal":
-        model.loss_type = "ForCausalLM"  # transformers' default for classes with other names, without its warning
+        model.loss_type = "ForCausalLM"  # transformers takes this for classes with other names, but warns
     return model, _batch(kind, hf_config, seq, global_batch, dtype, device)
 
 
@@ -240,7 +240,7 @@ def _check_depth(hf_config: Any) -> None:
 def batch_for(
     class_name: str, hf_config: Any, seq: int | None, global_batch: int | None, dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
-    """Return a batch for a transformers model that the caller built. Arguments, defaults and errors are those of ``build_config``."""
+    """Return a batch for an existing transformers model. Arguments, defaults and errors are those of ``build_config``."""
     kind = _kind(class_name)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     return _batch(kind, hf_config, seq, global_batch, dtype, device)
@@ -251,7 +251,7 @@ def _batch(
 ) -> dict[str, torch.Tensor]:
     if kind == "image":
         return _image(hf_config, global_batch, dtype, device, torch.Generator().manual_seed(0))
-    made_on = "meta" if device == "meta" else "cpu"  # so that the seed gives the same batch on every device
+    made_on = "meta" if device == "meta" else "cpu"  # not the GPU: the seed gives the same batch on every device
     generator = torch.Generator().manual_seed(0) if made_on == "cpu" else None
     with torch.device(made_on):
         batch = _TEXT_BATCHES[kind](hf_config.vocab_size, global_batch, seq, generator)
@@ -269,7 +269,7 @@ def _kind(class_name: str) -> str:
 
 
 def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
-    """Return the transformers auto class for the kind of model, and the configuration as an object of transformers."""
+    """Return the transformers auto class for the kind of model, and the configuration as a transformers object."""
     try:
         import transformers
     except ImportError as error:
@@ -300,7 +300,7 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
 
 
 _CODE = ("auto_map", "custom_pipelines", "use_kernels", "attn_implementation", "experts_implementation")
-"""Fields by which a configuration names code: Python files of a repository, and kernels that transformers fetches and imports."""
+"""Fields in which a configuration may name code: Python files of a repository, and kernels that transformers fetches and imports."""
 _OWN_CODE = ("eager", "sdpa", "batched_mm", "grouped_mm")  # implementations that are part of transformers
 
 
@@ -360,7 +360,7 @@ def _build_plain(
 
 
 def _placed(model: nn.Module, device: str) -> nn.Module:
-    """Return the model on ``device``. To meta, only its parameters move, and tied parameters stay tied."""
+    """Return the model on ``device``, in training mode. Only parameters move to meta, and tied parameters stay tied."""
     if device != "meta":
         return model.to(device).train()
     moved: dict[int, nn.Parameter] = {}
@@ -387,7 +387,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
         seq = min(longest or _LONGEST, _LONGEST)
     if seq < 2:
         raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq must be at least 2")
-    # rotary and relative positions extend beyond the length for which a model was made; a learned table of positions doesn't
+    # rotary and relative positions extend beyond the length that a model was trained with; a learned table of positions doesn't
     learned = hf_config.model_type in ("gpt2", "bert", "roberta", "opt", "gpt_neo")
     if learned and longest and seq > longest:
         raise BatchError(
@@ -399,7 +399,7 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
 
 def _causal(vocabulary: int, batch: int, seq: int, g: torch.Generator | None) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, vocabulary, (batch, seq), generator=g)
-    # the labels are another tensor: if one tensor were passed twice, both inputs would become one placeholder of the graph
+    # cloned, because export makes one placeholder of a tensor that is passed twice
     return {"input_ids": ids, "labels": ids.clone()}
 
 

@@ -84,7 +84,7 @@ class UNet(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """Embeds the diffusion step: sines and cosines of it go through an MLP."""
+    """Embeds diffusion steps (b,) as (b, width): an MLP of their sines and cosines."""
 
     def __init__(self, width: int, frequencies: int = 256) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class DiTBlock(nn.Module):
-    """A block with adaLN: the condition gives shift, scale and gate of attention and of the MLP."""
+    """A block with adaLN: ``condition`` (b, width) determines shift, scale and gate of attention and of the MLP; ``x`` is (b, n, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class DiT(nn.Module):
         self.embed = nn.Conv2d(4, hidden_size, patch_size, stride=patch_size)
         self.position = nn.Parameter(torch.empty(1, self.side**2, hidden_size), requires_grad=False)
         self.step = TimestepEmbedder(hidden_size)
-        self.label = nn.Embedding(num_labels + 1, hidden_size)  # the last row means no label, for guidance
+        self.label = nn.Embedding(num_labels + 1, hidden_size)  # the last row stands for no label, for guidance
         self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_attention_heads) for _ in range(num_hidden_layers))
         self.norm = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
@@ -230,8 +230,8 @@ class LSTMLM(nn.Module):
 
 class TwoTower(nn.Module):
     """A retrieval model with a tower for ``users`` and one for ``items``, both (b,). The loss is the binary cross entropy of the click
-    ``labels`` (b,) plus the cross entropy of finding each user's item among those of the batch (in-batch negatives). Returns the loss and
-    its first part."""
+    ``labels`` (b,) plus the cross entropy of finding each user's item among the batch's items (in-batch negatives). ``forward`` returns
+    the loss and its first term, detached."""
 
     def __init__(self, num_embeddings: int, embedding_size: int, layer_sizes: list[int]) -> None:
         super().__init__()
@@ -253,12 +253,12 @@ def _tower(num_embeddings: int, width: int, layer_sizes: list[int]) -> nn.Sequen
 
 # -- batches for modules ----------------------------------------------------------------------------------------------
 
-STEPS = 1000  # of DiT's diffusion
+STEPS = 1000  # the number of DiT's diffusion steps
 
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes tensors with ``rows`` rows for a batch: ``below`` makes integers on the CPU, ``normal`` random numbers, on meta if ``meta``."""
+    """Makes random tensors with ``rows`` rows: ``below`` makes integers, on the CPU; ``normal`` normal numbers, on meta if ``meta``."""
 
     config: dict[str, Any]
     rows: int
