@@ -22,7 +22,7 @@ _SAMPLES = 16
 
 
 def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.device) -> None:
-    """Raise ``ValueError`` if the inputs ``names`` of the batch differ between ranks; the message names the input and the ranks."""
+    """Raise ``ValueError`` if the batch differs between ranks. The message names the ranks and, if it is one of ``names``, the input."""
     if dist.get_world_size() == 1:
         return
     others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
@@ -31,7 +31,7 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
-    """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks."""
+    """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks, or only some ranks have one."""
     if dist.get_world_size() > 1:
         most = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > WHOLE_BYTES else None
         same_values({name: digest(state[name], most) if name in state else 0 for name in names}, device)
@@ -50,8 +50,8 @@ def same_values(digests: Mapping[str, int], device: torch.device) -> None:
 
 
 def digest(tensor: Tensor, most: int | None = None) -> int:
-    """Return a digest of a tensor's dtype, shape and bytes. If it has more than ``most`` bytes, only 16 samples of ``most`` bytes in total
-    count."""
+    """Return a CRC-32 of a tensor's dtype, shape and bytes. If it has more than ``most`` bytes, the CRC-32 covers only 16 evenly spaced
+    samples, ``most`` bytes in total."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head
