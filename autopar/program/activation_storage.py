@@ -93,7 +93,7 @@ class _Saved(NamedTuple):
 def _saving(
     layer: nn.Module, here: tuple[Tensor, ...], store: Callable[[Tensor, StorageView], _Stored | None]
 ) -> Iterator[None]:
-    """Let ``store`` store each tensor that autograd saves inside this context, unless ``store`` returns ``None``.
+    """Save ``store(tensor, view)`` in place of each tensor that autograd saves inside this context, unless that is ``None``.
 
     The parameters and buffers of ``layer`` and the tensors ``here`` stay in memory anyway, and are saved unchanged."""
     tensors = (*layer.parameters(), *layer.buffers(), *here)
@@ -124,7 +124,7 @@ def _take(kept: Tensor | _Saved) -> Tensor:
 
 @contextmanager
 def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
-    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and ``here``."""
+    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and buffers, and ``here``."""
     global _latest, _going
     call = _Call(_latest)
     with _saving(layer, here, call.put):
@@ -134,7 +134,7 @@ def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Make the device wait until the last call's tensors are in the host's memory, and free the device's copies."""
+    """Make the current stream wait until the last call's tensors are in the host's memory, and free the device's copies."""
     global _going
     if _going is not None:
         for _, _, storage in _going.begun.values():
@@ -234,8 +234,8 @@ _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
 
 
 def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractContextManager[None]:
-    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and ``here``. ``fused``: one compiled kernel rounds,
-    and one restores."""
+    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and buffers, and ``here``. ``fused``: one compiled
+    kernel rounds, and one restores."""
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
 
     def store(tensor: Tensor, view: StorageView) -> _Rounded | None:

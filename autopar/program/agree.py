@@ -1,7 +1,7 @@
 """Checks that all ranks have the same batch, the same initial values and the same options.
 
 Ranks that read different data would train on parts of different batches without an error. Each rank computes a digest of its
-input. One small all-reduce compares the digests; only if they differ are they gathered, so that the error names the ranks.
+input, and one small all-reduce compares the digests. If they differ, the ranks gather them, so that the error names the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
-"""The largest state dict, in bytes, whose digests cover every byte; in a larger one they cover up to ``SAMPLED_BYTES`` per tensor."""
+"""State dicts of up to this many bytes are compared completely; of larger ones at most ``SAMPLED_BYTES`` per tensor are compared."""
 SAMPLED_BYTES = 2**24
 _SAMPLES = 16
 

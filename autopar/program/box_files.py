@@ -26,7 +26,7 @@ from .boxes import Box, Piece, divided
 from .weights import bytes_of
 
 BLOCK = 2**20
-"""Bytes per checksum; blocks are counted from the begin of a box's region."""
+"""Bytes per checksum; a box's first block begins at its region's first byte."""
 _MAGIC = b"autopar\x02"
 _FOOTER = struct.Struct("<8sQQI")  # magic, the table's offset and length, its CRC-32
 

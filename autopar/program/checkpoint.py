@@ -148,8 +148,8 @@ def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """This rank's part of a save: tensors that ranks shard (``held``), other pieces (``whole``), and the kind of each key of its optimizer
-    state (``keys``). ``claim`` is rank 0's lock on the folder if it was taken for this save only."""
+    """This rank's part of a save: parameters and state of their shapes (``held``), other pieces (``whole``), and the kind of each key of
+    the optimizer state (``keys``). ``claim`` is rank 0's lock on the folder if it was taken for this save only."""
 
     partial: Path
     save: str

@@ -260,7 +260,7 @@ class _Unpickler(pickle.Unpickler):
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
-"""The environment variable that tells started processes of their parent's lock (its value: ``Claim.inherited``)."""
+"""The environment variable in which a process passes its lock (``Claim.inherited``) to the processes that it starts."""
 
 _ANOTHER = "give another folder, or end that training"
 

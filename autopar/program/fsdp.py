@@ -176,7 +176,7 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
     A layer that is its own root prefetches nothing, and keeps an unsharded gradient in memory until the backward pass ends. Each layer has
     its own mesh; the root has no parameters, so ``mesh`` may be the mesh of any layer.
     """
-    flat = set(stage.parameters())  # whatever is left belongs to ``FlatGroup``
+    flat = set(stage.parameters())  # the root has none: layers shard theirs, and ``FlatGroup`` has the others
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
     for i, (module, ahead, _) in enumerate(layers):
         module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
@@ -191,7 +191,7 @@ def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[Sharde
     layers = []
     for name, layer in program.layers[index].items():
         module = stage.get_submodule(name)
-        if name and isinstance(module, FSDPModule):  # the stage itself, "", is at most the root
+        if name and isinstance(module, FSDPModule):  # "" is the stage itself, and only a root
             # When the backward pass recomputes a segment, its last layer but one must not prefetch beyond the segment: those layers have
             # run their backward already.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
@@ -238,8 +238,8 @@ def recorded_event(device: torch.device) -> torch.Event:
 class LastBackward:
     """Tells FSDP which backward pass of a stage is the last one of a step. ``groups`` are the stage's FSDP groups.
 
-    Every schedule runs the backward passes of a stage one after the other, so the last one is the last to begin, whichever microbatch it
-    belongs to.
+    Every schedule runs the backward passes of a stage one after the other, so the last one is the last to begin, for any order of the
+    microbatches.
 
     - Layers that reduce gradients once a step accumulate unsharded gradients, and reduce them in the last pass.
     - The compute stream waits for reductions only at the end of the last pass. The last reduction of an earlier pass overlaps the first
@@ -334,8 +334,8 @@ def followed_by_forward(stage: int, program: LoadedProgram) -> int:
 def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
 
-    Otherwise a parameter that gets its first gradient in the last microbatch would have it in 16 bits, and other parameters have sums in
-    float32; but FSDP reduces only gradients of one dtype together.
+    Otherwise a parameter with its first gradient in the last microbatch would have that in 16 bits, while other parameters have float32
+    sums, and FSDP reduces only gradients of one dtype together.
     """
     for param in layer.parameters():
         if param.requires_grad and param.grad is None and param not in ignored:

@@ -30,8 +30,8 @@ class _RunningReduction:
 
 
 class Turn:
-    """Limits a rank's running reductions of late gradients to one, which overlaps the computation of the next gradient: each running one
-    keeps an unsharded gradient in memory."""
+    """Limits a rank to one running reduction of a weight gradient, which overlaps the computation of the next: each running one keeps an
+    unsharded gradient in memory."""
 
     def __init__(self) -> None:
         self.running: _RunningReduction | None = None
@@ -113,7 +113,7 @@ class SplitShardedGroup(ShardedGroup):
     def join_stages(
         stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
     ) -> None:
-        """Set up prefetching as in ``ShardedGroup``, and let all groups share one ``Turn`` for their late gradients."""
+        """Set up prefetching as in ``ShardedGroup``, and let all groups of the rank share one ``Turn``."""
         ShardedGroup.join_stages(stages, groups, program)
         turn = Turn()
         for group in (group for own in groups.values() for group in own):
@@ -135,7 +135,7 @@ class SplitShardedGroup(ShardedGroup):
         self._late.clear()
 
     def finish_reduction(self) -> None:
-        """Add the late gradients to those that FSDP2 has reduced."""
+        """Add the gradients of the second parts to those that FSDP2 has reduced."""
         for name, rows in self._late.finish().items():
             param = self._module.get_parameter(name)
             start, stop = rows_of(param, param.shape[0])

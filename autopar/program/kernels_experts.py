@@ -93,7 +93,7 @@ def fills_empty_groups(device: torch.device) -> bool:
 
 
 def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return each row's entry of its expert in ``values [e, ...]``, such as a bias: ``[len(rows), ...]``."""
+    """Return for each row its expert's entry in ``values [e, ...]``, such as a bias: ``[len(rows), ...]``."""
     several = sizes(counts, len(rows))
     return torch.cat([own.expand(n, *own.shape) for n, own in zip(several, values.unbind(0), strict=True)])
 
@@ -281,7 +281,7 @@ def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[in
 
 
 class _RowExchange(torch.autograd.Function):
-    """Send rows to every rank of the axes (flattened, if there are several), in order; their gradients take the reverse route."""
+    """Sends rows to every rank of the axes (flattened, if there are several), in order; the backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx, rows, axes, sent, taken):  # type: ignore[no-untyped-def]

@@ -96,7 +96,7 @@ class _Float8Linear(torch.autograd.Function):
             of_x = product(upstream, scaled(weight, FORWARD).transposed()).view(x.shape)
         if ctx.needs_input_grad[1]:
             read = x.reshape(-1, x.shape[-1])
-            if missing := -len(rows) % MULTIPLE:  # this product contracts the rows: zeros fill them up
+            if missing := -len(rows) % MULTIPLE:  # this product contracts the rows: pad them with zeros
                 upstream, read = scaled(_filled(rows, missing), BACKWARD), _filled(read, missing)
             of_weight = product(upstream.transposed(), scaled(read, FORWARD).transposed())
         return of_x, of_weight

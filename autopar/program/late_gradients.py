@@ -42,7 +42,7 @@ class _Sum:
 
 
 class LateReductions(Reductions):
-    """Starts the reductions of a rank's groups, and lets later updates wait for them."""
+    """Starts the reductions of a rank's groups; later updates wait for them."""
 
     def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         super().__init__(program, by_stage)

@@ -41,7 +41,7 @@ from .share import DataError, Rows, Share
 from .spec import TensorSpec
 from .world import LoadedProgram, World
 
-_SAMPLED = 16  # the number of a data set's rows that its checksum covers
+_SAMPLED = 16  # how many rows the checksum of a data set covers
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Synthetic(Tensors):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """This rank's rows of the batch at ``begin`` (epoch, row), or the error; ``asked`` is the pending check that ranks read one batch."""
+    """This rank's rows of the batch at ``begin`` (epoch, row), or the error; ``asked``: the check that all ranks read the same batch."""
 
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None

@@ -34,7 +34,7 @@ def on_mesh(mesh: DeviceMesh, flat: Groups | None = None) -> Iterator[None]:
 
 
 def group_of(*axes: Axis) -> dist.ProcessGroup:
-    """Return the process group over ``axes``: one axis, or several (outermost first). Call inside ``on_mesh``."""
+    """Return the process group over ``axes``: one axis, or several (outermost first). Names are looked up in the mesh of ``on_mesh``."""
     if len(axes) == 1:
         if not isinstance(axes[0], str):
             return axes[0]

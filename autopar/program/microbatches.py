@@ -1,6 +1,6 @@
 """Runs the microbatches of a step through this rank's stages one after the other, and sums the loss.
 
-Subclasses run them by a pipeline schedule (``pipeline``, ``chimera``).
+Programs with a pipeline use a subclass (in ``pipeline`` or ``chimera``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ScheduledStage(nn.Module):
 
 
 class Microbatches:
-    """Runs the microbatches of a step without a pipeline: forward and backward of one, then of the next."""
+    """Runs the microbatches of each step: forward and backward of one, then of the next. Subclasses follow a pipeline schedule."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 The parent hosts the rendezvous store, so that it reports a taken port before anything starts, and the system can pick a free one.
 Arguments and results are ``torch.save`` files in a private folder, calls and replies are JSON lines. When one rank fails, the parent kills
-all of them, so that none waits for a dead one; the error names the rank that failed first and the cause.
+all of them, so that none waits for a dead one; the error names the rank that caused the failure, and its error.
 """
 
 from __future__ import annotations

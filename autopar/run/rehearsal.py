@@ -274,9 +274,9 @@ def _local(parameter: Tensor) -> Tensor:
 def _patch_fake_collectives() -> None:
     """Fill outputs that torch's fake process group leaves uninitialised: NaN would spread from them.
 
-    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. In a batch of transfers, as of ring attention, a
-    receive gets what this rank sends in the same shape, or ones. Up to torch 2.11 the fake group doesn't write the results of
-    reduce-scatters and all-to-alls; they become this rank's data.
+    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. In a batch of transfers, as in ring attention, a
+    receive gets the tensor of the same shape that this rank sends, or else ones. Up to torch 2.11 the fake group doesn't write the
+    results of reduce-scatters and all-to-alls; they become this rank's data.
     """
     reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
     transfer = dist.batch_isend_irecv

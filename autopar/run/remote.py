@@ -15,7 +15,7 @@ from autopar.program.share import DataError
 from autopar.run.folder import import_runtime, import_train, optimizer_maker, program_modules
 from autopar.run.worker import resolve
 
-_open: list[Any] = []  # this process's one trainer
+_open: list[Any] = []  # this process's trainer
 
 
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
