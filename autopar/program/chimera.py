@@ -50,7 +50,7 @@ class RankStep:
 
 
 def read_orders(folder: Path) -> list[list[RankStep]]:
-    """Return the actions of every pipeline rank, from the folder's ``runtime/schedule.csv``."""
+    """Return the actions of every pipeline rank from the folder's ``runtime/schedule.csv``. Raises ``ValueError`` for other text."""
     with (folder / ORDERS).open(newline="") as file:
         return [[_parsed(text) for text in row] for row in csv.reader(file)]
 

@@ -88,7 +88,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Set the parameters from the full tensors of ``source``, and buffers from ``buffers``, by name. Then call ``spread``."""
+        """Set parameters from full tensors (``source``), buffers by name; then call ``spread``. Raises ``ValueError`` for wrong shapes."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
             if layout is not last:
@@ -248,7 +248,7 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 
 
 def source_of(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
-    """Return a function that looks up initial values in a state dict of the user's model, under any name of a tied parameter."""
+    """Return a function that looks up a parameter in a state dict of the user's model, by any of its tied names, or raises ``KeyError``."""
 
     def value(layout: Layout) -> Tensor:
         for name in (layout.original, *layout.tied):
