@@ -3,15 +3,15 @@
 ``in_host`` and ``in_8_bits`` are contexts around a layer's forward, or around its recomputation. Saved tensors that share
 memory are stored once. Parameters, buffers and other tensors that stay in memory anyway are saved unchanged.
 
-*In the host's memory.* A tensor is copied when autograd saves it. Only its own elements are copied, not its whole storage: kernels such as
-a GRU's write other parts of a storage later. On a GPU each direction has its own stream. A layer's copy to the host overlaps the next
-layer's forward, whose end waits for it. The copy back to the device overlaps the next layer's backward: the first read in a layer's
-backward also starts to fetch the tensors of the layer before it. So the device holds the saved tensors of at most two layers. On a CPU
-the copies are made too, but save no memory.
+*In the host's memory.* A tensor is copied when autograd saves it: only its elements, not the rest of its storage, because kernels such as
+a GRU's write other parts of the storage later. On a GPU each direction has its own stream. A layer's copies to the host overlap the
+forward pass of the next layer, which waits for them at its end. The copies back overlap a backward pass: the first read in a layer's
+backward fetches the layer's tensors, and prefetches those of the layer that runs its backward next. So the device holds the saved tensors
+of at most two layers. On a CPU the copies are made too, but save no memory.
 
 *In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` consecutive elements: one float32 scale per block, its largest
-magnitude / 127. So zeros stay zeros, and the error is at most 1/254 of the block's largest magnitude. A plan rounds as one device does
-if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or +infinity
+magnitude / 127. So zeros stay zeros, and the error is at most 1/254 of the block's largest magnitude. Sharding does not change the
+rounding if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or +infinity
 every number becomes NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements are not rounded. Tensors that share
 memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
 ``allow={"int8_activations"}`` permits that.
@@ -36,15 +36,15 @@ from torch.nn import functional as F  # noqa: N812  torch's own convention
 BLOCK = 64
 LEAST = 1024
 CHUNK = 2**22
-"""Elements to round or restore at a time if this takes several kernels with temporary tensors between them."""
+"""The most elements that unfused kernels round or restore at a time, which limits their temporary tensors."""
 
 
 # -- saved tensors as views of memory -----------------------------------------------------------------------------------
 
 
 class StorageView(NamedTuple):
-    """A tensor's view of its storage. Tensors with the same ``key`` read the same memory. ``steps`` are the strides, or ``None`` if there
-    are gaps between the elements, which are then stored without the gaps."""
+    """A tensor's view of its storage. Tensors with the same ``key`` read the same memory. ``steps`` are the strides, or ``None`` if the
+    tensor has gaps in memory: its elements are then stored without the gaps."""
 
     key: tuple[Any, ...]
     size: tuple[int, ...]
@@ -59,13 +59,13 @@ class StorageView(NamedTuple):
         return StorageView(key, size, steps if dense else None)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return the elements of ``tensor`` as one dim: in the order of memory, or in logical order if ``steps`` is ``None``."""
+        """Return the elements of ``tensor`` as a 1-d tensor, in the order of memory, or in logical order if ``steps`` is ``None``."""
         if self.steps is None:
             return tensor.detach().reshape(-1)
         return tensor.detach().as_strided((_span(tensor),), (1,))
 
     def read(self, stored: Tensor) -> Tensor:
-        """Return the tensor, as a view of the elements ``stored`` that the method ``stored`` returned."""
+        """Return the tensor as a view of ``stored``, the result of the method ``stored``."""
         return stored.view(self.size) if self.steps is None else stored.as_strided(self.size, self.steps)
 
 
@@ -79,7 +79,7 @@ class _Stored(Protocol):
     """The stored elements of a saved tensor, in the host's memory or in 8 bits."""
 
     def restore(self) -> Tensor:
-        """Return the elements on the device, as one dim."""
+        """Return the elements on the device, as a 1-d tensor."""
 
 
 class _Saved(NamedTuple):
@@ -93,7 +93,7 @@ class _Saved(NamedTuple):
 def _saving(
     layer: nn.Module, here: tuple[Tensor, ...], store: Callable[[Tensor, StorageView], _Stored | None]
 ) -> Iterator[None]:
-    """Let ``store`` store each tensor that autograd saves inside this context, unless ``store`` returns ``None``.
+    """Save ``store(tensor, view)`` in place of each tensor that autograd saves inside this context, unless that is ``None``.
 
     The parameters and buffers of ``layer`` and the tensors ``here`` stay in memory anyway, and are saved unchanged."""
     tensors = (*layer.parameters(), *layer.buffers(), *here)
@@ -124,7 +124,7 @@ def _take(kept: Tensor | _Saved) -> Tensor:
 
 @contextmanager
 def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
-    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and ``here``."""
+    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and buffers, and ``here``."""
     global _latest, _going
     call = _Call(_latest)
     with _saving(layer, here, call.put):
@@ -134,7 +134,7 @@ def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
 
 
 def _settle() -> None:
-    """Make the device wait until the last call's tensors are in the host's memory, and free the device's copies."""
+    """Make the current stream wait until the last call's tensors are in the host's memory, and free the device's copies."""
     global _going
     if _going is not None:
         for _, _, storage in _going.begun.values():
@@ -144,11 +144,11 @@ def _settle() -> None:
 
 
 class _Call:
-    """One forward pass of a layer: its offloaded tensors, and the previous call, whose backward pass runs next."""
+    """One forward pass of a layer: its offloaded tensors, and the previous call ``before``, whose backward pass follows this one's."""
 
     def __init__(self, before: weakref.ref[_Call] | None) -> None:
         self.before = before
-        # by ``StorageView.key``: the source tensors, kept until the copy ends so that their address is not reused, and the copy
+        # by ``StorageView.key``: the source tensors (kept until the copy ends, so that their address is not reused), and the copy
         self.begun: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Offloaded]] = {}
         self.storages: list[weakref.ref[_Offloaded]] = []
 
@@ -208,7 +208,7 @@ class _Offloaded:
 def _copy(
     to: Tensor, source: Tensor, device: torch.device, after: torch.cuda.Event | None = None
 ) -> torch.cuda.Event | None:
-    """Copy on the stream of this direction, after the work queued on the device's current stream and the event ``after``; return the event
+    """Queue a copy on the stream of its direction, after the work on the current stream and after the event ``after``; return the event
     that marks the copy's end. On a CPU, copy at once and return ``None``."""
     if device.type != "cuda":
         to.copy_(source)
@@ -234,8 +234,8 @@ _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
 
 
 def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractContextManager[None]:
-    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and ``here``. ``fused``: one compiled kernel rounds,
-    and one restores."""
+    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and buffers, and ``here``. ``fused``: one compiled
+    kernel rounds, and one restores."""
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
 
     def store(tensor: Tensor, view: StorageView) -> _Rounded | None:

@@ -1,7 +1,7 @@
 """Checks that all ranks have the same batch, the same initial values and the same options.
 
 Ranks that read different data would train on parts of different batches without an error. Each rank computes a digest of its
-input. One small all-reduce compares the digests; only if they differ are they gathered, so that the error names the ranks.
+input, and one small all-reduce compares the digests. If they differ, the ranks gather them, so that the error names the ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from .weights import bytes_of
 
 WHOLE_BYTES = 8 * 2**30
-"""The largest state dict, in bytes, whose digests cover every byte; in a larger one they cover up to ``SAMPLED_BYTES`` per tensor."""
+"""State dicts of up to this many bytes are compared completely; of larger ones at most ``SAMPLED_BYTES`` per tensor are compared."""
 SAMPLED_BYTES = 2**24
 _SAMPLES = 16
 
 
 def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.device) -> None:
-    """Raise ``ValueError`` if the inputs ``names`` of the batch differ between ranks; the message names the input and the ranks."""
+    """Raise ``ValueError`` if the batch differs between ranks. The message names the ranks and, if it is one of ``names``, the input."""
     if dist.get_world_size() == 1:
         return
     others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
@@ -31,7 +31,7 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
-    """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks."""
+    """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks, or only some ranks have one."""
     if dist.get_world_size() > 1:
         most = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > WHOLE_BYTES else None
         same_values({name: digest(state[name], most) if name in state else 0 for name in names}, device)
@@ -50,8 +50,8 @@ def same_values(digests: Mapping[str, int], device: torch.device) -> None:
 
 
 def digest(tensor: Tensor, most: int | None = None) -> int:
-    """Return a digest of a tensor's dtype, shape and bytes. If it has more than ``most`` bytes, only 16 samples of ``most`` bytes in total
-    count."""
+    """Return a CRC-32 of a tensor's dtype, shape and bytes. If it has more than ``most`` bytes, the CRC-32 covers only 16 evenly spaced
+    samples, ``most`` bytes in total."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head

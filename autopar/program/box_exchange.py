@@ -1,9 +1,9 @@
 """Regroups ZeRO's small ranges of elements into large boxes (rectangular parts of a tensor) before a checkpoint is written.
 
-Under ZeRO each rank has a small range of every parameter's elements. A checkpoint's metadata lists every box, and these would be millions
-of boxes on all ranks. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of
-a few tensors, up to ``boxes.LARGEST`` bytes in a round, about as many as it sends. If several groups have equal values, each exchanges a
-part of the tensors.
+Under ZeRO each rank has a small range of every parameter's elements. A checkpoint's metadata lists every box: millions of them if each rank
+wrote its ranges. So the ranks of a ZeRO group exchange their ranges in rounds of bounded memory: each rank receives complete rows of
+a few tensors, up to ``boxes.LARGEST`` bytes in a round, and in total about as many as it sends. If several groups have equal values, each
+of them exchanges a part of the tensors.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class MasterValues:
 
 
 class UnequalStatesError(ValueError):
-    """Raised if the ranks of a ZeRO group, or the parts of a parameter, have different kinds of optimizer state."""
+    """Raised if the ranks of a ZeRO group, or the parts of a parameter, have optimizer states with different keys or dtypes."""
 
 
 def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: World) -> Iterator[Piece]:
     """Yield the pieces that this rank writes, so that every element is written once; all ranks call this, and consume the iterator.
 
-    Raises ``UnequalStatesError`` at the end if the ranks of a ZeRO group have different kinds of tensors of a parameter.
+    Raises ``UnequalStatesError`` at the end if the ranks of a ZeRO group have different optimizer states for a parameter.
     """
     by_group: dict[Axes, list[MasterValues]] = {axes: [] for axes in _zero_axes(program, world)}
     for tensor in tensors:
@@ -70,14 +70,14 @@ def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: Wo
 
 
 def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Return whether this rank writes a piece that all ranks along the axes ``alike`` have."""
+    """Return whether this rank is the one that writes a piece which is replicated along the axes ``alike``."""
     index, count = copy_index(alike, program, world)
-    # with a parameter server, only the server has masters; otherwise the copies share the work
+    # with a parameter server, only the server has masters; otherwise the ranks with copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
 def copy_index(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same values, and their number: those along ``alike`` in its local SGD replica."""
+    """Return this rank's index among the ranks with the same values (those along ``alike`` in its local SGD replica), and their number."""
     return world.place_on(program.parted(list(alike))[0])
 
 
@@ -100,11 +100,11 @@ def _zero_axes(program: LoadedProgram, world: World) -> set[Axes]:
 
 @dataclass(frozen=True, slots=True)
 class GroupTensors:
-    """The tensors that a ZeRO group has of one parameter, whose layout has the index ``layout``.
+    """One parameter's tensors (the parameter and its optimizer state) in a ZeRO group; ``layout`` is the index of the parameter's layout.
 
-    ``paths`` are their names and dtypes; the group's slice has ``elements`` elements, and one row of it ``row`` elements. ``ranges`` gives,
-    for each rank with elements of the slice, the first of them and their number. ``copy`` is the group's index among the ``copies`` groups
-    with the same values."""
+    ``paths`` are their names and dtypes; the group's slice has ``elements`` elements, and one row of it ``row`` elements. ``ranges`` maps
+    a rank of the group to its first element of the slice and its number of elements; a rank without elements is missing. ``copy`` is the
+    group's index among the ``copies`` groups with the same values."""
 
     layout: int
     paths: tuple[tuple[tuple[str, ...], torch.dtype], ...]
@@ -127,7 +127,7 @@ class Chunk:
     member: int
 
     def overlap(self, rank: int) -> tuple[int, int]:
-        """Return the range of the chunk's elements that a rank of the group has; an empty range has equal ends."""
+        """Return the first and the end (exclusive) of the chunk's elements that a rank of the group has; equal if it has none."""
         first, count = self.tensors.ranges.get(rank, (0, 0))
         low = max(self.low, first)
         return low, max(low, min(self.high, first + count))
@@ -253,7 +253,7 @@ def _end_of_consecutive(ranges: Iterable[tuple[int, int]]) -> int | None:
 def _ranges(
     tensors: Sequence[MasterValues], program: LoadedProgram
 ) -> Iterator[tuple[int, tuple[int, int], TensorKinds]]:
-    """Yield, for each parameter of which this rank has elements, its index, the first element, the number of elements, and its tensors."""
+    """Yield, for each parameter with elements on this rank, the layout's index, the first element and their number, and its tensors."""
     indices = {layout: index for index, layout in enumerate(program.layouts)}
     found: dict[int, dict[tuple[tuple[str, ...], str], tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: tensor.master.first):

@@ -1,9 +1,9 @@
-"""The format of a rank's file in a checkpoint: boxes (rectangular parts of tensors), then a table of them with checksums.
+"""Writes and reads a rank's file in a checkpoint: boxes (rectangular parts of tensors), then a table of the boxes with checksums.
 
 ``torch.save`` writes each box, and ``torch.distributed.checkpoint`` can read it at its offset: torch ignores the table at the file's end.
 The table has the id of the save, the file's name, and for each box its tensor, its offset and a CRC-32 of every ``BLOCK`` bytes. A rank
-under another plan reads and verifies only the blocks that overlap its own boxes. The file ends with a footer: the offset, the length and
-the CRC-32 of the table.
+of another plan reads and verifies only the blocks that overlap its boxes. The file ends with a footer: the offset, the length and the
+CRC-32 of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .boxes import Box, Piece, divided
 from .weights import bytes_of
 
 BLOCK = 2**20
-"""Bytes per checksum; a box's first block begins where its region begins."""
+"""Bytes per checksum; a box's first block begins at its region's first byte."""
 _MAGIC = b"autopar\x02"
 _FOOTER = struct.Struct("<8sQQI")  # magic, the table's offset and length, its CRC-32
 
@@ -43,7 +43,7 @@ class DamageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a box in a file: their offset and number, the offset of the values after ``begin``, and the blocks' checksums."""
+    """The bytes of a box in a file: their offset ``begin`` and number, the offset of the values from ``begin``, and the blocks' CRC-32s."""
 
     begin: int
     length: int
@@ -53,7 +53,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A box in a file: a part of a tensor of ``shape``, whose keys in the nested state dict are ``path``."""
+    """A box in a file, and its tensor: ``path`` (the keys in the nested state dict), dtype and full ``shape``."""
 
     path: tuple[str, ...]
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class BoxTable:
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a rank's file, the one that ``torch.distributed.checkpoint`` uses, too."""
+    """Return the name of a rank's file, the same as in ``torch.distributed.checkpoint``."""
     return f"__{rank}_0.distcp"
 
 
@@ -112,7 +112,7 @@ def file_of(rank: int) -> str:
 def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Mapping[str, Any]) -> None:
     """Write a rank's file, and wait until it is on the disk.
 
-    All of ``pieces`` are consumed, even after an error, which is raised at the end: producing them may involve other ranks.
+    All of ``pieces`` are consumed, even after an error (raised at the end), because other ranks may take part in producing them.
     """
     problem: Exception | None = None
     with (folder / file_of(rank)).open("x+b") as file:
@@ -202,7 +202,7 @@ class _ChecksumStream:
 
 
 def _values_begin(file: IO[bytes], size: int) -> int:
-    """Return the offset of the values in a file that ends with an archive of ``torch.save``, which is not compressed."""
+    """Return the offset of the values in a file that ends with an uncompressed archive of ``torch.save``."""
     with zipfile.ZipFile(file) as archive:
         (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
     assert record.compress_type == zipfile.ZIP_STORED and record.file_size == size
@@ -222,7 +222,7 @@ def has_table(path: Path) -> bool:
 
 
 def tables_of(folder: Path, names: Sequence[str], save: str) -> list[BoxTable]:
-    """Return the tables of the files ``names``, all of one save, in this order. Raises ``DamageError`` as ``read_table`` does."""
+    """Return the tables of the files ``names``, in this order. Raises ``DamageError`` as ``read_table`` does."""
     if not names:
         return []
     with ThreadPoolExecutor(min(_READER_THREADS, len(names)), "tables") as pool:
@@ -257,7 +257,7 @@ def read_table(path: Path, save: str) -> BoxTable:
 def read(file: IO[bytes], entry: Entry, part: Box, into: Tensor) -> None:
     """Copy a part of a box into a tensor of the part's sizes, of any dtype and device; ``part.offsets`` count from the box's first element.
 
-    Raises ``DamageError`` if a block with elements of the part does not match its checksum.
+    Raises ``DamageError`` if the file ends early, or a block that overlaps the part does not match its checksum.
     """
     strides = _strides(entry.box.sizes)
     first = sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True))

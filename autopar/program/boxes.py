@@ -1,4 +1,4 @@
-"""Boxes: the parts of the user's tensors that a rank has, under any plan.
+"""Divides a rank's shards of the model's tensors into boxes, the form in which checkpoints store them under any plan.
 
 A rank has its slice of a parameter, or under ZeRO a range of the slice's elements. A *box* is a rectangular part of the original tensor,
 without padding: the form in which ``torch.distributed.checkpoint`` writes and reads parts of tensors.
@@ -30,7 +30,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor of ``shape`` that a checkpoint has under ``path``, and this rank's ``values`` in the box: a view."""
+    """This rank's ``values`` in a box (a view), and the ``path`` and full ``shape`` of the tensor in a checkpoint."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class Piece:
 
 
 def whole(path: tuple[str, ...], values: Tensor) -> Piece:
-    """Return a piece that covers a full tensor."""
+    """Return a piece that covers the full tensor ``values``."""
     shape = tuple(values.shape)
     return Piece(path, shape, Box((0,) * len(shape), shape), values)
 
 
 def part_of(tensor: Tensor, box: Box) -> Tensor:
-    """Return the part of a tensor that is in a box: a view."""
+    """Return a view of the part of a tensor that is in a box."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
@@ -88,8 +88,8 @@ def pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
 
-    ``window`` is the rank's slice of the stored parameter (``Layout.window``); ``values`` are the elements of the slice from the element
-    ``first`` on.
+    ``window`` is the rank's slice of the stored parameter (``Layout.window``); ``values`` are consecutive elements of the slice, in
+    row-major order, and ``first`` is the index of their first element.
     """
     flat, at = values.view(-1), 0
     for box in cut([extent for _, extent in window], first, first + flat.numel()):

@@ -1,4 +1,4 @@
-"""The buffers that the model writes in its forward pass, such as batch norm's running statistics.
+"""Updates the buffers that the model writes in its forward pass, such as batch norm's running statistics.
 
 A layer returns the new values after its outputs, and its stage collects them in ``updates``, outside of recomputed regions. The runtime
 writes them once, at the end of the step: every microbatch reads the values from before the step. If the microbatches' new values differ
@@ -18,7 +18,7 @@ from .world import MIRROR, BufferRecord, LoadedProgram, World
 
 
 class StageBuffers:
-    """The buffers that this rank's stages write."""
+    """This rank's copies of the buffers that forward passes write."""
 
     def __init__(self, stages: Mapping[int, nn.Module], program: LoadedProgram, world: World) -> None:
         self._stages, self._world = stages, world
@@ -53,7 +53,7 @@ class StageBuffers:
             self._spread(name)
 
     def _mean(self, new: Sequence[Tensor]) -> Tensor:
-        """Return the mean of the microbatches' new values, including those of the stage's other copy (Chimera)."""
+        """Return the mean of the microbatches' new values, including those from Chimera's second copy of the stage."""
         mean = new[0] if len(new) == 1 else torch.stack(list(new)).mean(0)
         copies = self._world.coordinates[MIRROR][1]
         if copies > 1:
@@ -63,7 +63,7 @@ class StageBuffers:
         return mean
 
     def _writers(self) -> list[int]:
-        """Return this rank's stages that return new values, in order; the others only read copies of the buffers."""
+        """Return this rank's stages with layers that write buffers, in order; other stages only read copies of the buffers."""
         return sorted({record.stage for record in self._own if record.written})
 
     def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
@@ -96,7 +96,7 @@ class StageBuffers:
 
 
 def _initial(record: BufferRecord, constants: Mapping[str, Tensor]) -> Tensor:
-    """Return the buffer's value when the model was captured; for a model on meta, ones for running variances, zeros for other buffers."""
+    """Return the buffer's value at capture; if the model was on meta, ones for running variances, and zeros for other buffers."""
     captured = constants.get(f"buffer {record.original}")
     if captured is not None:
         return captured.clone()

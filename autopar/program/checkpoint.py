@@ -1,13 +1,13 @@
-"""Checkpoints and weights that any plan of the same model can load: parameters, buffers, optimizer state, counters.
+"""Saves and loads checkpoints and weights under any plan of the same model: parameters, buffers, optimizer state, counters.
 
 Tensors are written in the format of ``torch.distributed.checkpoint``, under the names of the user's model: ``model.NAME`` for a parameter
 or buffer, ``optimizer.NAME.KEY`` for the optimizer's state. Each rank knows from the layouts which boxes (``boxes``) it writes, into its
 own file. If several ranks have a box, one of them writes it; small ranges from ZeRO are first regrouped (``box_exchange``).
-Rank 0 writes the metadata from these files' tables (``checkpoint_metadata``). To load, each rank reads the parts of boxes that its own
-boxes overlap, so no process ever has the full model.
+Rank 0 writes the metadata from these files' tables (``checkpoint_metadata``). To load, each rank reads only those parts of the stored boxes
+that overlap its own boxes, so no process ever has the full model.
 
-Master copies are saved in their own dtype. Random numbers depend only on the seed and the number of steps (``Trainer``), so no generator
-state is saved. Each local SGD replica has its own model: their tensors are under ``replica0``, ``replica1``, and so on.
+Master weights are saved in their dtype. Random numbers depend only on the seed and the number of steps (``Trainer``), so no generator
+state is saved. Each local SGD replica has different weights, and saves them under ``replica0``, ``replica1``, and so on.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def save(
 ) -> Path:
     """Write the checkpoint ``folder/step-N``, ``N`` being ``counters["steps"]``; all ranks call this.
 
-    The folder gets this name once all files are on disk. The last ``keep`` checkpoints up to this one stay (``None``: all).
+    The folder gets this name once all files are on disk. Of the checkpoints up to this one, the last ``keep`` are kept (``None``: all).
     Raises ``CheckpointError`` on every rank; the training state is unchanged.
     """
     job = _prepared(training, folder, counters, keep)
@@ -93,7 +93,7 @@ def save(
 
 
 class Background:
-    """Saves checkpoints in a thread, from copies in the host's memory and over its own process group; all ranks create one."""
+    """Saves checkpoints in a background thread, from copies in host memory, with its own process group; all ranks create one."""
 
     def __init__(self, timeout_s: float) -> None:
         before = os.environ.get(_LAZY)
@@ -108,7 +108,7 @@ class Background:
     def save(
         self, training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
     ) -> Path:
-        """Start to write a checkpoint, and return the folder that it will have. All ranks call this, after ``finish``."""
+        """Start to write a checkpoint, and return the folder's final path. All ranks call this, after ``finish``."""
         job = _prepared(training, folder, counters, keep)
         copies: list[Piece] = []
         try:
@@ -133,8 +133,8 @@ _LAZY = (
 
 
 def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
-    """Copy pieces into the host's memory, because training changes them while a thread writes. All of ``own`` are consumed, even
-    after an error: producing them involves other ranks."""
+    """Append copies in host memory to ``copies``, because training changes the pieces while a thread writes. All of ``own`` are consumed,
+    even after an error, because other ranks take part in producing them."""
     problem: Exception | None = None
     for piece in own:
         try:
@@ -148,8 +148,8 @@ def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """This rank's part in the writing of a checkpoint. ``keys`` are the kinds of its optimizer state; ``claim`` is rank 0's lock on the
-    folder if it was taken for this save alone."""
+    """This rank's part of a save: parameters and state of their shapes (``held``), other pieces (``whole``), and the kind of each key of
+    the optimizer state (``keys``). ``claim`` is rank 0's lock on the folder if it was taken for this save only."""
 
     partial: Path
     save: str
@@ -198,7 +198,7 @@ class _Job:
 def _prepared(
     training: TrainingTensors, folder: str | os.PathLike[str], counters: Mapping[str, Any], keep: int | None
 ) -> _Job:
-    """Create the folder on rank 0, and collect this rank's tensors."""
+    """Create the folder on rank 0, and collect this rank's tensors. Raises ``CheckpointError`` on every rank."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
     states, claims = list[tuple[list[MasterValues], list[Piece], dict[str, str]]](), list[Claim | None]()
     assert updates is not None
@@ -251,7 +251,7 @@ def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
 def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
     """Load the checkpoint ``folder``, or the newest complete one in it; all ranks call this. Returns its facts, counters included.
 
-    Raises ``CheckpointError`` on every rank. Nothing has been changed if the checkpoint is of another model or optimizer, or if its
+    Raises ``CheckpointError`` on every rank. The training state is unchanged if the checkpoint is of another model or optimizer, or if its
     metadata are damaged.
     """
     opened, reads, restored, updates = list[StoredCheckpoint](), list[Reads](), list[Restored](), training.updates
@@ -298,9 +298,9 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
 
 
 def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
-    """Lock ``folder`` against other programs' writes for as long as rank 0 keeps the result; all ranks call this.
+    """Lock ``folder`` against other programs' checkpoints, and return the lock on rank 0, ``None`` on others; all ranks call this.
 
-    Raises ``CheckpointError`` on every rank if another program writes there, or the folder isn't writable.
+    Raises ``CheckpointError`` on every rank if another program has the lock after ``patience_s`` seconds, or the folder isn't writable.
     """
     found = list[Claim]()
 
@@ -325,10 +325,10 @@ def on_every_rank(
     *,
     replaces: bool = False,
 ) -> T:
-    """Run ``work`` on every rank and return rank 0's result everywhere. If a rank fails, every rank raises the ``CheckpointError`` of the
-    first one that did; ``replaces`` says that ``work`` replaces values of the training.
+    """Run ``work`` on every rank and return rank 0's result everywhere. If it fails on some ranks, every rank raises the lowest such rank's
+    error as a ``CheckpointError``. ``replaces`` says that ``work`` overwrites the training state.
 
-    The ranks all-reduce one number; then rank 0, or the first rank with an error, broadcasts its result or error along a tree.
+    The ranks all-reduce one number; then rank 0, or the lowest rank with an error, broadcasts its result or error.
     """
     mine: list[Any] = [None]
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -355,9 +355,9 @@ _SAMPLED_BYTES = 2**16  # of each tensor, to check that ranks read the same file
 
 
 def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
-    """Set parameters and buffers from a file or folder of weights; optimizer state stays. All ranks call this, then ``spread``.
+    """Set parameters and buffers from a file or folder of weights; optimizer state is kept. All ranks call this, then ``spread``.
 
-    Before any rank changes a value, every rank checks the names and shapes, that tied parameters have one value, and that all ranks read
+    Before any value changes, every rank checks the names and shapes, that tied parameters have one value, and that all ranks read
     the same files. Raises ``CheckpointError`` on every rank.
     """
     source, opened = Path(path), list[Mapping[str, Tensor]]()
@@ -469,7 +469,7 @@ def _left_out(program: LoadedProgram) -> list[str]:
 
 
 def _prefix(training: TrainingTensors) -> tuple[str, ...]:
-    """Return the prefix of this rank's tensor names: its local SGD replica, if there are several."""
+    """Return the prefix of this rank's tensor names in a checkpoint: its local SGD replica, if there are several."""
     index, count = training.replica()
     return (f"replica{index}",) if count > 1 else ()
 
@@ -499,7 +499,7 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
 
 
 def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
-    """Return the prefix of this rank's tensor names in the checkpoint. Several replicas can start from one model, but not the reverse."""
+    """Return the prefix to load this rank's tensors from. Several replicas can load a single model's checkpoint, but not the reverse."""
     there, here = found.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()

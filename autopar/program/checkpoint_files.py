@@ -1,12 +1,12 @@
-"""The folders of checkpoints: ``step-N`` is complete, ``step-N.partial`` is being written or was left incomplete.
+"""Manages the folders of checkpoints: ``step-N`` is complete, ``step-N.partial`` is being written or was left incomplete.
 
-A checkpoint has ``checkpoint.json`` (human-readable facts), the tensors' files, and torch's ``.metadata``, which lists the parts of these
+A checkpoint has ``checkpoint.json`` (human-readable facts), the tensors' files, and torch's ``.metadata``, which lists the boxes in these
 files with their offsets. ``checkpoint.json`` has its own checksum, the checksum of ``.metadata``, and the id of the save, which is in every
 file of tensors, too (``box_files``). Unpickling ``.metadata`` creates only torch's metadata records.
 
-One program at a time writes into a folder: it locks the file ``.lock`` there from the first step to the last. Somebody may have
-made this file a link, or may replace it while it is locked: links are refused, and every save compares the locked file with the one
-at that path.
+One program at a time writes into a folder: it locks the file ``.lock`` there from the first step to the last. A link at this path is
+refused, because writing to it would change another file. Every save checks that the file at this path is still the locked one: if it was
+replaced, another program could lock the new one.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .box_files import DamageError, has_table, tables_of
 FACTS, METADATA, PARTIAL = "checkpoint.json", ".metadata", ".partial"
 FORMAT = 2
 _WITHOUT_CHECKSUMS = 1
-"""The previous format, which can be loaded too."""
+"""The previous format, which can still be loaded."""
 _REPLACED = ".replaced"  # a checkpoint that another one of the same step replaces
 _REMOVED = ".removed"  # a checkpoint that is being removed
 _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether some of the
-    training's values were already replaced."""
+    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether a load failed
+    after it had overwritten a part of the training state."""
 
     def __init__(self, message: str, hint: str, half_read: bool = False) -> None:
         super().__init__(f"{message}; {hint}")
@@ -69,12 +69,12 @@ class StoredCheckpoint:
 
 
 def partial_of(folder: Path, steps: int) -> Path:
-    """Return the folder that the checkpoint after ``steps`` steps is written to."""
+    """Return the folder to write the checkpoint after ``steps`` steps to."""
     return folder / f"step-{steps}{PARTIAL}"
 
 
 def final_of(partial: Path) -> Path:
-    """Return the folder's name once the checkpoint is complete."""
+    """Return the path that the folder ``partial`` gets once the checkpoint is complete."""
     return partial.with_name(partial.name.removesuffix(PARTIAL))
 
 
@@ -124,7 +124,7 @@ def _forget(newest: Path, keep: int) -> None:
     own = _order(newest)
     earlier = [path for path in _steps(newest.parent) if _order(path) < own]
     for path in earlier[keep - 1 :]:
-        with contextlib.suppress(OSError):  # rename first: what a kill leaves half-removed must not look complete
+        with contextlib.suppress(OSError):  # rename first: a kill during the removal must not leave a ``step-N``
             path.rename(path.with_name(f"{path.name}{_REMOVED}"))
     for ending in (PARTIAL, _REMOVED):
         for path in newest.parent.glob(f"step-[0-9]*{ending}"):
@@ -132,7 +132,7 @@ def _forget(newest: Path, keep: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -185,7 +185,7 @@ def _order(path: Path) -> tuple[int, bool]:
 
 
 def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
-    """Return the checkpoint, or why it is incomplete. Without ``files`` the tensors' files are not checked."""
+    """Return the checkpoint, or the reason why it is incomplete or damaged. Without ``files`` the tensors' files are not checked."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
             return f"it has no {name}"
@@ -239,7 +239,7 @@ def _checksum(facts: Mapping[str, Any]) -> int:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles torch's metadata: refuses everything but its records, sizes and dtypes."""
+    """Unpickles torch's metadata: refuses all classes and functions except metadata records, sizes and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {
@@ -256,17 +256,17 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-# -- which program writes --------------------------------------------------------------------------------------------
+# -- the lock on a folder --------------------------------------------------------------------------------------------
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
-"""The environment variable by which a process passes its claim (``Claim.inherited``) to the processes that it starts."""
+"""The environment variable in which a process passes its lock (``Claim.inherited``) to the processes that it starts."""
 
 _ANOTHER = "give another folder, or end that training"
 
 
 class Claim:
-    """The lock for writing checkpoints into ``folder``, held until this object is closed or freed. ``token`` identifies it."""
+    """The lock on ``folder`` for writing checkpoints, held until this object is closed or freed. ``token`` identifies it."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self.token = folder, secrets.token_hex(8)
@@ -281,7 +281,7 @@ class Claim:
         return f"{self.token} {self.folder.resolve()}"
 
     def check(self) -> None:
-        """Raise ``CheckpointError`` if the locked file is no longer the one at the path, which other programs would lock."""
+        """Raise ``CheckpointError`` if the lock file was removed or replaced: other programs would lock the new file."""
         if not _is_at(self._file.fileno(), self.folder / LOCK):
             raise _lost(self.folder)
 
@@ -300,8 +300,8 @@ _held: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 def claimed(folder: Path, patience_s: float) -> Claim:
     """Lock ``folder`` against other programs' checkpoints; it is created if it is missing.
 
-    A training that is being stopped may still be writing: wait for it up to ``patience_s`` seconds. If the file system has no locks, none
-    is taken. Raises ``CheckpointError`` if the folder is not writable, if ``.lock`` is a link, or if another program has the lock.
+    Wait up to ``patience_s`` seconds for another program's lock: a training that is being stopped may still be writing. A file system
+    without locks counts as locked. Raises ``CheckpointError`` if the folder isn't writable, ``.lock`` is a link, or the lock stays taken.
     """
     deadline = time.monotonic() + patience_s
     try:
@@ -332,9 +332,9 @@ def claimed(folder: Path, patience_s: float) -> Claim:
 
 
 def claimed_for_save(folder: Path) -> Claim | None:
-    """Make sure that a save holds the lock: return ``None`` if this process or its parent has it, otherwise a new claim.
+    """Make sure that a save has the lock: return ``None`` if this process or its parent has it, otherwise a new lock.
 
-    Raises ``CheckpointError`` if another program has it, or the lock file was replaced.
+    Raises ``CheckpointError`` if another program has the lock, or the lock file was replaced.
     """
     own = _held.get(folder.resolve())
     if own is not None:
@@ -383,7 +383,7 @@ def _no_file(path: Path) -> CheckpointError:
 
 
 def _locked(descriptor: int) -> bool:
-    """Return whether the lock was taken, or the file system has no locks."""
+    """Try to take the lock. Return whether it was taken, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -394,7 +394,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether the file at ``path`` is the one that is open as ``descriptor``; a link at ``path`` isn't followed."""
+    """Return whether the file at ``path`` is the one open as ``descriptor``; a symlink at ``path`` isn't followed."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -409,7 +409,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def explained(error: BaseException, folder: Path, writing: bool, half_read: bool = False) -> CheckpointError:
-    """Convert an error of writing or reading to a ``CheckpointError``; ``half_read`` says that some values may have been replaced."""
+    """Convert any error to a ``CheckpointError``; ``half_read`` says that a part of the training state may have been overwritten."""
     if isinstance(error, CheckpointError):
         return error
     system = _system_error(error)

@@ -1,7 +1,7 @@
-"""torch's metadata of a checkpoint, computed from the tables of the ranks' files (``box_files``), and which boxes a rank reads.
+"""Computes torch's metadata of a checkpoint from the tables of the ranks' files (``box_files``), and which boxes a rank reads.
 
 A box is a rectangular part of a tensor; torch's metadata calls it a chunk.
-Rank 0 computes the metadata from the tables in the shared folder: the ranks need not send it their lists of boxes.
+Rank 0 reads the tables from the shared folder, so ranks need not send it their lists of boxes.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
 
 class _MetadataWriter(dcp.FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # torch's would contain the folder's path, which is going to change
+        return StorageMeta()  # torch's would contain the folder's path, which changes when the save is complete
 
 
 def write_metadata(metadata: Metadata, folder: Path) -> None:
-    """Write torch's file of the metadata, and wait until it is on the disk."""
+    """Write torch's metadata file, and wait until it is on the disk."""
     places = [WriteResult(index, place.length, place) for index, place in metadata.storage_data.items()]
     _MetadataWriter(folder).finish(metadata, [places])
 
@@ -99,7 +99,7 @@ def _not_filled(tensor: TensorStorageMetadata) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A part of a stored box, and the part ``into`` of one of this rank's tensors that it is read into."""
+    """A part of a stored box, and ``into``, the view of one of this rank's tensors to read it into."""
 
     index: MetadataIndex
     entry: Entry | None  # ``None`` in format 1, which has no checksums
@@ -112,7 +112,7 @@ Reads = Mapping[str, Sequence[Read]]
 
 
 def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
-    """Return what this rank reads to fill its pieces. This reads no values, only the files' tables, and compares them with the metadata.
+    """Return the reads that fill this rank's pieces. Only the files' tables are read here, and compared with the metadata.
 
     Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or from another save.
     """
@@ -154,7 +154,7 @@ def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: s
 
 
 def read_values(reads: Reads, found: StoredCheckpoint) -> None:
-    """Read the values that were ``planned`` into this rank's pieces, and check every block's checksum. Raises ``CheckpointError``."""
+    """Execute the reads of ``planned``: fill this rank's pieces, and check the checksums of the blocks. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
         with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:
             whole: tuple[MetadataIndex, Tensor] | None = None
@@ -174,7 +174,7 @@ def read_values(reads: Reads, found: StoredCheckpoint) -> None:
 
 @contextmanager
 def explained_damage(path: Path, half_read: bool = False) -> Iterator[None]:
-    """Raise a ``CheckpointError`` for a damaged file inside this context; ``half_read`` says that values may have been replaced."""
+    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``half_read``: training state may have been overwritten."""
     try:
         yield
     except DamageError as error:
@@ -189,7 +189,7 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes of a tensor have in common."""
+    """Return the intersection of two boxes of a tensor, or ``None`` if it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + x, b + y) for a, x, b, y in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))

@@ -1,11 +1,11 @@
-"""Two pipelines in opposite directions through the same pipeline ranks.
+"""Runs Chimera's bidirectional pipeline: two pipelines in opposite directions through the same pipeline ranks.
 
 Chimera (Li and Hoefler, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines", SC 2021,
 arXiv:2107.06925) has two copies of every stage. The first half of the microbatches goes from the first pipeline rank to the last, the
 second half from the last to the first. ``runtime/schedule.csv`` has a row for each pipeline rank with its actions in order: ``2F0`` and
-``2B0`` are the forward and the backward of stage 2 for microbatch 0. A copy's gradients are those of its own half of the microbatches;
-the sum with the other copy's is a reduction over the axis ``mirror`` (``world``). Transfers and these reductions have one order on all
-ranks (``with_transfers``): NCCL may deadlock if two ranks use two communicators in opposite orders. torch's pipelines can't
+``2B0`` are the forward and the backward of stage 2 for microbatch 0. Each copy of a stage has the gradients of its microbatches; a
+reduction over the axis ``mirror`` (``world``) sums those of both copies. Transfers and these reductions have one order on all
+ranks (``with_transfers``): NCCL may deadlock if two ranks use two communicators in opposite orders. torch's pipeline schedules can't
 run this: they number the stages in one sequence, and assume that consecutive numbers are neighbouring stages.
 """
 
@@ -37,9 +37,9 @@ FORWARD, BACKWARD, REDUCE = "F", "B", "R"
 class RankStep:
     """One step of a rank: an action (``peer`` is ``None``), or a transfer with the pipeline rank ``peer``.
 
-    The action ``REDUCE`` starts the sum of both copies' gradients of a stage; its microbatch is 0. A transfer after a forward has the
-    outputs of ``stage - 1`` for ``stage``; one after a backward has the gradients from ``stage + 1`` for ``stage``. ``send`` says which
-    side this rank is on.
+    The action ``REDUCE`` starts the sum of both copies' gradients of a stage; its microbatch is 0. A transfer of the kind ``FORWARD`` moves
+    activations from ``stage - 1`` to ``stage``, one of the kind ``BACKWARD`` their gradients from ``stage + 1`` to ``stage``. ``send``
+    says whether this rank sends or receives.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class RankStep:
 
 
 def read_orders(folder: Path) -> list[list[RankStep]]:
-    """Return the actions of every pipeline rank, from the folder's ``runtime/schedule.csv``."""
+    """Return the actions of every pipeline rank from the folder's ``runtime/schedule.csv``. Raises ``ValueError`` for other text."""
     with (folder / ORDERS).open(newline="") as file:
         return [[_parsed(text) for text in row] for row in csv.reader(file)]
 
@@ -65,8 +65,8 @@ def _parsed(text: str) -> RankStep:
 def with_transfers(orders: Sequence[Sequence[RankStep]], stages: int) -> list[list[RankStep]]:
     """Return every rank's actions, transfers and reductions, in an order that cannot deadlock.
 
-    The ranks take turns. An action's results are sent right after it; the receive is added to the receiver's list at once. When the last
-    backward of a stage has run on the later of the two ranks that have it, both lists get the stage's reduction. So every rank's transfers
+    The ranks take turns. An action's results are sent right after it; the receive is added to the receiver's list at once. After the last
+    backward of a stage on the later of the two ranks with copies, both lists get the stage's reduction. So every rank's transfers
     and reductions follow one common order.
 
     Raises ``ValueError`` if some actions can never run, because their inputs are never computed.
@@ -111,7 +111,7 @@ def _ready(step: RankStep, here: set[tuple[str, int, int]], stages: int) -> bool
 
 
 Metas = tuple[Tensor, ...]
-"""Shapes and dtypes of the tensors that one stage sends to the next; those that require a gradient get one back."""
+"""The tensors that one stage sends to the next, on the meta device; those that require a gradient get one back."""
 
 
 class Chimera(Microbatches):
@@ -138,9 +138,9 @@ class Chimera(Microbatches):
 class ScheduleChimera:
     """Runs one rank's actions.
 
-    ``modules`` are its stages; ``borders`` gives for each stage the tensors that it receives and sends. ``term`` turns the last stage's
-    result into the scalar at which a microbatch's backward pass starts. ``links`` are the process groups of this rank and one other
-    pipeline rank, by that rank. ``reduce`` starts the sum of both copies' gradients of a stage.
+    ``modules`` are its stages; ``borders`` maps a stage to the tensors that it receives and sends. ``term`` turns the last stage's result
+    into the scalar at which a microbatch's backward pass starts. ``links`` maps another pipeline rank to the process group of that rank
+    and this one. ``reduce`` starts the sum of both copies' gradients of a stage.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Collectives with one name in every torch version, a reduce-scatter that sends half as many bytes on gloo, and an exchange of tensors.
+"""Collectives under one name in every torch version, a reduce-scatter that sends half as many bytes on gloo, and an exchange of tensors.
 
-torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo implements a reduce-scatter as an all-reduce of which every rank
+torch 2.13 renamed two collectives; torch 2.11 has only the old names. gloo implements a reduce-scatter as an all-reduce, and every rank
 keeps its slice: each of ``n`` ranks sends ``2 (n - 1) / n`` of the tensor. Here ``reduce_scatter`` on gloo is an all-to-all of the slices
 and a local sum: a rank sends ``(n - 1) / n`` of the tensor, the least that a reduce-scatter can send (Chan et al., 2007, table 1). The
 terms are added in the order of the ranks.
@@ -24,15 +24,15 @@ class Work(Protocol):
     """A running async collective."""
 
     def wait(self) -> Any:
-        """Wait for its end; on a GPU the device waits, not the host."""
+        """Wait for the collective; on a GPU the current stream waits, not the host."""
 
 
 def reduce_scatter(
     output: Tensor, input: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Sum all ranks' ``input``, and write this rank's slice of the sum into ``output``. Ranks have equal slices, in their order.
+    """Sum all ranks' ``input``, and write this rank's slice of the sum into ``output``. The slices are equal, in rank order.
 
-    Both are contiguous. With ``async_op``, return the work: ``output`` is valid after its ``wait``.
+    Both tensors are contiguous. With ``async_op``, return the work: ``output`` is valid after its ``wait``.
     """
     if dist.get_backend(group) != "gloo":
         work: Work | None = backend_reduce_scatter(output, input, group=group, async_op=async_op)
@@ -66,7 +66,7 @@ def exchange(
 ) -> None:
     """Send each tensor of ``sent`` to its rank of the group, and fill each tensor of ``received`` from its rank.
 
-    The sender's and the receiver's list have the tensors of a pair of ranks in the same order. They are sent in ``dtype``, from buffers on
+    For each pair of ranks, the sender and the receiver list the tensors in the same order. They are sent in ``dtype``, from buffers on
     ``device``. All ranks of the group call this."""
     flat = [[tensor for _, tensor in sorted(own, key=lambda item: item[0])] for own in (sent, received)]
     sizes = []

@@ -20,8 +20,8 @@ def call(
 ) -> Any:
     """Return ``op(*args, **kwargs)``; ``partition`` gives the axes that shard the first dims of every result.
 
-    The type checker cannot know the op, whose rule was checked by execution when it was registered. ``partial_axes`` are the axes on
-    which the results are terms of a sum (P).
+    ``partial_axes`` are the axes on which the results are terms of a sum (P). The type checker cannot derive the results' types, so they
+    are declared from the op's rule, which was checked by execution when it was registered.
     """
     with spmd.local():
         result = op(*args, **kwargs)

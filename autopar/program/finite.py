@@ -1,4 +1,4 @@
-"""Locates the origin of a NaN or infinite loss: an input, a parameter, or the first layer with such a result."""
+"""Locates the origin of a NaN or infinite loss: an input, a parameter, or the first layer with a NaN or infinite result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NonFiniteLossError(RuntimeError):
 
 
 def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], batch: Batch, key: int) -> str:
-    """Describe the first value of the step that is not finite, after running the forward passes again; all ranks call this."""
+    """Run the forward passes of a step again, and describe its first value that is not finite; all ranks call this."""
     tensors = batch.tensors if isinstance(batch, Rows) else batch
     inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
     masters = [master for group in groups for master in group.masters]

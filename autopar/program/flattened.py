@@ -2,7 +2,7 @@
 
 One collective on the flattened axis moves fewer bytes than one collective per axis, and waits once. Each function is the ``spmd_types``
 function of the same name with a tuple of axis names (outermost first) instead of one name. Source and destination types are the same on all
-of these axes, and a dim that they shard is nested in their order. The process groups are made when the program starts (``World.in_mesh``).
+of these axes; the outermost axis divides a sharded dim first. The process groups are created when the program starts (``World.groups``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def convert(x: Tensor, axes: Axes, **options: Any) -> Tensor:
 
 @torch.compiler.disable  # a collective, see compiled.py
 def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, options: dict[str, Any]) -> Tensor:
-    """Call the collective on the flattened axis. During the call, the mesh that the type checker sees has the flattened axis."""
+    """Call the collective on the flattened axis. During the call, the type checker's mesh has the flattened axis in place of ``axes``."""
     if len(axes) < 2:
         return collective(x, axes[0], **options) if axes else x
     flat = group_of(*axes)

@@ -1,7 +1,7 @@
 """Parameters under FSDP2: ZeRO 2 (kept gathered after forward) and 3 (gathered again for the backward pass).
 
 FSDP2 reduces the gradients in every microbatch or, if the plan says so, only in the last one. Between microbatches the compute stream waits
-for no collective (``LastBackward``).
+for reductions only under HSDP (``LastBackward``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .world import MIRROR, Layout, LoadedProgram
 
 
 class ShardedGroup(ParameterGroup):
-    """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) and 3 (not kept).
+    """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) or 3 (resharded).
 
     Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, unsharded gradients are
     accumulated, and FSDP reduce-scatters them in the last microbatch (``LastBackward``). ``gather_ahead`` makes the stage the FSDP root
@@ -38,7 +38,7 @@ class ShardedGroup(ParameterGroup):
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
         module = stage.get_submodule(child)
-        # parameters that a ``FlatGroup`` has (ZeRO 0 or 1)
+        # the parameters of a ``FlatGroup`` (ZeRO 0 or 1)
         ignored = {param for param in module.parameters() if not param.is_meta}
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
@@ -53,7 +53,7 @@ class ShardedGroup(ParameterGroup):
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
-        # allocate only the shards: the layer's unsharded parameters would be the peak memory of a rank's start
+        # allocate only the shards: unsharded parameters of a layer would set a rank's peak memory at start-up
         module._apply(lambda t: torch.empty_like(t, device=world.device) if isinstance(t, DTensor) and t.is_meta else t)
         for layout in layouts:
             shard_of(stage.get_parameter(layout.name)).zero_()
@@ -61,7 +61,7 @@ class ShardedGroup(ParameterGroup):
         layer = program.layers[self.stage][child]
         self.reduces_once = layer.options.get("reduce") == "step"
         if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-            module.set_reduce_scatter_unused_params(True)  # ranks may lack gradients, and all must reduce the same ones
+            module.set_reduce_scatter_unused_params(True)  # some ranks may lack a gradient that others reduce
             if self.reduces_once:
                 module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the global batch's loss
@@ -86,20 +86,20 @@ class ShardedGroup(ParameterGroup):
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
-        super().zero_grad()  # the masters' views of these gradients would keep them alive next to the new ones
+        super().zero_grad()  # the masters' views of these gradients would keep them in memory beside the new ones
 
     def free(self) -> None:
         self.module.reshard()
 
     def start_copies(self) -> None:
-        """Start to sum the gradients over the copies of the stage (Chimera), after FSDP2 has reduced them inside each copy."""
+        """Start to sum the gradients over Chimera's copies of the stage, after FSDP2 has reduced them within each copy."""
         for layout, param in self._params.items():
             if layout.trainable:
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 self._sums.append(dist.all_reduce(shard_of(param.grad), group=self._mirror, async_op=True))
 
     def finish_reduction(self) -> None:
-        """Give the masters views of the gradients that FSDP2 has reduced, with zeros in the padding."""
+        """Set the masters' gradients to views of those that FSDP2 has reduced, with zeros in the padding."""
         for work in self._sums:
             if work is not None:
                 work.wait()
@@ -126,7 +126,7 @@ class ShardedGroup(ParameterGroup):
     def join_stages(
         stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
     ) -> None:
-        """Set up the prefetching between the layers of each stage, on streams that the stages share. All parameters must exist."""
+        """Set up prefetching between the layers of each stage, on streams that the stages share. All groups must have parameters by now."""
         for index, stage in stages.items():
             meshes = [group.mesh for group in groups[index] if isinstance(group, ShardedGroup)]
             if meshes:
@@ -153,8 +153,8 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
-    """Return the range of this rank's shard among the ``rows`` rows of a DTensor. FSDP divides them as ``torch.chunk`` does: the last ranks
-    may have fewer rows, or none."""
+    """Return the first and the end (exclusive) of this rank's rows in a DTensor with ``rows`` rows. FSDP divides them as ``torch.chunk``
+    does: the last ranks may have fewer rows, or none."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh  # its last dim shards the rows
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
@@ -162,7 +162,7 @@ def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
 
 
 class ShardedLayer(NamedTuple):
-    """A layer under FSDP: the number of layers whose parameters it gathers ahead, and whether gradients flow through it."""
+    """A layer under FSDP: how many layers it prefetches (``ahead``), and whether gradients flow through it (``backward``)."""
 
     module: FSDPModule
     ahead: int = 1
@@ -170,13 +170,13 @@ class ShardedLayer(NamedTuple):
 
 
 def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceMesh) -> None:
-    """Make ``stage`` the FSDP root of ``layers``, in the order of the forward pass, and prefetch their parameters: those of the next layers
-    in the forward pass, those of the previous layers in the backward pass.
+    """Make ``stage`` the FSDP root of ``layers`` (in forward order), and let each layer prefetch parameters: those of the next layers in
+    the forward pass, those of the previous layers in the backward pass.
 
     A layer that is its own root prefetches nothing, and keeps an unsharded gradient in memory until the backward pass ends. Each layer has
     its own mesh; the root has no parameters, so ``mesh`` may be the mesh of any layer.
     """
-    flat = set(stage.parameters())  # whatever is left belongs to ``FlatGroup``
+    flat = set(stage.parameters())  # the root has none: layers shard theirs, and ``FlatGroup`` has the others
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
     for i, (module, ahead, _) in enumerate(layers):
         module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
@@ -191,16 +191,16 @@ def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[Sharde
     layers = []
     for name, layer in program.layers[index].items():
         module = stage.get_submodule(name)
-        if name and isinstance(module, FSDPModule):  # the stage itself, "", is at most the root
-            # When the backward pass runs a segment again, its last layer but one must not prefetch beyond the segment: the backward of
-            # those layers is over.
+        if name and isinstance(module, FSDPModule):  # "" is the stage itself, and only a root
+            # When the backward pass recomputes a segment, its last layer but one must not prefetch beyond the segment: those layers have
+            # run their backward already.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
             layers.append(ShardedLayer(module, ahead, layer.backward))
     return layers
 
 
 class HeldReduceScatter(ShardedReduceScatter):
-    """FSDP's reduce-scatter on one rank, which keeps the last operand until the compute stream has waited for its reduction.
+    """FSDP's reduce-scatter, which keeps its last operand only until ``release``, when the compute stream waits for the reduction.
 
     FSDP itself keeps an operand until the next reduction: a microbatch's last operand would stay until the next microbatch's backward
     pass. ``release`` frees it before new activations are allocated.
@@ -236,15 +236,15 @@ def recorded_event(device: torch.device) -> torch.Event:
 
 
 class LastBackward:
-    """Tells FSDP which backward pass of a stage is the last one of a step. ``groups`` are the stage's groups under FSDP.
+    """Tells FSDP which backward pass of a stage is the last one of a step. ``groups`` are the stage's FSDP groups.
 
-    Every schedule runs the backward passes of a stage one after the other, so the last one is the last to begin, whichever microbatch it
-    belongs to.
+    Every schedule runs the backward passes of a stage one after the other, so the last one is the last to begin, for any order of the
+    microbatches.
 
-    - Layers whose gradients are reduced once a step add up unsharded gradients on each rank, and reduce them in the last pass.
+    - Layers that reduce gradients once a step accumulate unsharded gradients, and reduce them in the last pass.
     - The compute stream waits for reductions only at the end of the last pass. The last reduction of an earlier pass overlaps the first
-      layer's next forward pass or, if none follows, ends before the next backward pass. Under hybrid sharding FSDP keeps the operands of
-      all layers' all-reduces until it has waited for them, so there the stream waits at the end of every pass.
+      layer's next forward pass or, if none follows, ends before the next backward pass. Under HSDP, FSDP keeps the operands of all
+      all-reduces until it has waited for them, so there the stream waits at the end of every pass.
     - All-gathers wait for the optimizer's update, but not for later work on the compute stream.
     - If a forward pass directly follows a backward pass, the stage's first layers (as many as the forward pass gathers at its start) stay
       gathered in between: their all-gathers would queue behind the last reduction on the same communicator. This costs no peak memory,
@@ -268,7 +268,7 @@ class LastBackward:
             self._kept = [first.module, *(layer.module for layer in others[: first.ahead])]
 
     def clear(self) -> None:
-        """Prepare for a step, whose all-gathers wait for the work that is on the compute stream now."""
+        """Prepare for a step; its all-gathers wait for the work that is on the compute stream now (the optimizer's update)."""
         self._begun = 0
         if self._root is not None:
             self._event = recorded_event(self._groups[0].device)
@@ -277,7 +277,7 @@ class LastBackward:
             kept.reshard()  # left gathered by an interrupted step
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Register hooks on a microbatch's ``outputs``: its backward pass begins at one of them."""
+        """Register hooks on a microbatch's ``outputs`` that run when its backward pass begins."""
         begun = False
 
         def begin(_: Tensor) -> None:
@@ -321,7 +321,7 @@ class LastBackward:
 
 
 def followed_by_forward(stage: int, program: LoadedProgram) -> int:
-    """Return the number of a stage's backward passes in a step that a forward pass of the same stage follows directly. They are the first
+    """Return how many of a stage's backward passes in a step are directly followed by a forward pass of that stage: always the first
     ones."""
     stages, microbatches = len(program.spec.stages), program.passes
     if stages == 1:
@@ -334,8 +334,8 @@ def followed_by_forward(stage: int, program: LoadedProgram) -> int:
 def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
 
-    A parameter whose first gradient comes in the last microbatch would otherwise have it in 16 bits, while the other parameters' sums are
-    in float32; FSDP reduces only gradients of one dtype together.
+    Otherwise a parameter with its first gradient in the last microbatch would have that in 16 bits, while other parameters have float32
+    sums, and FSDP reduces only gradients of one dtype together.
     """
     for param in layer.parameters():
         if param.requires_grad and param.grad is None and param not in ignored:

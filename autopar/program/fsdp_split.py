@@ -1,4 +1,4 @@
-"""FSDP2 under schedules that run backward passes in two parts: reduces the weight gradients that the second part computes."""
+"""FSDP2 under zero-bubble schedules, which split backward passes: reduces the weight gradients that the second part (W) computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .world import LoadedProgram
 
 @dataclass(frozen=True, slots=True)
 class _RunningReduction:
-    """A running reduce-scatter: ``whole`` is its operand, ``piece`` its result, which is then added to ``pieces[name]``."""
+    """A running reduce-scatter from ``whole`` to ``piece``; its result is then added to ``pieces[name]``."""
 
     work: Work | None
     pieces: dict[str, Tensor]
@@ -30,8 +30,8 @@ class _RunningReduction:
 
 
 class Turn:
-    """Lets one reduction of a rank's late gradients run at a time, while the next gradient is computed: each keeps an unsharded gradient in
-    memory."""
+    """Limits a rank to one running reduction of a weight gradient, which overlaps the computation of the next: each running one keeps an
+    unsharded gradient in memory."""
 
     def __init__(self) -> None:
         self.running: _RunningReduction | None = None
@@ -47,12 +47,12 @@ class Turn:
 
 
 class LateGradients:
-    """Sums the weight gradients of an FSDP layer that second parts of backward passes compute, over microbatches and ranks.
+    """Sums over microbatches and ranks the weight gradients of an FSDP layer that the second part of a backward pass computes.
 
     FSDP2 reduces only gradients that autograd computes. This class reduce-scatters the others one by one, in ``dtype``, into pieces as
-    large as FSDP2's shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the group that shards the layer;
-    ``copies`` is the group over its copies under hybrid sharding, over which the pieces are summed once a step. With ``once``, a rank sums
-    the unsharded gradients over its microbatches first.
+    large as FSDP2's shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the process group that shards the
+    layer; ``copies`` is HSDP's replicate group, over which the pieces are summed once a step. With ``once``, a rank first sums
+    the unsharded gradients over its microbatches.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class LateGradients:
         self._pieces: dict[str, Tensor] = {}
 
     def clear(self) -> None:
-        """Forget the last step's gradients, before another step."""
+        """Drop the last step's gradients, before another step."""
         self._pieces = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add one microbatch's gradient of the parameter ``name``, in the parameter's shape: start its reduction, unless gradients are
-        reduced once a step."""
+        """Add one microbatch's unsharded gradient of the parameter ``name``: start its reduction or, if gradients are reduced once a step,
+        accumulate it."""
         if not self._once:
             self._reduce(name, gradient)
         elif name in self._whole:
@@ -100,7 +100,7 @@ class LateGradients:
 
 
 class SplitShardedGroup(ShardedGroup):
-    """A group under FSDP2 with gradients that the second part of a backward pass computes."""
+    """A layer's parameters under FSDP2, where the second part of a backward pass computes some of the gradients."""
 
     def _allocate(self, program: LoadedProgram) -> None:
         super()._allocate(program)
@@ -113,7 +113,7 @@ class SplitShardedGroup(ShardedGroup):
     def join_stages(
         stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
     ) -> None:
-        """Do what ``ShardedGroup.join_stages`` does, and give all groups one ``Turn`` for their late gradients."""
+        """Set up prefetching as in ``ShardedGroup``, and let all groups of the rank share one ``Turn``."""
         ShardedGroup.join_stages(stages, groups, program)
         turn = Turn()
         for group in (group for own in groups.values() for group in own):
@@ -121,7 +121,7 @@ class SplitShardedGroup(ShardedGroup):
                 group._late.turn = turn
 
     def _gathered(self, *_: object) -> None:
-        """Register an adder for each tensor that FSDP2 has gathered for this forward pass: products read these, not the shards."""
+        """Register an adder for each tensor that FSDP2 has gathered for this forward pass: products read these tensors, not the shards."""
         for layout in self._params:
             gathered = self._module.get_parameter(layout.name)
             self.adders[id(gathered)] = functools.partial(self._late.add, layout.name)
@@ -135,7 +135,7 @@ class SplitShardedGroup(ShardedGroup):
         self._late.clear()
 
     def finish_reduction(self) -> None:
-        """Add the late gradients to those that FSDP2 has reduced."""
+        """Add the gradients of the second parts to those that FSDP2 has reduced."""
         for name, rows in self._late.finish().items():
             param = self._module.get_parameter(name)
             start, stop = rows_of(param, param.shape[0])

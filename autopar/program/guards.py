@@ -1,6 +1,6 @@
 """Guards: conditions on the batch under which the program equals the model; every step checks them on the global batch.
 
-Capture evaluated each `if` on the batch's values, and the program contains only the branch that was taken.
+Capture evaluated each `if` on the values of the example batch, and the program contains only the branch that was taken.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def answer(value: Tensor, like: Any) -> Any:
 
 
 def hold(value: Tensor, expected: Any, where: str) -> None:
-    """Raise ``GuardError`` unless ``value`` is ``expected``, the Python number that the captured batch gave.
+    """Raise ``GuardError`` unless ``value`` is ``expected``, the Python number that it was for the example batch.
 
-    ``where`` is the file, line and text of the user's code that reads it.
+    ``where`` is the file, line and text of the user's code that reads the value.
     """
     found = answer(value, expected)
     if found != expected:

@@ -1,12 +1,12 @@
 """Runs a layer on two halves of a microbatch in turn, so that each half's collectives overlap the other half's computation.
 
 The rows of a batch are independent of each other in such a layer, so a half is a smaller microbatch. The layer's ``compute`` is a
-generator that yields while a collective is in flight: ``start`` issues it, ``Flight.wait`` returns its result. ``interleaved``
-runs two such generators in turn. A collective that only the backward pass has (the gradient's all-reduce from I to R) is issued and
-awaited at the same two places: they are two nodes of autograd's graph, and autograd runs nodes in the reverse order of the forward pass.
-So the backward passes of the halves take turns, too.
+generator that yields while a collective is in flight: ``start`` issues it, ``Flight.wait`` returns its result. ``interleaved`` runs two
+such generators in turn. ``start`` and ``wait`` are two nodes of the autograd graph: in the backward pass, the node of ``wait`` issues the
+gradient's collective (such as the all-reduce for I to R), and the node of ``start`` waits for it. Autograd runs nodes in the reverse order
+of the forward pass, so the backward passes of the halves take turns, too.
 
-Each half computes a piece between two yields. The second half is one piece behind the first: A1 A2 B1 A3 B2 A4 B3 ... So A2's collective
+A half computes one piece between two yields. The second half is one piece behind the first: A1 A2 B1 A3 B2 A4 B3 ... So A2's collective
 overlaps B1, and B1's overlaps A3. This is batch splitting as in Domino (Wang et al. 2024, arXiv:2409.15241), called
 two-batch overlap or dual-batch overlap elsewhere.
 
@@ -41,8 +41,8 @@ Finish = Callable[[], Tensor]
 def interleaved(
     compute: Callable[..., Half], given: Sequence[Any], rows: Sequence[int | None], joined: Sequence[int]
 ) -> Result:
-    """Run ``compute`` on both halves of the arguments ``given`` in turn, and return the joined results. ``rows`` has for each argument the
-    dim of the microbatch's rows, or ``None`` if both halves read all of it; ``joined`` has that dim for each result."""
+    """Run ``compute`` on both halves of the arguments ``given`` in turn, and return the concatenated results. ``rows`` has each argument's
+    batch dim, or ``None`` if both halves take the full argument; ``joined`` has each result's batch dim."""
     sides = [_cut(value, dim) for value, dim in zip(given, rows, strict=True)]
     _converted_once.clear()  # left over from an interrupted call
     running = [compute(*(side[half] for side in sides)) for half in range(2)]
@@ -57,7 +57,7 @@ def interleaved(
 
 
 def in_turn(layers: Sequence[nn.Module], hidden: Tensor, *others: Any) -> Half:
-    """Apply ``layers`` one after the other to a half's ``hidden``; each also takes ``others``."""
+    """Apply ``layers`` one after the other to a half's ``hidden``; each layer also takes the arguments ``others``."""
     for layer in layers:
         hidden = yield from layer(hidden, *others)
     return hidden
@@ -99,12 +99,12 @@ def _typed_like(x: Tensor, other: Tensor) -> Tensor:
 
 
 class Flight:
-    """A value whose conversion to another type is in flight. ``forward`` issues the conversion's collective, ``backward`` that of the
+    """A running conversion of a value to another type. ``forward`` issues the conversion's collective, ``backward`` the collective of its
     gradient; either may do nothing."""
 
     def __init__(self, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> None:
         self.forward, self.backward = forward, backward
-        self.readers = 1  # that have not called ``wait`` yet
+        self.readers = 1  # the calls of ``wait`` still to come
         self.sent: Tensor | None = None
         self.found: Tensor | None = None
         self.finish: Finish | None = None
@@ -115,7 +115,7 @@ class Flight:
         found = self.found
         if found is None:
             assert self.sent is not None
-            # without ``finish`` the value is converted already, as when types are checked
+            # without ``finish`` the value is converted already, for example if types are checked
             found = self.sent if self.finish is None else _Wait.apply(self.sent, self)
             self.sent = None
         self.readers -= 1
@@ -127,7 +127,7 @@ class Flight:
 def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> Flight:
     """Issue the collective that converts ``x`` from ``src`` to ``dst`` on ``axis`` (or axes, outermost first).
 
-    ``once`` is for a parameter, which both halves convert: the first half converts it for both, and one collective reduces the sum of
+    ``once`` is for a parameter, which both halves read: the first half converts it for both, and one collective reduces the sum of
     their gradients.
     """
     if once:
@@ -190,8 +190,8 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Forward awaits the collective, backward issues the gradient's. Backward returns a placeholder of the right shape: ``_Start`` awaits
-    the true gradient."""
+    """Forward awaits the collective, backward issues the gradient's. Backward returns a placeholder of the right shape, because the
+    backward of ``_Start`` awaits the true gradient."""
 
     @staticmethod
     def forward(ctx, sent, flight):  # type: ignore[no-untyped-def]
@@ -257,7 +257,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, there: int, back: int) -> Finish:
-    """Start to exchange slices along the dim ``there`` for slices along the dim ``back``."""
+    """Start to convert ``x`` from S(``there``) to S(``back``)."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), back))
     found = torch.empty_like(parts)
     work = dist.all_to_all_single(found, parts, group=group, async_op=True)
@@ -277,7 +277,7 @@ def _after(work: Work | None, result: Finish) -> Finish:
 
 
 def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Finish:
-    """Start to exchange rows for a mixture of experts (``kernels_experts.in_steps``): the other half computes meanwhile."""
+    """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``."""
     group = group_of(*axes)
     there, back = (lambda x: _exchange(x, group, sent, taken)), (lambda x: _exchange(x, group, taken, sent))
     return begin(rows, there, back).wait

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Later:
-    """A tensor's copy to the host, queued right after its computation: ``read`` waits for this copy, not for work that is queued later."""
+    """A tensor's copy to the host, queued right after the tensor's computation: ``read`` waits for this copy, but not for later work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._values, self._copied = tensor, None

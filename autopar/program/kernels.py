@@ -1,7 +1,7 @@
-"""Kernels: functions that replace calls which are correct on shards, but which the type checker cannot follow.
+"""Kernels: functions in place of calls that are correct on shards, but that the type checker cannot follow.
 
-Each kernel runs its body in a local region and declares the types of its result itself, after checking those of its operands, so that a
-program typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
+Each kernel checks the types of its operands, runs its body in a local region and declares the types of its result, so that a program
+typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
 process group. A *partition* names, for every dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``.
 """
 
@@ -54,7 +54,7 @@ def _declare(x: Tensor, places: Sequence[tuple[Any, ...]]) -> Tensor:
 
 
 def _terms(x: Tensor, axes: Sequence[Any]) -> Tensor:
-    """Declare that the values that vary over ``axes`` are terms of a sum over them. No communication, forward or backward."""
+    """Declare that ``x``, which varies over ``axes`` (V), is a term of a sum over them (P). No communication, forward or backward."""
     for axis in axes:
         x = spmd.reinterpret(x, axis, src=V, dst=P)
     return x
@@ -80,7 +80,7 @@ def _split(axes: Axes) -> list[Axis]:
 
 
 def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
-    """Return the first index of this rank's slice, of ``extent`` elements: a one-element tensor, so that the host doesn't wait."""
+    """Return the first index of this rank's slice, if slices have ``extent`` elements: a tensor ``[1]``, so that the host doesn't wait."""
     start = torch.zeros(1, dtype=torch.long, device=device)
     for axis in reversed(axes):
         starts = torch.arange(0, _size(axis) * extent, extent, device=device)
@@ -96,7 +96,7 @@ def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     """Reshape the local ``x`` to the local ``shape``: dims are split, merged or both.
 
     An axis that shards dim i of ``x`` may shard dim j of the result only if the dims before j have as many elements as those before i:
-    then a slice along i is a slice along j. Raises ``SpmdTypeError`` (when types are checked) if ``partition`` says otherwise.
+    then a slice along i is a slice along j. Raises ``SpmdTypeError`` (when types are checked) for any other ``partition``.
     """
     with spmd.local():
         y = x.reshape(list(shape))
@@ -115,8 +115,8 @@ def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
 def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     """Expand the local ``x`` to the local ``shape``.
 
-    A dim of size one (or a new dim) that grows may be sharded in the result: each rank makes its share from its copy of ``x``, which is R
-    on that axis, with a gradient that is a partial sum over the ranks (P).
+    A new dim, or one that grows from size one, may be sharded in the result: each rank expands its copy of ``x`` to its slice. On that axis
+    ``x`` is R, and its gradient is a partial sum over the ranks (P).
     """
     return _expand(x, shape, _axes(partition) if spmd.is_type_checking() else [])
 
@@ -138,9 +138,9 @@ def _expand(x: Tensor, shape: Sequence[int], places: Sequence[tuple[Any, ...]]) 
 
 
 def broadcast_matmul(a: Tensor, b: Tensor, partition: Partition) -> Tensor:
-    """Return ``a @ b``, whose batch dims are broadcast and may be sharded by ``partition``, the result's.
+    """Return ``a @ b`` with broadcast batch dims, which may be sharded; ``partition`` is the result's.
 
-    An operand that lacks a sharded batch dim is R on its axis. The batch dims are expanded first, as in ``torch.matmul``.
+    If an operand lacks a sharded batch dim, it is R on that dim's axis. The batch dims are expanded first, as in ``torch.matmul``.
     """
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     places = _axes(partition)[:-2] if spmd.is_type_checking() else []
@@ -162,8 +162,8 @@ spmd.register_local_autograd_function(_Dense)
 
 
 def dense_gradient(x: Tensor) -> Tensor:
-    """Return ``x``. Its gradient is made contiguous, as an all-reduce requires: the gradient of an expanded or transposed value is
-    not."""
+    """Return ``x``, and make its gradient contiguous in the backward pass: an all-reduce requires that, and the gradients of expanded or
+    transposed values aren't."""
     with spmd.no_typecheck():
         y = _Dense.apply(x)
     if spmd.is_type_checking():
@@ -175,14 +175,14 @@ def dense_gradient(x: Tensor) -> Tensor:
 
 
 def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return ``x @ weight.T + bias``, which contracts a sharded dim: the result is P, and ``bias`` must be P too (zero on all ranks but
-    one)."""
+    """Return ``x @ weight.T + bias`` where the contracted dim is sharded: the result is P, and ``bias`` must be P too (zero on all ranks
+    but one)."""
     return F.linear(x, weight) + bias
 
 
 def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor:
-    """Return ``x @ weight.T``, computed without the dims ``ones`` of ``x`` (ascending, of size one). If such a dim follows a sharded one,
-    the type checker mistakes its stride for another layout, and treats the product as a batched one."""
+    """Return ``x @ weight.T``, computed without the dims ``ones`` of ``x`` (ascending, each of size one). If such a dim follows a sharded
+    one, the type checker misreads its stride, and treats the product as a batched one."""
     y = F.linear(x.squeeze(list(ones)), weight)
     for dim in ones:
         y = y.unsqueeze(dim)
@@ -190,8 +190,8 @@ def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor
 
 
 def addmm_partial_bias(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Return ``beta * bias + alpha * (a @ b)``, which contracts a sharded dim: the result is P, and ``bias`` must be P too. ``a`` and ``b``
-    may be batched."""
+    """Return ``beta * bias + alpha * (a @ b)`` where the contracted dim is sharded: the result is P, and ``bias`` must be P too. ``a`` and
+    ``b`` may be batched."""
     product = torch.matmul(a, b)
     return (product if alpha == 1 else product * alpha) + (bias if beta == 1 else bias * beta)
 
@@ -210,7 +210,7 @@ def attention(
     """Return ``scaled_dot_product_attention`` of ``[batch, heads, length, size]``; the same axes shard batch and heads of all operands.
 
     Queries may also be sharded over their length if ``is_causal`` is false. With ``seed`` the dropout is a function of it. Raises
-    ``SpmdTypeError`` (when types are checked) for any other layout, such as sharded keys, which would need every rank's keys.
+    ``SpmdTypeError`` (when types are checked) for any other layout, such as keys sharded over their length (see ``ring_attention``).
     """
     if spmd.is_type_checking():
         q, k, v = _places(query), _places(key), _places(value)
@@ -260,9 +260,9 @@ def convolution(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Tensor:
-    """Return conv1d, conv2d or conv3d, by the dims of ``x``. Examples may be sharded; with one group, output or input channels too.
+    """Return conv1d, conv2d or conv3d, by the number of dims of ``x``. The batch may be sharded; with ``groups=1``, channels too.
 
-    Input channels are summed over: the result is P on their axes, and ``bias`` must be P there too (it is added afterwards).
+    If input channels are sharded, the result is P (a partial sum) on their axes; ``bias`` is added afterwards, and must be P there too.
     """
     function: Callable[..., Tensor] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.ndim]
     rest = stride, padding, dilation, groups
@@ -300,8 +300,8 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     """Return the seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
     ``axes`` are the axes that shard the op's operand: ranks with different slices draw different numbers, ranks with the same values draw
-    the same. An axis of size one does not count, so one device draws the same as replicas. A recomputation passes the same key and gets
-    the same seed.
+    the same. Axes of size one are ignored, so that one device draws the same numbers as replicas. A recomputation passes the same key and
+    gets the same seed.
     """
     with spmd.no_typecheck():
         places = [torch.arange(_size(axis)) for axis in _split(axes)]
@@ -324,7 +324,7 @@ def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, 
 
 
 def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
-    """Return ``x`` after dropout, whose mask is a function of ``seed`` and the local shape.
+    """Return ``x`` after dropout, with a mask that is a function of ``seed`` and the local shape.
 
     Ranks with the same ``x`` (I, R) must pass the same seed, and then draw the same mask; ranks with slices should pass different seeds.
     A recomputation draws the same mask again. The backward pass needs only the mask, one byte per element.
@@ -340,7 +340,7 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return ``as_strided`` of ``x``'s elements in logical order, whatever their memory layout."""
+    """Return ``as_strided`` of ``x`` made contiguous, so that the result doesn't depend on its memory layout."""
     return x.contiguous().as_strided(size, stride)
 
 
@@ -356,8 +356,8 @@ def cross_entropy_sum(
     """Return the cross entropy of ``logits [..., v]`` and ``labels [...]``, summed over the labels that are not ``ignore_index``: 0-d.
 
     ``weight [v]`` has the classes' weights, as in torch. ``partial_axes`` are the axes that shard the leading dims: on them the result is a
-    term of the sum (P). With padded logits only the first ``vocabulary`` columns count. 16-bit losses are accumulated and returned in
-    float32.
+    term of the sum (P). If the logits are padded, only the first ``vocabulary`` columns count. With 16-bit logits, the sum is accumulated
+    and returned in float32.
     """
     with spmd.local():
         logits = logits[..., :vocabulary]

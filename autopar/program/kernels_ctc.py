@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: one loss per example; the examples may be sharded."""
+"""Connectionist temporal classification: one loss per example; the batch may be sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .spmd import spmd
 def ctc_loss(
     scores: Tensor, labels: Tensor, frames: Tensor, lengths: Tensor, blank: int = 0, zero_infinity: bool = False
 ) -> Tensor:
-    """Return the losses ``[batch]`` of ``scores [batch, time, classes]`` (logarithms of probabilities) for ``labels [batch, most]``.
+    """Return the losses ``[batch]`` of ``scores [batch, time, classes]`` (log-probabilities) for ``labels [batch, max_labels]``.
 
     ``frames [batch]`` and ``lengths [batch]`` are the numbers of valid time steps and of valid labels.
     """

@@ -1,16 +1,16 @@
 """Mixtures of experts: every token's row is dispatched to the experts that the router chose, and their results are combined.
 
-``experts`` is a mixture without its router; its ``body``, the computation of an expert on a row, is the model's own code. The
+``experts`` is a mixture-of-experts layer without its router; its ``body`` (what an expert computes on a row) is the model's code. The
 body calls ``grouped_linear`` and ``of_rows``, which take the number of rows of each expert. There are three ways to distribute the work,
-and different axes may use different ones:
+and each mesh axis may use a different one:
 
 * each rank has different tokens, and all experts: nothing is exchanged;
-* each rank has the same tokens, and its own experts (or a slice of each): it computes their terms of the result, P;
-* each rank has different tokens, and its own experts: rows are sent to the owners of their experts and back by two all-to-alls whose
-  sizes the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism: Lepikhin et al. 2020,
+* each rank has the same tokens, and different experts (or a slice of each): it computes their terms of the result (P);
+* each rank has different tokens, and different experts: rows are sent to the owners of their experts and back by two all-to-alls, with
+  sizes that the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism: Lepikhin et al. 2020,
   arXiv:2006.16668). Several such axes are flattened into one.
 
-Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a mixture, and
+Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a layer, and
 not at all if no rows are exchanged and no products run expert by expert.
 """
 
@@ -31,12 +31,12 @@ from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
 Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
-"""``send(rows, axes, sent, taken)`` sends ``sent[i]`` of the rows to rank ``i`` of the axes, and receives ``taken[i]`` rows from it;
-returns a function that waits for the received rows and returns them."""
+"""``send(rows, axes, sent, taken)`` starts to send the next ``sent[i]`` rows to rank ``i`` of the axes, and to receive ``taken[i]`` rows
+from it; returns a function that waits for the received rows and returns them."""
 
 Body = Callable[..., Tensor]
-"""``body(rows, counts, *parameters)`` runs the experts on ``rows [n, h]``, sorted by expert; ``counts [e]`` are the experts' numbers of
-rows. It returns ``[n, h]``."""
+"""``body(rows, counts, *parameters)`` runs the experts on ``rows [n, h]``, sorted by expert; expert ``i`` has the next ``counts[i]`` of
+the rows. It returns ``[n, h]``."""
 
 
 # -- building blocks of bodies ---------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Compute ``grouped_linear`` expert by expert, for widths that CUDA's grouped product refuses (rows not of a multiple of 16 bytes)."""
+    """Compute ``grouped_linear`` expert by expert, for widths that CUDA's grouped product refuses (rows must be a multiple of 16 bytes)."""
     parts = rows.split(sizes(counts, rows.shape[0]))
     return torch.cat([F.linear(part, own) for part, own in zip(parts, weight.unbind(0), strict=True)])
 
@@ -60,8 +60,8 @@ def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 class GroupedProduct(torch.autograd.Function):
     """Computes ``grouped_linear`` by torch's grouped matmul.
 
-    The gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves other values
-    there, even NaN (pytorch #172439, #193633), so it is overwritten. The products take gradients with contiguous rows only.
+    The weight gradient of an expert without rows is zero. On Blackwell (compute capability 10 and up) torch's product leaves other values
+    there, even NaN (pytorch #172439, #193633), so they are overwritten. The products accept only gradients with contiguous rows.
     """
 
     @staticmethod
@@ -88,18 +88,18 @@ spmd.register_local_autograd_function(GroupedProduct)
 
 
 def fills_empty_groups(device: torch.device) -> bool:
-    """Return whether the device's grouped product may write other values than zeros for groups without rows."""
+    """Return whether the device's grouped product may write values other than zero for groups without rows."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def of_rows(values: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return for each of the ``rows`` its expert's entry of ``values [e, ...]``, such as a bias: ``[len(rows), ...]``."""
+    """Return for each row its expert's entry in ``values [e, ...]``, such as a bias: ``[len(rows), ...]``."""
     several = sizes(counts, len(rows))
     return torch.cat([own.expand(n, *own.shape) for n, own in zip(several, values.unbind(0), strict=True)])
 
 
 def sizes(counts: Tensor, total: int) -> list[int]:
-    """Return ``counts`` as Python numbers, for which the host waits once; on the meta device, without values, even shares of ``total``."""
+    """Return ``counts`` as Python numbers; the host waits for them once. On the meta device, return about equal shares of ``total``."""
     if counts.is_meta:
         base, rest = divmod(total, len(counts))
         return [base + (i < rest) for i in range(len(counts))]
@@ -108,7 +108,7 @@ def sizes(counts: Tensor, total: int) -> list[int]:
 
 
 def _known(counts: Tensor, numbers: list[int]) -> list[int]:
-    """Cache the values of ``counts``, which never change, so that the host doesn't wait for them again."""
+    """Cache the values of ``counts`` (the tensor is never written again), so that the host doesn't wait for them a second time."""
     counts.on_host = numbers  # type: ignore[attr-defined]
     return numbers
 
@@ -130,9 +130,9 @@ def experts(
 ) -> Tensor:
     """Return ``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x [..., h]`` and ``index``, ``weights`` ``[..., k]``: ``[..., h]``.
 
-    ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that distribute the experts, outermost
-    first, and ``exchange`` those of them whose ranks have different tokens: rows are exchanged over these. ``partial_axes`` are the axes
-    on which the result is a partial sum (P): the other owners, and the axes that shard another dim of the parameters.
+    ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that shard the experts, outermost first.
+    ``exchange`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them. ``partial_axes`` are the axes
+    on which the result is a partial sum (P): the other ``owners``, and the axes that shard another dim of the parameters.
     """
     axes = {"owners": owners, "exchange": exchange, "partial_axes": partial_axes}
     steps = in_steps(_at_once, (x, index, weights), parameters, body, count, **axes)
@@ -154,7 +154,7 @@ def in_steps(
     **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
     """Run ``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else.
-    ``tokens`` (``x``, ``index``, ``weights``) and ``axes`` are arguments of ``experts``; ``send`` exchanges the rows."""
+    ``tokens`` (``x``, ``index``, ``weights``) and ``axes`` (by keyword) are arguments of ``experts``; ``send`` exchanges the rows."""
     x, index, weights = tokens
     owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
     if spmd.is_type_checking():
@@ -203,7 +203,7 @@ def _check(
 
 
 def _as_terms(parameter: Tensor) -> Tensor:
-    """Declare a parameter of type P as varying (V): the body adds it to a partial product, each rank its own term to its own product."""
+    """Declare a parameter of type P, such as a bias, as varying (V): the body adds a rank's term of it to the rank's partial product."""
     if not spmd.is_type_checking() or P not in spmd.get_local_type(parameter).values():
         return parameter
     types: dict[Any, Any] = {axis: V if t is P else t for axis, t in spmd.get_local_type(parameter).items()}
@@ -214,11 +214,11 @@ def _as_terms(parameter: Tensor) -> Tensor:
 
 
 def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axis]) -> tuple[Tensor, Tensor]:
-    """Return the expert of every choice, and how many rows each expert gets. Experts to which this rank sends no rows get numbers after all
-    others, and are not counted.
+    """Return the expert of each (token, choice) pair, and the number of rows of each expert. Only the experts that this rank sends rows to
+    (or computes) are numbered, from 0; pairs of all other experts get the number ``count``, which is not counted.
 
-    If the experts are distributed over several axes, an expert's owner has a coordinate on each; this rank sends rows to (or computes)
-    the experts whose owners share its coordinate on every axis that is not exchanged over.
+    If the experts are sharded over several axes, an expert's owner has a coordinate on each; this rank sends rows to (or computes) the
+    experts with owners at its coordinate on every axis that rows are not exchanged over.
     """
     counts = torch.zeros(count, dtype=torch.long, device=ids.device).index_add(0, ids, torch.ones_like(ids))
     several = [_size(axis) for axis in owners]
@@ -236,8 +236,8 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
 
 
 class _Traffic(NamedTuple):
-    """The numbers of rows that this rank sends to and receives from every rank. ``ours [ranks, e]`` are those received from each rank for
-    each of its experts, and ``counts [e]`` their sums."""
+    """The numbers of rows that this rank sends to and receives (``taken``) from every rank. ``ours [ranks, e]`` are those received from
+    each rank for each expert of this rank, and ``counts [e]`` their sums."""
 
     sent: list[int]
     taken: list[int]
@@ -246,7 +246,7 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
-    """Return the numbers of rows to exchange; ``counts`` cover all experts that ``exchange`` distributes, ``total`` is for meta tensors."""
+    """Return the numbers of rows to exchange. ``counts`` has this rank's rows for each expert; ``total`` (for meta tensors) is its sum."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
     ours = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
@@ -262,7 +262,7 @@ def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
 def _travel(
     rows: Tensor, traffic: _Traffic, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
 ) -> Generator[None, None, Tensor]:
-    """Send ``rows``, sorted by expert, to the ranks that own the experts; return the body's results, and yield while rows are in flight."""
+    """Send ``rows``, sorted by expert, to the experts' owners, and return the body's results for them; yield while rows are in flight."""
     sent, taken, ours, counts = traffic
     arrived = send(rows, exchange, sent, taken)
     yield
@@ -281,7 +281,7 @@ def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[in
 
 
 class _RowExchange(torch.autograd.Function):
-    """Send rows to every rank of the axes (flattened, if there are several), in order; their gradients take the reverse route."""
+    """Sends rows to every rank of the axes (flattened, if there are several), in order; the backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx, rows, axes, sent, taken):  # type: ignore[no-untyped-def]

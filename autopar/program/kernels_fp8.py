@@ -1,13 +1,13 @@
 """Products with weights in 8 bits: e4m3 operands forward, e5m2 gradients backward (Micikevicius et al., "FP8 formats for deep learning",
 arXiv:2209.05433), results in bfloat16.
 
-Every operand is multiplied by one scale per tensor, computed from the tensor's largest value in the same call (dynamic tensorwise
-scaling). A scale is the largest power of two that leaves the tensor in range: multiplying by it rounds nothing, and in a
-floating-point format another factor would help the smallest numbers only. Each rank scales its own slices: no collective is
-added, and the rounding of a product depends on the plan, which ``allow={"fp8"}`` permits.
+Every operand is multiplied by one scale per tensor, computed from the tensor's largest magnitude in the same call (dynamic tensorwise
+scaling). A scale is the largest power of two that leaves the tensor in range: the multiplication is exact, and in a floating-point
+format another factor would help only the smallest numbers. Each rank scales its slices by themselves: no collective is added, but the
+rounding of a product depends on the plan, which ``allow={"fp8"}`` permits.
 
 GPUs with 8-bit tensor cores run the products by ``torch.nn.functional.scaled_mm``. Other devices multiply the same rounded numbers in
-bfloat16, which holds them exactly: results differ by the order of accumulation alone.
+bfloat16, which represents them exactly: results differ only by the order of accumulation.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .spmd import spmd
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """The hardware needs local weights whose dims are both multiples of this number; other products stay in bfloat16."""
-_SMALLEST = 2.0**-100  # a tensor of zeros is scaled as if this were its largest value
-_EXPONENT = 0x7F800000  # the bits of a float32's exponent: without the others it is the largest power of two not above the number
-_CAPABILITY = (8, 9)  # the lowest of CUDA devices with 8-bit tensor cores
+_SMALLEST = 2.0**-100  # a tensor of zeros is scaled as if this were its largest magnitude
+_EXPONENT = 0x7F800000  # the exponent bits of a float32: without its other bits, a positive number is rounded down to a power of two
+_CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit tensor cores
 
 
 @torch.compiler.disable  # scales are computed with views of a float's bits, between compiled parts of the layer
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``F.linear(x, weight)`` in 8 bits: ``x [..., k]`` and ``weight [n, k]`` in bfloat16 give ``[..., n]`` in bfloat16.
 
-    Operands of another dtype, and weights whose local dims are no multiples of ``MULTIPLE``, are multiplied as they are.
+    If ``x`` isn't in bfloat16, or a local dim of ``weight`` is no multiple of ``MULTIPLE``, this is ``F.linear``.
     """
     if spmd.is_type_checking():
         ones = [dim for dim, size in enumerate(x.shape[:-1]) if size == 1]
@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Scaled(NamedTuple):
-    """A tensor in 8 bits: ``values * unit`` is about the tensor; ``unit`` is a scalar in float32, a power of two."""
+    """A tensor in 8 bits: approximately ``values * unit``; ``unit`` is a scalar in float32, a power of two."""
 
     values: Tensor
     unit: Tensor
@@ -57,7 +57,7 @@ class Scaled(NamedTuple):
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """Return ``x`` in 8 bits, contiguous. A value that is infinite or NaN makes all products with it NaN."""
+    """Return ``x`` in the 8-bit ``dtype``, contiguous. If a value is infinite or NaN, all products with the tensor are NaN."""
     low, high = torch.aminmax(x)
     largest = torch.maximum(-low, high).float().clamp(min=_SMALLEST)
     room = torch.finfo(dtype).max / largest
@@ -77,7 +77,7 @@ def product(a: Scaled, b: Scaled) -> Tensor:
 
 class _Float8Linear(torch.autograd.Function):
     """Computes the three products of a linear layer in 8 bits. The operands are saved unrounded, as by ``F.linear``, and rounded again in
-    the backward pass: a weight under ZeRO 3 is gathered again for it, and other ops may have saved the input."""
+    the backward pass: ZeRO 3 gathers the weight again for it, and other ops may save the input anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class _Float8Linear(torch.autograd.Function):
             of_x = product(upstream, scaled(weight, FORWARD).transposed()).view(x.shape)
         if ctx.needs_input_grad[1]:
             read = x.reshape(-1, x.shape[-1])
-            if missing := -len(rows) % MULTIPLE:  # this product contracts the rows: zeros fill them up
+            if missing := -len(rows) % MULTIPLE:  # this product contracts the rows: pad them with zeros
                 upstream, read = scaled(_filled(rows, missing), BACKWARD), _filled(read, missing)
             of_weight = product(upstream.transposed(), scaled(read, FORWARD).transposed())
         return of_x, of_weight

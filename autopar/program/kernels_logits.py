@@ -3,13 +3,11 @@
 The logits have a row for each token and a column for each word of the vocabulary: in float32 they are often the largest tensor of a step,
 and their gradient is as large. Here the forward pass computes one slice of columns at a time, and keeps two numbers for each token: the
 largest logit so far, and the sum of exponentials relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-arXiv:1805.02867). The backward pass recomputes each slice. From it follow the slice's rows of the weight gradient, and its term of the
-input gradient, which accumulates in float32 or wider. The cost is one more matrix product.
+arXiv:1805.02867). The backward pass recomputes each slice, and computes from it the slice's rows of the weight gradient, and a term of the
+input gradient, which is accumulated in float32 or wider. The cost is one more matrix product.
 
-Each slice of tokens would add to all rows of the weight gradient, rounding in 16 bits; a slice of the vocabulary gives complete rows.
-``torch.nn.functional.linear_cross_entropy`` (torch 2.13 and later) slices tokens, and does not support a sharded vocabulary.
-
-This file is copied into programs with such losses; it imports only torch and spmd-types.
+Slices of tokens would accumulate all rows of the weight gradient, rounded to 16 bits each time; a slice of the vocabulary computes its
+rows in one product. ``torch.nn.functional.linear_cross_entropy`` (torch 2.13 and later) slices tokens, and cannot shard the vocabulary.
 """
 
 from __future__ import annotations
@@ -56,9 +54,9 @@ def loss_in_slices(
     computed in ``slices`` of the vocabulary.
 
     ``after`` is applied to each logit, in the dtype of ``x``. The rows of ``weight`` and ``bias`` are sharded over ``axis`` (or axes,
-    outermost first), where ``x`` and ``labels`` (global ids) are R and the result is I; two small collectives join the ranks' sums. On
+    outermost first); there ``x`` and ``labels`` (global ids) are R and the result is I, and two small collectives join the ranks' sums. On
     ``partial_axes``, which shard the leading dims, the result is a term of the sum (P). If the vocabulary is padded, ``vocabulary`` is its
-    size without padding. Accumulates in float32 or wider, and returns that dtype.
+    size without padding. Accumulates in float32 or wider, and returns that dtype, 0-d.
     """
     axes = _split(axis)
     with spmd.local():
@@ -86,7 +84,7 @@ def loss_in_slices(
 
 
 class _Options(NamedTuple):
-    """``off`` is the weight of every class in the loss, to which the target's class adds ``on``."""
+    """Every class has the weight ``off`` in the loss (label smoothing), and the target's class ``off + on``."""
 
     slices: int
     after: tuple[Step, ...]
@@ -105,7 +103,7 @@ class _Sums(torch.autograd.Function):
     """Computes three numbers for each row of ``x``, ``[3, rows]``, from the row's logits ``z`` (one for each row of ``weight``): the
     maximum, ``sum exp(z - maximum)``, and ``on * z[target] + off * sum z`` (without the first term if another rank has the target's row).
 
-    ``unpadded`` (or ``None``) is the number of rows of ``weight`` before padding. The maximum has no gradient.
+    ``unpadded`` is the number of rows of ``weight`` without padding (``None``: all). The maximum has no gradient.
     """
 
     @staticmethod
@@ -127,7 +125,7 @@ class _Sums(torch.autograd.Function):
             maximum = shift
             del z  # before the next slice takes memory
         ctx.save_for_backward(x, weight, bias, target, maximum)
-        ctx.unpadded, ctx.options = unpadded, options  # a number: padded and unpadded layers save the same tensors
+        ctx.unpadded, ctx.options = unpadded, options  # so that padded and unpadded layers save the same tensors
         return torch.stack((maximum, exp_sum, options.on * target_logit + options.off * logit_sum))
 
     @staticmethod
@@ -175,8 +173,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> T
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total`` without rounding it to 16 bits. The slices' terms cancel: a term is often larger than their sum, and so
-    is its rounding error."""
+    """Add ``a @ b`` to ``total`` without rounding it to 16 bits: the slices' terms cancel, so a term's rounding error could exceed that of
+    their sum."""
     if total.dtype != a.dtype and a.is_cuda:
         total += torch.mm(a, b, out_dtype=total.dtype)
     else:  # on CPUs, mm has no out_dtype

@@ -1,9 +1,9 @@
 """Kernels of batch normalisation: statistics of the global batch when its examples (or positions) are sharded.
 
 Batch norm is two ops here: ``batch_statistics``, which needs every rank's rows, and ``normalise``, which is elementwise. So the statistics
-cost one small collective in each direction (the forward gathers every rank's statistics, as torch's ``SyncBatchNorm`` does; the conversion
-I to R that follows all-reduces the gradient), and only the input is saved for the backward pass. Variances of parts are combined by Chan,
-Golub and LeVeque's formula (1979), which avoids cancellation.
+cost one small collective in each direction: the forward gathers every rank's statistics, as torch's ``SyncBatchNorm`` does, and the
+conversion from I to R after it all-reduces the gradient. Only the input is saved for the backward pass. Variances of parts are combined by
+Chan, Golub and LeVeque's formula (1979), which avoids cancellation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .spmd import spmd
 
 
 class _Moments(torch.autograd.Function):
-    """Computes the mean and the (biased) variance of every channel, in float32 or wider; saves only the input."""
+    """Computes the mean and the biased variance of every channel, in float32 or wider; saves the input and the mean."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ class _Moments(torch.autograd.Function):
 
 
 class _Normalised(torch.autograd.Function):
-    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``, with gradients of all five; saves ``x`` and one value per channel each."""
+    """Computes ``(x - mean) / sqrt(var + eps) * weight + bias``, with gradients of all five; saves ``x`` and tensors ``[c]``."""
 
     @staticmethod
     def forward(ctx, x, mean, var, weight, bias, eps):  # type: ignore[no-untyped-def]
@@ -83,9 +83,9 @@ def _refuse_partial(x: Tensor, name: str) -> None:
 
 
 def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """Return mean, variance and unbiased variance of every channel of ``x [n, c, ...]`` over the global batch: ``[3, c]``.
+    """Return mean, biased variance and unbiased variance of every channel of ``x [n, c, ...]`` over the global batch: ``[3, c]``.
 
-    ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly: the result is I on it. Computed in float32
+    ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly; the result is I on it. Computed in float32
     or wider.
     """
     axes = _split(axis)
@@ -110,7 +110,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
 
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
-    """Return ``batch_statistics`` of a microbatch, for running statistics if each microbatch is normalised separately."""
+    """Return ``batch_statistics`` of one microbatch, to update running statistics if each microbatch is normalised separately."""
     return batch_statistics(x, axis)
 
 
@@ -137,7 +137,7 @@ def normalise(
 
 
 def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Return batch norm of ``x [n, c, ...]`` with the statistics of this rank's part of the microbatch: not what one device computes."""
+    """Return batch norm of ``x [n, c, ...]`` with this rank's statistics of the microbatch. One device would compute other statistics."""
     if spmd.is_type_checking():
         _refuse_partial(x, "local_batch_norm")
     with spmd.local():

@@ -1,13 +1,13 @@
 """Products that overlap the reduction of their input gradient with the computation of their weight gradients.
 
-The input of a column-parallel product is R on an axis, so its gradient is a partial sum: an all-reduce in the backward pass, or under
+The input of a column-parallel product is R on an axis, so its gradient is a partial sum: the backward pass has an all-reduce, or under
 sequence parallelism a reduce-scatter. The reduction needs only the input gradient, and the weight gradients do not depend on it.
 So a backward pass here computes the input gradient, starts its reduction, computes the gradients of the weights and biases, and
 waits. Megatron-LM does the same for one product (``LinearWithGradAccumulationAndAsyncCommunication`` in ``megatron/core/tensor_parallel/
-layers.py``). If several products read one input (query, key and value), their terms are added up first: one collective, as without
-overlap.
+layers.py``). If several products read one input (query, key and value), their input gradients are added up first: one collective, as
+without overlap.
 
-On GPUs both overlap if the collective is launched first, which the order of the calls ensures; CUDA_DEVICE_MAX_CONNECTIONS=1
+On GPUs they overlap if the collective is launched first, which the order of the calls ensures; CUDA_DEVICE_MAX_CONNECTIONS=1
 keeps that order on the device, too.
 """
 
@@ -76,7 +76,7 @@ def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Sums a gradient's terms over a group (``None``: over one rank). With ``dim`` each rank gets its slice along that dim."""
+    """Sums a gradient's terms over a group (``None``: a single rank). With ``dim`` each rank gets its slice of the sum along that dim."""
 
     group: dist.ProcessGroup | None
     dim: int | None
@@ -133,8 +133,8 @@ class _Products(torch.autograd.Function):
 
 
 def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tensor | None = None) -> Tensor | None:
-    """Return this rank's gradient ``[rows, k]`` of the products' input, in a new tensor; ``read`` is the gradient from the input's other
-    readers."""
+    """Return this rank's term ``[rows, k]`` of the input gradient, in a new tensor; ``read`` is the gradient from other ops that read the
+    input."""
     total = None if read is None else read.reshape(-1, read.shape[-1]).clone()
     for grad, weight in zip(rows, weights, strict=True):
         if grad is not None:

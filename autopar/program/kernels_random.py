@@ -1,6 +1,6 @@
-"""Random numbers that a model draws in its forward pass (dropout, noise, stochastic depth), as functions of a seed.
+"""Draws the random numbers of a model's forward pass (dropout, noise, stochastic depth) as functions of a seed.
 
-They are drawn by one op, ``autopar::draw``, which is opaque to ``torch.compile``, so that compiled and eager layers draw the same numbers.
+One op draws them, ``autopar::draw``, which is opaque to ``torch.compile``, so that compiled and eager layers draw the same numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from .spmd import spmd
 
 Seed = int | Tensor
-"""A number; in compiled layers a CPU tensor with the number, because ``torch.compile`` would recompile for each new number."""
+"""A number; in compiled layers a CPU tensor that holds it, because ``torch.compile`` would recompile for each new number."""
 
 
 def uniform(like: Tensor, low: float = 0.0, high: float = 1.0, seed: Seed | None = None) -> Tensor:
-    """Return numbers between ``low`` and ``high`` in the shape, dtype and types of ``like``.
+    """Return uniform numbers between ``low`` and ``high`` with the shape, dtype and SPMD types of ``like``.
 
     They are a function of ``seed`` and the local shape. Ranks with the same ``like`` must pass the same seed, and then draw the same
     numbers; ranks with slices should pass different seeds. A recomputation draws the same numbers. Without a seed, torch's
@@ -33,7 +33,7 @@ def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: Seed | None 
 
 
 def chosen(like: Tensor, share: float, seed: Seed) -> Tensor:
-    """Return a mask in the shape and types of ``like``: each element is true with probability ``share``."""
+    """Return a boolean mask with the shape and SPMD types of ``like``: each element is true with probability ``share``."""
     return _drawn("bernoulli", like, torch.bool, [share], seed)
 
 

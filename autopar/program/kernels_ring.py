@@ -2,16 +2,16 @@
 
 Every rank keeps its queries. Keys and values pass from rank to rank, each step's attention is folded into a running softmax, and the
 next block is in flight while the current one is computed (Liu, Zaharia and Abbeel 2023). The backward pass sends keys and values around
-again, with their gradients, which end at the ranks that have these keys and values. Saved for the backward pass are query, key, value,
-result and the logsumexp of each row, but no scores.
+again, followed by their gradients, which end at the ranks that have these keys and values. Saved for the backward pass are query, key,
+value, result and the logsumexp of each row, but no scores.
 
 A step's attention is one call of the device's flash attention if that supports the operands (``has_kernel``); the results of the steps
 are merged by their logsumexps. Otherwise, scores are in memory for some rows at a time.
 
 Under a causal mask a rank with late queries has more work than one with early queries. The sequence is then cut into *2n* chunks and
 rank *r* computes chunks *r* and *2n - 1 - r*, so that every step costs every rank the same. That order exists only inside
-the kernel: values that are sharded over the sequence are exchanged on entry and on exit, and the rest of the
-program is unaffected. If the local length is odd, the original order is kept.
+the kernel: operands and results are exchanged on entry and on exit, and the rest of the program is unaffected. If the local length is odd,
+the original order is kept.
 
 An axis may be several axes, outermost first: blocks then go around the inner ring before they move on the outer.
 """
@@ -35,7 +35,7 @@ from .mesh_axes import group_of
 from .spmd import spmd
 
 SCORES = 2**26
-"""The largest number of scores in memory at once: queries are processed in runs of rows with fewer scores."""
+"""The largest number of scores in memory at once: queries are processed in runs of rows with at most so many scores."""
 
 
 @torch.compiler.disable  # its sends and receives overlap its own arithmetic
@@ -51,12 +51,12 @@ def ring_attention(
     enable_gqa: bool = False,
     seed: Seed | None = None,
 ) -> Tensor:
-    """Return ``scaled_dot_product_attention`` of ``[..., heads, length / n, size]``, the length of all three operands S on ``axis`` (or
-    axes, outermost first); other axes may shard batch and heads, equally in all three.
+    """Return ``scaled_dot_product_attention`` of ``[..., heads, length / n, size]``, where ``axis`` (or axes, outermost first) shards the
+    length of all three operands; other axes may shard batch and heads, in the same way for all three.
 
     ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns unsharded.
-    Key and value have as many heads as the query, or (``enable_gqa``) fewer. With ``seed`` the dropout is a function of it; it must
-    differ between the ranks of ``axis``. Accumulates in float32 or wider.
+    Key and value have as many heads as the query or, with ``enable_gqa``, fewer. Dropout needs a ``seed``, and is a function of it; ranks
+    along ``axis`` must pass different seeds. Accumulates in float32 or wider.
     """
     axes = _split(axis)
     if spmd.is_type_checking():
@@ -89,7 +89,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, axes:
 # -- the ring ---------------------------------------------------------------------------------------------------------
 
 Arrival = tuple[list[Tensor], list[dist.Work]]
-"""Tensors that are being received, and the requests to wait for."""
+"""Tensors that are being received, and the transfers to wait for."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,10 @@ class Ring:
     def rearrange(
         self, parts: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """Exchange equal parts: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``.
+        """Exchange parts of equal shapes: rank i of the ring has the parts ``held[i]``, in that order, and gets the parts ``wanted[i]``.
 
-        The parts move along one axis after the other, by an all-to-all in which every rank of a group takes part: in a batch of transfers
-        NCCL would wait for ranks that take no part.
+        The parts move along one axis after the other, by an all-to-all in which every rank of a group takes part: in a batch of
+        point-to-point transfers NCCL would also wait for ranks without any.
         """
         me = self.index(self.place)
         mine = dict(zip(held[me], parts, strict=True))
@@ -244,8 +244,8 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Block:
-    """One run of queries against the keys of one rank that they may read: rows ``start`` to ``stop``, the first ``keys`` keys.
-    ``offset`` is the number of keys that the first query row reads before its own position; ``None`` if every row reads all keys."""
+    """Query rows ``start`` to ``stop``, and the keys that they read of one rank's block: the first ``keys``.
+    ``offset`` is the number of these keys before the first row's position; ``None`` if every row reads all of them."""
 
     start: int
     stop: int
@@ -254,7 +254,7 @@ class _Block:
 
 
 def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
-    """Yield the runs of queries that this rank computes against the block of the ``origin``-th rank."""
+    """Yield this rank's work on the block of the ``origin``-th rank of the ring, in runs of at most ``SCORES`` scores."""
     mine, theirs = order.chunks[order.ring.index(order.ring.place)], order.chunks[origin]
     chunk = length // len(mine)
     for i, number in enumerate(mine):
@@ -273,7 +273,7 @@ def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pa
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """Return ``a @ b``, accumulated in ``wide``. On a GPU the factors are first rounded to ``dtype``, as in fused kernels, for speed."""
+    """Return ``a @ b`` in ``wide``. On a GPU the factors are first rounded to ``dtype`` for speed, as in fused kernels."""
     if dtype == wide or a.device.type != "cuda":
         return a.to(wide) @ b.to(wide)
     lead = a.shape[:-2]
@@ -282,7 +282,7 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Ten
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """Reshape ``[..., h, l, e]`` to ``[..., heads, h / heads * l, e]``: together the queries that read one key head."""
+    """Reshape ``[..., h, l, e]`` to ``[..., heads, h / heads * l, e]``, which joins the queries that read the same key head."""
     return x.reshape(*x.shape[:-3], heads, -1, x.shape[-1])
 
 
@@ -301,7 +301,7 @@ class _Scores:
         return _product(a, b, self.dtype, self.wide)
 
     def of(self, query: Tensor, key: Tensor, block: _Block, column: int) -> Tensor:
-        """Return a block's masked scores ``[..., h, l, s]``; ``column`` is the position of its first key in the global sequence."""
+        """Return a block's masked scores ``[..., h, rows, keys]``; ``column`` is the position of its first key in the global sequence."""
         heads = key.shape[-3]
         rows = _grouped(query[..., block.start : block.stop, :], heads)
         scores = self.product(rows, key[..., : block.keys, :].mT).mul_(self.scale)
@@ -320,7 +320,7 @@ class _Scores:
         return rows if mask.shape[-1] == 1 else rows[..., column : column + block.keys]
 
     def kept(self, scores: Tensor) -> Tensor | None:
-        """Return the next dropout mask, scaled; ``None`` without dropout. Both passes must request masks in the same order."""
+        """Draw the next dropout mask, scaled; ``None`` without dropout. Forward and backward must draw masks in the same order."""
         if self.generator is None:
             return None
         keep = torch.empty_like(scores).bernoulli_(1.0 - self.dropout_p, generator=self.generator)
@@ -331,7 +331,7 @@ class _Scores:
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool) -> bool:
-    """Return whether the device's flash attention computes the steps: without a mask and dropout, for heads of one size; on GPUs if torch
+    """Return whether the device's flash attention can compute the steps: without mask and dropout, for equal head sizes; on GPUs if torch
     would choose it, on CPUs in float32 and float64 (in 16 bits the CPU's kernel rounds the softmax, which stays in float32 here)."""
     if mask is not None or dropout_p or query.shape[-1] != value.shape[-1]:
         return False
@@ -344,13 +344,13 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
 
 
 def _heads(x: Tensor, query: Tensor) -> Tensor:
-    """Return ``[batch, heads, length, size]`` with each key head repeated for every query head that reads it."""
+    """Reshape ``x`` to ``[batch, heads, length, size]``, and repeat each key head for every query head that reads it."""
     x = x if x.shape[-3] == query.shape[-3] else x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
     return x.reshape(-1, *x.shape[-3:])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result, and the logsumexp of every row."""
+    """Return the result, and the logsumexp of every row, by the device's kernel."""
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
@@ -359,14 +359,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
 
 
 def _attention_backward(given: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the terms that some keys add to the gradients of query, key and value. ``given`` has the result's gradient, query, these keys,
-    their values, and the result and logsumexp over all keys."""
+    """Return a step's terms of the gradients of query, key and value. ``given`` has the result's gradient, query, the step's keys and
+    values, and the result and the logsumexp over all keys."""
     aten = torch.ops.aten
     if given[0].device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
     else:
         lengths = given[1].shape[-2], given[2].shape[-2]
-        random = torch.zeros(2, dtype=torch.int64, device=given[0].device)  # a generator's state, for dropout
+        random = torch.zeros(2, dtype=torch.int64, device=given[0].device)  # the generator's state, for dropout
         found = aten._scaled_dot_product_flash_attention_backward(
             *given, None, None, *lengths, 0.0, causal, random, random[0], scale=scale
         )
@@ -375,7 +375,7 @@ def _attention_backward(given: tuple[Tensor, ...], causal: bool, scale: float) -
 
 
 class _Part(NamedTuple):
-    """The queries of a step, the keys that they read, and whether the mask is causal."""
+    """The query rows of a step, the keys that they read, and whether the kernel applies a causal mask."""
 
     rows: slice
     keys: slice
@@ -383,10 +383,10 @@ class _Part(NamedTuple):
 
 
 def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_Part]:
-    """Yield this rank's work on the block of the ``origin``-th rank: one part, or none."""
+    """Yield this rank's work on the block of the ``origin``-th rank of the ring: one part, or none."""
     me = order.ring.index(order.ring.place)
     mine, theirs = order.chunks[me], order.chunks[origin]
-    if not causal or origin == me:  # the chunks are ascending, and so are the positions in them
+    if not causal or origin == me:  # positions in a block are ascending, so the kernel's causal mask fits
         yield _Part(slice(0, length), slice(0, length), causal)
         return
     chunk = length // len(mine)
@@ -505,7 +505,7 @@ def _pairs(query: Tensor) -> int:
 def _forward(
     order: _Order, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the result and the logsumexp of every row, which is infinite for a row that reads no key; the result of such a row is zero."""
+    """Return the result and the logsumexp of every row. A row that reads no key has the result zero and the logsumexp infinity."""
     wide, length = scores.wide, query.shape[-2]
     top = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
     total = torch.zeros_like(top)
@@ -534,7 +534,7 @@ def _forward(
 def _backward(
     order: _Order, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value in the wide dtype, and add the mask's gradient to ``grad_mask``."""
+    """Return the gradients of query, key and value in ``scores.wide``, and add the mask's gradient to ``grad_mask``."""
     query, key, value, out, lse = saved
     wide, length = scores.wide, query.shape[-2]
     delta = (grad.to(wide) * out.to(wide)).sum(-1)
@@ -570,8 +570,8 @@ def _backward(
 def _gathered(
     order: _Order, block: list[Tensor], terms: Callable[[int, Sequence[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
-    """Return the gradients of this rank's ``block``: the sums of all ranks' ``terms``. The blocks go around the ring, and their gradients
-    follow them."""
+    """Return the gradients of this rank's ``block``: the sums of all ranks' ``terms`` for it. The blocks go around the ring, and their
+    gradients follow them."""
     ring = order.ring
     travelling: Arrival = ([], [])
     gone = [0] * len(ring.sizes)

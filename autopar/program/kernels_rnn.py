@@ -1,6 +1,6 @@
-"""Recurrent layers as one op with one result: examples may be sharded, all other dims are unsharded.
+"""Recurrent layers as one op with one result. Only the batch may be sharded.
 
-torch's ops return a tuple of tensors with different batch dims. Here the states are concatenated to the outputs along time: one tensor of
+torch's ops return a tuple of tensors with different batch dims. Here the states are concatenated to the outputs along time: one tensor with
 one type.
 """
 
@@ -29,9 +29,9 @@ def recurrent(
 ) -> Tensor:
     """Run an LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training mode, on padded sequences.
 
-    ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, the batch sharded equally; without
-    ``states`` they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, then the last hidden
-    states of the layers, then an LSTM's cell states. With ``seed`` the dropout between layers is a function of it.
+    ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, with the same sharding of the batch;
+    if ``states`` is empty, they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, the last
+    hidden states of the layers, and then an LSTM's cell states. With ``seed`` the dropout between layers is a function of it.
     """
     if spmd.is_type_checking():
         rows = _places(x)[0]

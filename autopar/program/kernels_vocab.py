@@ -1,4 +1,4 @@
-"""Kernels for a sharded vocabulary: the embedding and the loss."""
+"""Kernels for a sharded vocabulary: the embedding and the cross entropy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .spmd import spmd
 
 
 def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int | None = None) -> Tensor:
-    """Return the embeddings of ``ids`` if ``axis`` (or axes, outermost first) shards the rows of ``weight``: each rank looks up the ids of
-    its rows, and returns zeros for all others.
+    """Return the embeddings of ``ids`` where ``axis`` (or axes, outermost first) shards the rows of ``weight``: each rank looks up the ids
+    of its rows, and returns zeros for all others.
 
     ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
     id) gets no gradient.
@@ -38,10 +38,10 @@ def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int |
 
 
 class _SoftmaxTerms(torch.autograd.Function):
-    """One slice's terms of a cross entropy: ``sum exp(z)`` and ``on * z[target] + off * sum z``, with ``z = logits - shift``.
+    """Computes a slice's terms of a cross entropy, ``[2, rows]``: ``sum exp(z)`` and ``on * z[target] + off * sum z`` for
+    ``z = logits - shift``.
 
-    ``padding`` (or ``None``) marks the columns that are padding. Saves only the logits and recomputes the exponential in the
-    backward: one tensor of their size instead of two.
+    ``padding`` (or ``None``) marks padded columns. The backward recomputes ``exp(z)``: one tensor of the logits' size is saved, not two.
     """
 
     @staticmethod
@@ -80,11 +80,11 @@ def vocab_parallel_cross_entropy_sum(
     partial_axes: Sequence[Axis] = (),
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Return ``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first), on which the result is I.
+    """Return ``cross_entropy_sum`` with the vocabulary sharded over ``axis`` (or axes, outermost first); there the result is I.
 
     ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives run: one gathers the
-    maxima, and one reduces the two sums of every token. The full logits are never gathered. Accumulates
-    in float32 or wider, and returns that dtype. If padding makes the slices equal, ``vocabulary`` is the true size.
+    maxima, and one reduces the two sums of every token. The full logits are never gathered. Accumulates in float32 or wider, and returns
+    that dtype. If the vocabulary is padded to equal slices, ``vocabulary`` is its size without padding.
     """
     axes = _split(axis)
     with spmd.local():

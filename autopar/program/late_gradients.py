@@ -1,9 +1,9 @@
 """Applies gradients late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
 Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps ago, and the first updates use zeros.
 
-A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, an async sum of
-the copy starts, and the update that needs the sum waits for it. A checkpoint has the sums that no update has used yet, as states of the
-optimizer.
+A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, an async reduction of
+the copy starts, and the update that needs the sum waits for it. A checkpoint stores the sums that no update has used yet as optimizer
+state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .reductions import Reductions
 from .world import LoadedProgram
 
 _STATE = "late_"
-"""A sum's name in a checkpoint's optimizer state is this prefix and the number of updates until its use."""
+"""The key of a sum in a checkpoint's optimizer state is this prefix and the number of updates before the one that uses it."""
 
 
 @dataclass(eq=False)
 class _Sum:
-    """A group's gradients of one step; ``work`` is the async reduction that sums them."""
+    """A copy of a group's gradients of one step; ``work`` is the async reduction that sums it over the replicas."""
 
     step: int
     gradients: Tensor
@@ -42,13 +42,13 @@ class _Sum:
 
 
 class LateReductions(Reductions):
-    """Starts the reductions of a rank's groups, and lets later updates wait for them."""
+    """Starts the reductions of a rank's groups; later updates wait for them."""
 
     def __init__(self, program: LoadedProgram, by_stage: Mapping[int, Sequence[ParameterGroup]]) -> None:
         super().__init__(program, by_stage)
         self._delay = program.spec.late
         self._step = 0  # the number of updates so far
-        self._placed = False  # whether the groups have the gradients of the next update
+        self._placed = False  # whether the groups' gradients are those of the next update
         self._sums: dict[FlatGroup, list[_Sum]] = {
             group: [] for group in self._groups if isinstance(group, FlatGroup) and group.masters
         }
@@ -58,7 +58,7 @@ class LateReductions(Reductions):
         self.discard()
 
     def discard(self) -> None:
-        """Discard the gradients since the last update: no update follows them, or their loss is not finite."""
+        """Discard the gradients since the last update, for example because their loss is not finite, or because no update uses them."""
         for sums in self._sums.values():
             while sums and sums[-1].step == self._step:
                 sums.pop().wait()
@@ -79,7 +79,7 @@ class LateReductions(Reductions):
 
     @torch.no_grad()
     def place(self) -> None:
-        """Set the groups' gradients to those that the next update uses."""
+        """Set the groups' gradients to the sums that the next update uses."""
         if self._placed:
             return
         for group, sums in self._sums.items():
@@ -95,9 +95,9 @@ class LateReductions(Reductions):
 
     @contextlib.contextmanager
     def saved(self, updates: Updates) -> Iterator[None]:
-        """Make the sums that no update has used yet states of the optimizer inside this context.
+        """Add the sums that no update has used yet to the optimizer's state inside this context, so that a checkpoint includes them.
 
-        Raises ``CheckpointError`` if the optimizer needs unsharded tensors, which these are not.
+        Raises ``CheckpointError`` if the optimizer needs unsharded tensors: these sums are sharded.
         """
         states, known = updates.optimizer.state, {id(master.tensor) for master in updates.masters}
         added = []
@@ -123,7 +123,7 @@ class LateReductions(Reductions):
 
     @torch.no_grad()
     def loaded(self, updates: Updates) -> None:
-        """After a checkpoint was loaded, move its sums from the optimizer's states to the groups."""
+        """Move the sums of a loaded checkpoint from the optimizer's state to this object."""
         self._step, self._placed = 0, False
         for group, sums in self._sums.items():
             found: dict[int, _Sum] = {}

@@ -1,11 +1,11 @@
 """Reads the global batches of a data set; every rank reads only its own rows.
 
-The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's own
+The order of an epoch is that of ``torch.utils.data.DistributedSampler``: a permutation drawn from ``seed + epoch``, or the data set's
 order. It doesn't depend on the plan. A position is an epoch and a row, so a training that resumes with another number of devices, or
 with another global batch, continues at the next row.
 
-Rows come from a map-style data set through torch's ``DataLoader``, optionally with worker processes. A position is all that has to
-be saved: a row depends only on its index, and rows that workers have prefetched are read again.
+Rows come from a map-style data set through torch's ``DataLoader``, optionally with worker processes. A checkpoint needs only the position:
+a row depends only on its index, and rows that workers had prefetched are read again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .share import DataError, Rows, Share
 from .spec import TensorSpec
 from .world import LoadedProgram, World
 
-_SAMPLED = 16  # the rows of a data set that its checksum covers
+_SAMPLED = 16  # how many rows the checksum of a data set covers
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Order:
 
     With ``shuffle`` an epoch's order is a permutation from ``seed + epoch``. ``workers`` is the number of reader processes of each
     rank. ``names`` has the nested structure of a sample (tuples, lists, dicts) with the program's input names as leaves and ``None`` for
-    all other parts; without it a sample is a dict by these names. ``last`` says what happens to the last rows of an epoch if they are
-    fewer than a global batch: ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss leaves out.
+    all other parts; without ``names`` a sample is a dict by input name. ``last`` says what happens to an incomplete last batch of an epoch:
+    ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss ignores.
     """
 
     shuffle: bool = False
@@ -62,7 +62,7 @@ class Order:
 
 
 class Tensors(Dataset[Mapping[str, Tensor]]):
-    """Tensors by name with one row per example in dim 0, for example from a memory-mapped file: rows are read when they are needed."""
+    """A data set of tensors by name, with one row per example in dim 0. A memory-mapped file's rows are read when they are needed."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -100,8 +100,8 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
 
 
 class Synthetic(Tensors):
-    """Endless synthetic rows, computed from their index: normal numbers, and integers that are 0 or 1, valid tokens and labels for any
-    vocabulary."""
+    """2**40 synthetic rows, each computed from its index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels
+    for any vocabulary."""
 
     def __init__(self, inputs: Mapping[str, TensorSpec], seed: int) -> None:
         self.inputs, self.seed = dict(inputs), seed
@@ -123,7 +123,7 @@ class Synthetic(Tensors):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """The rows that were read, or the error, and ``asked``, the pending check that all ranks read the same batch."""
+    """This rank's rows of the batch at ``begin`` (epoch, row), or the error; ``asked``: the check that all ranks read the same batch."""
 
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None
@@ -136,12 +136,12 @@ class Loader:
 
     Args:
         program, world: they determine which rows of which inputs this rank reads.
-        dataset: a map-style data set; or a ``DataLoader`` of one, whose ``collate_fn``, workers and order are used.
+        dataset: a map-style data set; a mapping of tensors by name; or a ``DataLoader``, whose ``collate_fn``, workers and order are used.
         order: the order of the rows.
         collate: converts a list of samples to tensors; default: that of ``DataLoader``.
 
     Raises:
-        DataError: the data set has no length, or is shorter than one global batch; or nothing proves that the loss leaves padding out.
+        DataError: the data set has no length, or is shorter than one global batch; or there is no proof that the loss ignores padding.
     """
 
     def __init__(
@@ -172,24 +172,24 @@ class Loader:
                 "give more rows, or plan for a smaller batch",
             )
         self._batches: Iterator[Any] = iter(())
-        self._next: tuple[int, int] | None = None  # the position of the next batch in ``_batches``
-        self._fetched: _Fetched | None = None  # a batch that was read ahead of its step
+        self._next: tuple[int, int] | None = None  # the position of the next batch of ``_batches``
+        self._fetched: _Fetched | None = None  # the prefetched batch
 
     def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
+        """Return the number of global batches in an epoch."""
         return -(-self.rows // self.batch) if self._ignored else self.rows // self.batch
 
     @property
     def order(self) -> str:
-        """The number of rows and their order."""
+        """The number of rows and their order, in words."""
         order = f"shuffled with seed {self._order.seed}" if self._order.shuffle else "in order"
         return f"{self.rows} rows {order}"
 
     @functools.cached_property
     def key(self) -> str:
-        """Identifies the data set and its order: a position is valid only for the same key. All ranks read this together.
+        """Identifies the data set and its order: a position is valid only for the same key. Reading it is collective: all ranks do.
 
-        It has a checksum of 16 rows, unless reading them twice gives different values.
+        It includes a checksum of 16 rows, unless reading them twice gives different values.
         """
         found = [""]
         if dist.get_rank() == 0:
@@ -216,7 +216,7 @@ class Loader:
         return zlib.crc32(repr([(name, digest(tensor)) for name, tensor in tensors.items()]).encode())
 
     def _opened(self, given: Any) -> Any:
-        """Return the data set in the form in which this rank reads it."""
+        """Return the data set of a ``DataLoader``, a mapping of tensors or a data set. Raises ``DataError`` if it isn't map-style."""
         if isinstance(given, DataLoader):
             given = self._taken_over(given)
         if isinstance(given, Mapping):
@@ -256,7 +256,7 @@ class Loader:
     def read(self, position: Sequence[int], *, ahead: bool = False) -> tuple[Rows, tuple[int, int]]:
         """Return this rank's rows of the global batch at ``position`` (epoch, row), and the position after it; all ranks call this.
 
-        With ``ahead`` the batch after it is read too, for the next call: then no call waits for the device's comparison of the ranks' rows.
+        ``ahead`` prefetches the batch after it for the next call, so that no call waits for the device to compare the ranks' batches.
         Raises ``DataError`` on every rank; the same position can be read again.
         """
         begin = self._begin(*position)
@@ -271,7 +271,7 @@ class Loader:
         return Rows(fetched.tensors), after
 
     def _fetch(self, begin: tuple[int, int]) -> _Fetched:
-        """Read this rank's rows of the batch at ``begin``, and start to compare them with those of other ranks."""
+        """Read this rank's rows of the batch at ``begin``, and start to check that all ranks read the same batch."""
         tensors, problem = None, ""
         try:
             if begin != self._next and len(self._share.rows):
@@ -348,7 +348,7 @@ class Loader:
     # -- names, shapes and dtypes --
 
     def _checked(self, collated: Any) -> dict[str, Tensor]:
-        """Return the inputs that this rank reads, in the program's dtypes and shapes."""
+        """Return the inputs that this rank reads, in the program's dtypes and shapes. Raises ``DataError`` if they don't fit."""
         named = self._named(collated)
         found = {}
         for name in self._share.inputs:
@@ -396,7 +396,7 @@ class Loader:
         return tensor
 
     def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which the program takes an input; the tensor's own if only the prelude reads the input."""
+        """Return the program's dtype of an input, or the tensor's dtype if only the prelude reads the input."""
         return self._inputs[name].dtype if name in self._inputs else tensor.dtype
 
 
@@ -426,7 +426,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 def _end_with_parent(_: int) -> None:
-    """Make this worker process end as soon as its rank is killed; on other systems than Linux that takes up to five seconds."""
+    """Make this worker process end as soon as its rank is killed; on systems other than Linux that takes up to five seconds."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -21,7 +21,7 @@ _flat: ContextVar[Groups | None] = ContextVar("groups of flattened axes", defaul
 
 @contextlib.contextmanager
 def on_mesh(mesh: DeviceMesh, flat: Groups | None = None) -> Iterator[None]:
-    """Inside this context, the collectives of ``spmd_types`` and the kernels find the axes of ``mesh`` by name, and several axes at once
+    """Inside this context, the collectives of ``spmd_types`` and the kernels look up single axes in ``mesh`` by name, and flattened axes
     in ``flat``."""
     _meshes.append(mesh)
     token = _flat.set(flat)
@@ -34,7 +34,7 @@ def on_mesh(mesh: DeviceMesh, flat: Groups | None = None) -> Iterator[None]:
 
 
 def group_of(*axes: Axis) -> dist.ProcessGroup:
-    """Return the process group of the ranks that differ only on ``axes``: one axis, or several (outermost first)."""
+    """Return the process group over ``axes``: one axis, or several (outermost first). Names are looked up in the mesh of ``on_mesh``."""
     if len(axes) == 1:
         if not isinstance(axes[0], str):
             return axes[0]

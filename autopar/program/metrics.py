@@ -1,7 +1,7 @@
 """Training metrics: a record of each step, for files and TensorBoard, and a comparison of measured and predicted steps.
 
-A rank that runs out of memory reports it in one sentence: the predicted bytes of its stage by part, the measured bytes, and the change that
-saves most.
+An out-of-memory error is one sentence: the predicted bytes of the rank's stage by part, the measured bytes, and changes of the plan that
+need less memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FAR = 0.2
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's peak memory: allocated tensors on a GPU; resident memory on a CPU, with Python and torch."""
+    """Return this process's peak memory in bytes: allocated tensors on a GPU; on a CPU resident memory, including Python and torch."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -38,7 +38,7 @@ class Meter:
     ``plan`` is the content of ``plan.json``. Records are appended to the file ``log``, one JSON object per line, and written to the
     TensorBoard folder ``tensorboard``. ``seconds`` has the times of previous steps; new ones are appended.
 
-    Raises ``ModuleNotFoundError`` with what to install if there is no tensorboard.
+    Raises ``ModuleNotFoundError``, which says what to install, if there is no tensorboard.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Meter:
         self._began, self._due = time.perf_counter(), False
 
     def begin(self) -> None:
-        """Call this before a step (or before the first of several with one record) and before its data is read."""
+        """Call this before a step (or the first of several with one record), before its data is read."""
         self._began = time.perf_counter()
 
     def end(
         self, step: int, loss: float, memory_bytes: int, more: Mapping[str, float | None], steps: int = 1
     ) -> dict[str, Any]:
-        """Write and return the record of a finished step, with the mean time of the ``steps`` since ``begin``. ``more`` has further
+        """Write and return the record of a finished step, with the mean time of the ``steps`` steps since ``begin``. ``more`` has further
         figures; those that are ``None`` are left out.
 
-        The MFU is the plan's, scaled to the measured time: the FLOPs and the device's peak are those of the plan.
+        The MFU uses the plan's FLOPs and peak FLOP/s, and the measured time.
         """
         seconds = (time.perf_counter() - self._began) / steps
         self._due = len(self._seconds) < COMPARED_STEPS <= len(self._seconds) + steps
@@ -88,8 +88,8 @@ class Meter:
         return record
 
     def comparison(self, memory_bytes: int, predicted_bytes: int) -> str:
-        """Return a table of the predicted and the measured step, once after ``COMPARED_STEPS`` steps, otherwise an empty string. Both
-        numbers of bytes are peaks of one device."""
+        """Return a table of the predicted and the measured step once, after ``COMPARED_STEPS`` steps; otherwise an empty string. Both
+        numbers of bytes are one device's peak memory."""
         if not self._due:
             return ""
         plan, measured_s = self._plan, statistics.median(self._seconds[5:])
@@ -161,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turn a failed allocation inside this context into a ``MemoryError`` with the memory that the plan in ``folder`` predicts."""
+    """Convert a failed allocation inside this context to a ``MemoryError`` that describes it (``sentence``) by the plan in ``folder``."""
     try:
         yield
     except Exception as error:

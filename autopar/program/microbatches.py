@@ -1,6 +1,6 @@
 """Runs the microbatches of a step through this rank's stages one after the other, and sums the loss.
 
-Programs with a pipeline override ``step`` (``pipeline``, ``chimera``).
+Programs with a pipeline use a subclass (in ``pipeline`` or ``chimera``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .world import MIRROR, LoadedProgram, World
 
 
 class ScheduledStage(nn.Module):
-    """Wraps a stage for the schedule, which calls it with a microbatch: passes the batch's scalars on, and makes outputs contiguous.
+    """Wraps a stage for the schedule: selects the stage's inputs, adds the batch's scalars, and makes outputs contiguous.
 
-    A schedule passes each stage the inputs of all stages of the rank, so the names of a stage's inputs begin with its number. If the
-    model's statistics are per microbatch, scalars are among the inputs; otherwise ``scalars`` has them. The stage may be an FSDP module,
-    but this wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
+    A schedule passes each stage the inputs of all stages of the rank, so the names of a stage's inputs begin with its number. With
+    statistics per microbatch, scalars are among the inputs; otherwise ``scalars`` has them. The stage may be an FSDP module, but this
+    wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
     """
 
     def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
@@ -50,7 +50,7 @@ class ScheduledStage(nn.Module):
 
 
 class Microbatches:
-    """Runs the microbatches of each step: forward and backward of one, then of the next."""
+    """Runs the microbatches of each step: forward and backward of one, then of the next. Subclasses follow a pipeline schedule."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Microbatches:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Create the schedule. Programs without a pipeline have none."""
+        """Create the pipeline schedule, in subclasses."""
 
     def receives(self, stage: int) -> tuple[Tensor, ...]:
         """Return the tensors that a stage receives from the previous stage, on the meta device."""
@@ -83,7 +83,7 @@ class Microbatches:
         return tuple(tensor.on_meta() for tensor in self._specs[stage].sends.values())
 
     def _inputs(self, batch: Batch, key: int) -> dict[str, Tensor]:
-        """Return the inputs of this rank's stages, by stage and name, all microbatches along dim 0; set the stages' scalars."""
+        """Return the inputs of this rank's stages, by stage and name, with all microbatches along dim 0; set the stages' scalars."""
         device = self.world.device
         scalars = self.share.scalars(batch)
         inputs: dict[str, Tensor] = {}
@@ -101,20 +101,20 @@ class Microbatches:
         return inputs
 
     def run(self, batch: Batch, key: int) -> list[Tensor]:
-        """Run forward and backward of all microbatches; return this rank's terms of the loss.
+        """Run forward and backward of all microbatches; return this rank's terms of the loss, without the loss scale.
 
-        ``key + i`` is the seed of microbatch ``i``'s random numbers.
+        ``key + i`` is the key of microbatch ``i``'s random numbers (``kernels.seed``).
         """
         inputs = self._inputs(batch, key)
         self._losses = []
         # The current mesh is thread-local. The backward must run in this thread, not in autograd's thread of the device: it recomputes
-        # layers, whose collectives name axes of that mesh.
+        # layers, and their collectives look up axes in that mesh.
         with self.world.in_mesh(), torch.autograd.set_multithreading_enabled(False):
             self.step(inputs)
         return self._losses
 
     def step(self, inputs: dict[str, Tensor]) -> None:
-        """Run all microbatches; ``inputs`` has them one after the other along dim 0."""
+        """Run all microbatches; ``inputs`` has them concatenated along dim 0."""
         ((stage, module),) = self._modules.items()
         for i, parts in enumerate(self.chunks(inputs)):
             with action("F", stage, i):
@@ -134,7 +134,7 @@ class Microbatches:
         return term if self._scale is None else self._scale(term)
 
     def forward(self, batch: Batch, key: int) -> list[Tensor]:
-        """Run only the forward passes, one microbatch after the other; return this rank's terms of the loss."""
+        """Run only the forward passes, one microbatch after the other, without gradients; return this rank's terms of the loss."""
         inputs, rank_of, rank = self._inputs(batch, key), self.world.placed, self.world.mesh.get_local_rank("pipeline")
         self._losses = []
         with self.world.in_mesh(), torch.no_grad():

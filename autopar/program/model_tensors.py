@@ -1,6 +1,6 @@
-"""Sets this rank's parts of the user's model from full tensors, draws them at random, and gathers them on rank 0.
+"""Sets this rank's shards of the user's model from full tensors, draws them at random, and gathers them on rank 0.
 
-Under every plan, a rank's part of a tensor is a set of boxes (``boxes``). So checkpoints, weights, state dicts and initial values are
+Under every plan, a rank's shard of a tensor is a set of boxes (``boxes``). So checkpoints, weights, state dicts and initial values are
 all loops over a rank's pieces.
 """
 
@@ -24,12 +24,12 @@ from .parameters import Master, ParameterGroup, upload
 from .weights import runs
 from .world import BufferRecord, Layout, LoadedProgram, World
 
-_CHUNK = 1 << 16  # numbers that are drawn at a time; their intermediate results stay in the processor's cache
+_CHUNK = 1 << 16  # numbers to draw at a time, so that intermediate results stay in the processor's cache
 _ROUND_BYTES = 256 * 2**20  # the bytes that rank 0 receives at a time
 
 
 class SavedBuffers(Protocol):
-    """The part of ``buffers`` that this module needs."""
+    """The interface of ``buffers.StageBuffers`` that this module needs."""
 
     def own(self) -> list[tuple[BufferRecord, Tensor]]: ...
 
@@ -49,7 +49,7 @@ class TrainingTensors:
     updates: Updates | None  # ``None`` while initial values are set: there is no optimizer yet
 
     def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[MasterValues]:
-        """Yield what ``of`` returns for each of this rank's masters, those of frozen parameters included."""
+        """Yield ``of(master)`` (by default the values) for each of this rank's masters, frozen parameters included; skip ``None``."""
         for group in self.groups:
             for master in (*group.masters, *group.frozen):
                 values = of(master)
@@ -59,15 +59,15 @@ class TrainingTensors:
     def parameters(
         self, *, once: bool = False, of: Callable[[Master], Tensor | None] = _value
     ) -> Iterator[tuple[Layout, Piece]]:
-        """Yield the pieces of ``held``. With ``once`` only the first of the ranks that have an element (in each local SGD replica) yields
-        it, and of tied copies only the first."""
+        """Yield the pieces of ``held``. With ``once`` each element is yielded by one rank only (in each local SGD replica), and a tied
+        parameter's elements only by its first copy."""
         for held in self.held(of):
             layout = held.master.layout
             if not once or self.world.first_on(held.master.alike) and self.program.is_first_copy(layout):
                 yield from ((layout, piece) for piece in held.pieces(self.world))
 
     def written(self, *, copies: bool = False) -> Iterator[Piece]:
-        """Yield the buffers that this rank's stages write; with ``copies`` also the copies that they only read."""
+        """Yield the buffers that this rank's stages write; with ``copies`` also those that other stages write and these only read."""
         for record, tensor in () if self.buffers is None else self.buffers.own():
             if copies or record.written:
                 yield whole(("model" if record.persistent else "buffer", record.original), tensor)
@@ -77,7 +77,7 @@ class TrainingTensors:
         return [*(piece for _, piece in self.parameters()), *self.written(copies=True)]
 
     def pieces_once(self) -> Iterator[Piece]:
-        """Yield this rank's pieces of the model's state dict, each element on one rank alone, as ``parameters(once=True)`` does."""
+        """Yield this rank's pieces of the model's state dict; each element is yielded by one rank only, as in ``parameters(once=True)``."""
         yield from (piece for _, piece in self.parameters(once=True))
         if self.world.first_on(self.world.coordinates):
             yield from (piece for piece in self.written() if piece.path[0] == "model")
@@ -88,7 +88,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Set the parameters from the full tensors of ``source``, and buffers from ``buffers``, by name. Callers then call ``spread``."""
+        """Set parameters from full tensors (``source``), buffers by name; then call ``spread``. Raises ``ValueError`` for wrong shapes."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
             if layout is not last:
@@ -104,10 +104,10 @@ class TrainingTensors:
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Draw this rank's parts of all parameters at random. Callers then call ``spread``.
+        """Draw this rank's shards of all parameters at random. Then call ``spread``.
 
         Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
-        number depends on the seed, the parameter's original name and the element's index, not on the plan; a rank draws only its parts.
+        number depends on the seed, the parameter's original name and the element's index, not on the plan; a rank draws only its shards.
         """
         for _, piece in self.parameters():
             if len(piece.shape) < 2:
@@ -116,7 +116,7 @@ class TrainingTensors:
                 _fill(piece, seed)
 
     def spread(self) -> None:
-        """Copy the masters into the parameters that the stages read, after anything but an update has set them. All ranks call this."""
+        """Copy the masters into the parameters that the stages read. All ranks call this after anything but an update sets masters."""
         for group in self.groups:
             upload(group.masters)
             group.publish()
@@ -139,7 +139,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def _whole(self, layouts: Sequence[Layout], own: Iterable[Piece]) -> dict[str, Tensor]:
-        """Return on rank 0 the full tensors of ``layouts``, and any other tensors of which ranks have pieces."""
+        """Return on rank 0 the full tensors of ``layouts``, and of all other tensors among the ranks' pieces."""
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
         if dist.get_rank() == 0:
@@ -158,8 +158,8 @@ class TrainingTensors:
 
 
 def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
-    """Send the pieces of all ranks to rank 0, which yields them; all ranks call this, and consume the iterator. Rank 0 receives a bounded
-    number of bytes at a time."""
+    """Send the pieces of all ranks to rank 0, and yield them there; all ranks call this, and consume the iterator. Rank 0 receives a
+    bounded number of bytes at a time."""
     limit = max(_ROUND_BYTES // dist.get_world_size(), 2**18)
     mine: list[Piece] = []
     if dist.get_rank() == 0:
@@ -206,7 +206,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _fill(piece: Piece, seed: int) -> None:
-    """Draw the elements of a box, which are runs of consecutive elements of the original."""
+    """Draw the elements of a box, one run of consecutive elements of the full tensor after the other."""
     digest = hashlib.sha256(f"{seed} {piece.path[-1]}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     flat = piece.values if piece.values.is_contiguous() else torch.empty_like(piece.values).contiguous()
@@ -221,10 +221,10 @@ def _fill(piece: Piece, seed: int) -> None:
 
 
 def normal(key: int, start: int, stop: int) -> Tensor:
-    """Return normal numbers ``start`` to ``stop`` (exclusive) of the sequence of the 64-bit ``key``, in float32 on the CPU.
+    """Return the normal numbers ``start`` to ``stop`` (exclusive) of the sequence that the 64-bit ``key`` seeds, in float32 on the CPU.
 
-    Pairs come from the Box-Muller transform of the two halves of 64 random bits, a hash of the pair's index: SplitMix64 (Steele, Lea and
-    Flood, Fast Splittable Pseudorandom Number Generators, 2014) with ``key`` as its seed.
+    A pair of numbers is the Box-Muller transform of the two halves of 64 random bits, a hash of the pair's index: SplitMix64 (Steele, Lea
+    and Flood, Fast Splittable Pseudorandom Number Generators, 2014) with ``key`` as its seed.
     """
     first, last = start // 2, -(-stop // 2)
     bits = torch.arange(first, last).mul_(_signed(0x9E3779B97F4A7C15)).add_(key)
@@ -238,7 +238,7 @@ def normal(key: int, start: int, stop: int) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """Return the signed integer with the bits of an unsigned 64-bit integer, whose highest bit is set."""
+    """Return the signed integer with the bits of an unsigned 64-bit integer that has its highest bit set."""
     return bits - (1 << 64)
 
 
@@ -248,7 +248,7 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
 
 
 def source_of(state: Mapping[str, Tensor]) -> Callable[[Layout], Tensor]:
-    """Return a function that looks up initial values in a state dict of the user's model, under any name of a tied parameter."""
+    """Return a function that looks up a parameter in a state dict of the user's model, by any of its tied names, or raises ``KeyError``."""
 
     def value(layout: Layout) -> Tensor:
         for name in (layout.original, *layout.tied):

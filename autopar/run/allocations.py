@@ -29,7 +29,7 @@ class Allocations:
         """Record allocations; enter this context before allocating the first tensor that counts."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
-            # not isinstance, which asks a weak proxy for the class of its referent, even of a dead one
+            # not isinstance: on a weak proxy it reads the class of the referent, and raises if that is dead
             tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
             alive = {address for value in tensors for address in _addresses(value)}
         with tempfile.TemporaryDirectory() as home:

@@ -34,7 +34,7 @@ class Data:
 
 
 def sample_names(structure: BatchStructure | None) -> Any:
-    """Return the structure of a sample with the program's input names as leaves, in the form of ``autopar.program.loader.Order``."""
+    """Return the nested structure of a sample with the program's input names as leaves, for ``autopar.program.loader.Order.names``."""
 
     def names(tree: Any) -> Any:
         if isinstance(tree, Leaf):
@@ -47,9 +47,9 @@ def sample_names(structure: BatchStructure | None) -> Any:
 
 
 def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
-    """Return how worker processes can open a data set: from a file of tensors (written to ``path`` if needed), or by a function's name.
+    """Return how worker processes open a data set: ``{"file": path}`` (of tensors by name), or ``{"target": "module:function"}``.
 
-    Raises ``UsageError`` if worker processes could not open it, ``BatchError`` for a ``TensorDataset`` with another number of tensors.
+    Tensors are written to ``path``. Raises ``UsageError`` if worker processes couldn't open it, ``BatchError`` if the tensors don't fit.
     """
     if isinstance(dataset, TensorDataset):
         flat = _flat(names)
@@ -79,7 +79,7 @@ def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
 
 
 def import_path(given: Any, what: str, function: str) -> str:
-    """Return the ``"module:function"`` by which another process can import ``given``. Raises ``UsageError`` if it could not."""
+    """Return ``given`` as ``"module:function"`` for import in another process. Raises ``UsageError`` if that is impossible."""
     if isinstance(given, str):
         return given
     module, name = getattr(given, "__module__", "__main__"), getattr(given, "__qualname__", "")

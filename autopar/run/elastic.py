@@ -3,11 +3,11 @@
 The command replaces itself by ``torchrun``, whose agents (one per node) use ``torch.distributed.elastic``: a c10d rendezvous on the node
 that ``--meet`` names. That node must stay up; the others may leave and join. When the number of nodes changes or a rank fails, the agents
 stop all ranks and restart them. Each rank then runs this module: rank 0 plans and emits a program for the present number of nodes, unless
-there is one, and all ranks run its ``train.py`` with ``--resume``. If there is no plan for a number of nodes (its devices don't divide the
-batch, say), the training uses the largest smaller number that has one, and the ranks of the other nodes wait.
+one exists, and all ranks run its ``train.py`` with ``--resume``. If there is no plan for a number of nodes (for example because its devices
+don't divide the batch), the training uses the largest smaller number that has one, and the ranks of the other nodes wait.
 
-Rank 0 hosts a new store at each restart. By default torch 2.13 shares the store of an agent, and when that agent's node has left, the
-other agents still give its address to their ranks: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` makes them choose an address at every restart.
+Rank 0 hosts a new store at each restart. By default torch 2.13 reuses an agent's store, and after that agent's node has left, the other
+agents still give its address to their ranks; with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` they choose an address at every restart.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Elastic:
-    """The requested training, equal on all nodes, stored in the folder ``programs``.
+    """The requested training, the same on all nodes; the folder ``programs`` stores it, and the programs.
 
-    ``request`` has the command line's options for the plan, whose ``devices`` describes one node; ``ranks`` is that node's number of
-    devices. ``options`` are passed to ``train.py``.
+    ``request`` has the command line's options for the plan; its ``devices`` describes one node. ``ranks`` is the number of devices of a
+    node. ``options`` are passed to ``train.py``.
     """
 
     request: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Elastic:
         return Elastic(**{**fields, "options": tuple(fields["options"])})
 
     def write(self) -> None:
-        """Write the request for the ranks to read. Raises ``UsageError`` if the folder belongs to another request."""
+        """Write the request for the ranks to read. Raises ``UsageError`` if the folder has another request."""
         folder, text = Path(self.programs), json.dumps(asdict(self), indent=1) + "\n"
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / REQUEST).is_file() and (folder / REQUEST).read_text() != text:
@@ -81,7 +81,7 @@ class Elastic:
         return self.folder(nodes).is_dir() or self.refusal(nodes).is_file()
 
     def program(self, nodes: int, first: bool) -> Path:
-        """Return the program's folder for the largest number of nodes up to ``nodes`` that has a plan; the ``first`` rank emits it."""
+        """Return the program for the largest number of nodes up to ``nodes`` with a plan, else raise ``LaunchError``; rank 0 emits it."""
         for count in range(nodes, 0, -1):
             if first and not self.is_known(count):
                 # in a subprocess, so that the search's memory is freed before training begins

@@ -1,4 +1,4 @@
-"""Checks the folder that a program is written to, and imports its modules although this process may have modules of the same names."""
+"""Checks the folder that a program is emitted into, and imports its modules even if this process has other modules of the same names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OF_A_PROGRAM = ("plan.json", "model.py", "train.py")
 
 
 def folder_for_program(name: Any) -> Path:
-    """Return the folder to emit into, which is new, empty, or an emitted program.
+    """Return ``name`` as the path of the folder to emit into.
 
-    Raises ``UsageError`` if it is a file, contains other files, or isn't writable.
+    Raises ``UsageError`` if it is no path, a file, a folder with other files than an emitted program, or not writable.
     """
     if not isinstance(name, str | os.PathLike) or not os.fspath(name):
         raise UsageError(f"the program's folder is {name!r}, which is no path", 'write "program"')
@@ -74,7 +74,7 @@ def _program_modules(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Finder:
-    """Finds a folder's modules. Compiled sources are cached: a process may run many programs, whose files are mostly the same."""
+    """Finds a folder's modules. Compiled sources are cached: a process may run many programs, and their files are mostly the same."""
 
     def __init__(self, path: str) -> None:
         self._files = {where: FileFinder(where, (_Loader, [".py"])) for where in (path, os.path.join(path, "runtime"))}
@@ -117,7 +117,7 @@ def _rename(modules: Mapping[str, ModuleType], path: str) -> None:
 
 
 def import_train(folder: Path) -> Any:
-    """Import the folder's ``train.py``, whose recipe may import modules of the working folder. Call inside ``program_modules``.
+    """Import the folder's ``train.py``; its recipe may import modules of the working folder. Call inside ``program_modules``.
 
     Raises ``UsageError`` if it can't be imported or has no recipe.
     """
@@ -147,12 +147,12 @@ _RECIPE = ("REFUSED", "LR", "MAX_NORM", "SEED", "INIT", "DRAW_INIT", "make_optim
 
 
 def optimizer_maker(train: Any, lr: float | None, world: Any) -> Callable[..., Any]:
-    """Return ``train.py``'s ``make_optimizer`` as the function of named parameters that a ``Trainer`` takes."""
+    """Return ``train.py``'s ``make_optimizer`` as a function of named parameters, as a ``Trainer`` takes it."""
     return lambda named_parameters: train.make_optimizer(dict(named_parameters), lr, world)
 
 
 def import_runtime(folder: str | os.PathLike[str]) -> ModuleType:
-    """Import the module of the folder that has ``Trainer``. Call inside ``program_modules``."""
+    """Import the folder's module that has ``Trainer``. Call inside ``program_modules``."""
     there = Path(folder) / "runtime"
     former = "runtime.runtime" if there.is_dir() else "runtime"  # in folders that earlier versions emitted
     return importlib.import_module("runtime.trainer" if (there / "trainer.py").is_file() else former)

@@ -51,7 +51,7 @@ _CHECKED = 2**24  # elements per comparison
 
 
 def with_buffer_values(model: nn.Module, init: Initialiser | str | os.PathLike[str] | None) -> nn.Module:
-    """Return the model to capture: ``model``, or a copy whose buffers on meta have values, because programs hold buffers as constants.
+    """Return the model to capture: ``model``, or a copy with values for buffers on meta, because programs hold buffers as constants.
 
     If ``init`` is a function or ``OWN``, the copy has the values of all buffers that the initialisers write; parameters stay on meta.
     Otherwise it has only those of non-persistent buffers, such as rotary frequencies, which no state dict provides.
@@ -195,7 +195,7 @@ def write_initial_values(model: nn.Module, init: Initialiser | str | os.PathLike
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Copy a model, merging parameters that are the same memory. Raises ``CaptureError`` for tensors whose memory overlaps partly."""
+    """Copy a model, merging parameters that share all of their memory. Raises ``CaptureError`` if tensors overlap in memory partly."""
     storage.refuse_overlaps(model)
     (copied,) = storage.copied([model])
     for module in copied.modules():
@@ -221,7 +221,7 @@ def _untied(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int, memory: _Memory) -> None:
-    """Seed the generator and run the initialisers in the order of the module's docstring; the global RNG state is restored."""
+    """Seed the generator and run the initialisers as the module's docstring describes; the global RNG state is restored."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), memory:
         torch.default_generator.manual_seed(seed)
         try:
@@ -264,7 +264,7 @@ class _Mapped:
         return own.view(place.dtype).view(place.shape).data  # .data gives each tensor a version counter of its own
 
     def use(self, size: int) -> None:
-        """Count bytes that are about to be used; drop all pages before they exceed the limit."""
+        """Count ``size`` bytes that are about to be used; first drop all pages if the sum would exceed ``_RESIDENT_BYTES``."""
         if self._used + size > _RESIDENT_BYTES:
             self._map.madvise(mmap.MADV_DONTNEED)
             self._used = 0
@@ -275,7 +275,7 @@ class _Mapped:
 
 
 class _Memory(TorchFunctionMode):
-    """A mode that replaces registered meta tensors by materialised ones in calls of torch functions."""
+    """A ``TorchFunctionMode`` that replaces registered meta tensors by materialised ones in calls of torch functions."""
 
     def __init__(self, file: _Mapped | None) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class _Memory(TorchFunctionMode):
             self._added.setdefault(id(tensor), (tensor, place))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """Return the materialised tensor, which is filled with a sentinel at first."""
+        """Return the materialised tensor; the first call creates it, filled with a sentinel."""
         if id(tensor) not in self._values:
             _, place = self._added[id(tensor)]
             if place is None:
@@ -302,7 +302,7 @@ class _Memory(TorchFunctionMode):
         return self._values[id(tensor)]
 
     def stored(self, tensor: Tensor, place: Stored) -> Tensor:
-        """Return the tensor's part of the file, filled with a sentinel if no initialiser has used it."""
+        """Return the tensor as a view of the file, filled with a sentinel if no initialiser has used it."""
         assert self._file is not None
         self._file.use(tensor.nbytes)
         return self._values[id(tensor)] if id(tensor) in self._values else _blank(self._file.tensor(place))
@@ -312,7 +312,7 @@ class _Memory(TorchFunctionMode):
         if id(tensor) not in self._values:
             return False
         values = self._values[id(tensor)].detach()
-        if values.dtype == torch.bool:  # there is no sentinel: the fill made it version 1
+        if values.dtype == torch.bool:  # there is no sentinel: ``_blank`` made it version 1, and writes increment that
             return values._version > 1
         for part in values.reshape(-1).split(_CHECKED):
             if self._file is not None:

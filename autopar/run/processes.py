@@ -2,7 +2,7 @@
 
 The parent hosts the rendezvous store, so that it reports a taken port before anything starts, and the system can pick a free one.
 Arguments and results are ``torch.save`` files in a private folder, calls and replies are JSON lines. When one rank fails, the parent kills
-all of them, so that none waits for a dead one; the error names the rank and its cause.
+all of them, so that none waits for a dead one; the error names the rank that caused the failure, and its error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from autopar.errors import LaunchError, UsageError
 
-# wait this long after the first failure for reports of other ranks, to tell the cause from its consequences
+# seconds to wait for other ranks' reports after the first failure, to tell the cause from its consequences
 _GRACE_S = 0.5
 
 _HERE = "127.0.0.1"
@@ -56,7 +56,7 @@ def check_count(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Says how to start workers in network namespaces other than the parent's.
+    """How to start workers in network namespaces other than the parent's.
 
     ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")``; ``env`` is added to the workers' environment,
     for example ``MASTER_ADDR``, the parent's address on their network.
@@ -156,14 +156,14 @@ class Processes:
 
     @property
     def started_here(self) -> bool:
-        """Whether this process started the workers, rather than the process that it was forked from."""
+        """Whether this process started the workers, and is no fork of the process that did."""
         return os.getpid() == self._parent
 
     def call(self, target: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``"module:function"`` on every rank with the same arguments and return the results by rank.
 
-        ``torch.load(weights_only=True)`` must be able to read arguments and results. Raises ``LaunchError`` if a rank raises, dies, or
-        doesn't answer within ``timeout_s`` seconds, and kills all ranks then; raises it, too, in a fork of the process that started them.
+        ``torch.load(weights_only=True)`` must be able to read arguments and results. Raises ``LaunchError`` and kills all ranks if one
+        raises, dies, or doesn't answer within ``timeout_s`` seconds. In a fork of the process that started them, it only raises.
         """
         if not self.started_here:
             raise LaunchError(

@@ -350,7 +350,7 @@ class Program:
         return self._answers(name, str(Path(path).resolve()), options)[0]
 
     def _answers(self, name: str, *args: Any) -> list[Any]:
-        """Return the results of a call by rank (under ``torchrun`` only this rank's); raise autopar's error if a rank refused the call."""
+        """Return the results of a call by rank (under ``torchrun`` only this rank's), or raise the error of the first rank with one."""
         answers: list[dict[str, Any]] = self._call_all(name, *args)
         for answer in answers:
             if "error" in answer:

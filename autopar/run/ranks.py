@@ -1,4 +1,4 @@
-"""Tells this process's rank under ``torchrun``, and coordinates ranks; without ``torchrun`` there is one process, rank 0."""
+"""Reads this process's rank from the variables of ``torchrun``, and coordinates ranks; without them there is one process, rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_one_of_several() -> bool:
 
 
 def is_local_rank_0() -> bool:
-    """Return whether this process has local rank 0, which writes and type-checks files for the other local ranks."""
+    """Return whether this process has local rank 0: it writes and type-checks files for the other ranks of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -55,9 +55,9 @@ def after_local_rank_0(work: Callable[[], None]) -> None:
 
 
 def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:
-    """Return rank 0's ``find()`` on all ranks.
+    """Return on all ranks the result of ``find()`` on rank 0. Raises rank 0's ``AutoparError`` on all ranks.
 
-    If each rank searched, a time limit could give them different plans, with which they would deadlock.
+    If each rank searched, a time limit could lead to different plans, and the ranks would deadlock.
     """
     if not is_one_of_several():
         return find()

@@ -55,7 +55,7 @@ _MOST_ELEMENTS = 64  # in a tensor literal
 
 
 class _UnwritableError(Exception):
-    """A value can't be written as code; the message names the value."""
+    """Raised if a value can't be written as code; the message names the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class TrainingRecipe:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of ``remote.open_trainer`` besides the functions."""
+        """The options of ``remote.open_trainer``, except the functions and the state."""
         return {"lr": self.lr, "seed": self.seed, "max_norm": self.max_norm, "of_folder": self.of_folder}
 
     def import_paths(self) -> dict[str, str | None]:
@@ -170,13 +170,13 @@ class TrainingRecipe:
         return self.optimizer is not None or self.scheduler is not None
 
     def _resolved(self) -> tuple[Any, Scheduler | None]:
-        """Return the functions, importing those given by name. Call outside of ``program_modules``, which may hide the user's modules."""
+        """Return the functions; import those given by name. Call outside of ``program_modules``, which may hide the user's modules."""
         lr = _LR if self.lr is None else self.lr
         make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
         return make, _resolved(self.scheduler, "scheduler")
 
     def _made(self, functions: tuple[Any, Scheduler | None], folder: Path) -> CheckedRecipe:
-        """Call the user's functions with meta tensors. Call inside ``program_modules``."""
+        """Call the functions with meta tensors, and check the optimizer. Raises ``UsageError``. Call inside ``program_modules``."""
         program = load(folder)
         try:
             return checked(functions[0], program, functions[1])
@@ -207,7 +207,7 @@ class TrainingRecipe:
         ]
 
     def _start(self) -> list[str]:
-        """Return the lines that say which values the training starts from."""
+        """Return the lines that set ``INIT`` and ``DRAW_INIT``: the source of the initial values."""
         return [
             f"INIT: str | None = {self.init!r}  # where --init gives none; None: initial.safetensors",
             f"DRAW_INIT = {self.draw_init!r}  # draw initial values where there are none",
@@ -517,7 +517,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[..., Any] | None:
-    """Import a function that is given by name. Raises ``UsageError`` if there is none."""
+    """Return ``function``, imported if it is a name. Raises ``UsageError`` if there is none of this name."""
     if not isinstance(function, str):
         return function
     try:

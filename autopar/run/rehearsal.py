@@ -1,9 +1,9 @@
 """Rehearsal: runs one rank of a plan on a single device, to measure its peak memory and step time without the other devices.
 
 The emitted program runs as rank ``r`` of the full world, with the same stage modules, local shapes and schedule, but with torch's fake
-process group, whose collectives return at once with the rank's data in place of the others'. A pipeline stage receives random values,
+process group: collectives return at once, with the rank's own data in place of the others'. A pipeline stage receives random values,
 because arithmetic on zeros or NaN takes less power, and so less time. Losses are meaningless. Memory doesn't depend on values, except in
-mixtures of experts, whose token counts do.
+mixtures of experts, where values decide how many tokens an expert gets.
 
 On a GPU the peak is that of PyTorch's caching allocator (``torch.cuda.max_memory_allocated``), on a CPU the highest running sum of all
 allocations and releases (``allocations``).
@@ -137,7 +137,7 @@ def _valid_integers(graph: Graph) -> int:
 
 
 def with_free_communication(cluster: Cluster) -> Cluster:
-    """Return the cluster that a rehearsal is priced on: communication takes no time."""
+    """Return the cluster with communication that takes no time, for the predictions of a rehearsal."""
     return replace(
         cluster,
         intra=FREE,
@@ -272,11 +272,11 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _patch_fake_collectives() -> None:
-    """Fill outputs that torch's fake process group leaves uninitialised, from which NaN would spread.
+    """Fill outputs that torch's fake process group leaves uninitialised: NaN would spread from them.
 
-    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. A message that is received beside one that is sent,
-    as in ring attention, becomes this rank's data. Up to torch 2.11 the fake group doesn't write the results of reduce-scatters and
-    all-to-alls; they become this rank's data.
+    ``recv`` gets ones: torch's stages use it to validate shapes before the first step. In a batch of transfers, as in ring attention, a
+    receive gets the tensor of the same shape that this rank sends, or else ones. Up to torch 2.11 the fake group doesn't write the
+    results of reduce-scatters and all-to-alls; they become this rank's data.
     """
     reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
     transfer = dist.batch_isend_irecv
@@ -313,7 +313,7 @@ def _patch_fake_collectives() -> None:
 
 
 def _copy_part(output: Tensor, own: Tensor) -> None:
-    """Copy as many elements of ``own`` as ``output`` holds, and fill the rest of ``output`` with zeros."""
+    """Copy as many elements of ``own`` as fit into ``output``, and fill the rest of ``output`` with zeros."""
     count, flat = min(output.numel(), own.numel()), output.detach().view(-1)
     flat[:count].copy_(own.detach().reshape(-1)[:count])
     flat[count:].zero_()
@@ -334,7 +334,7 @@ def _draw_gradients(stage: Any, _: Any, out: Any) -> None:
 
 
 class _OnGpu:
-    """Measures what ``Allocations`` measures, of the GPU's caching allocator."""
+    """Measures the same bytes as ``Allocations``, but in the GPU's caching allocator."""
 
     def __init__(self) -> None:
         self.peak_bytes = self.at_rest_bytes = 0

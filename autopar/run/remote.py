@@ -15,14 +15,14 @@ from autopar.program.share import DataError
 from autopar.run.folder import import_runtime, import_train, optimizer_maker, program_modules
 from autopar.run.worker import resolve
 
-_open: list[Any] = []  # this process's one trainer
+_open: list[Any] = []  # this process's trainer
 
 
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
-    """Return the folder's ``Trainer`` for this rank; the environment describes the world.
+    """Return the folder's ``Trainer`` for this rank; environment variables give the rank and the world size.
 
     ``options`` has ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (the same, or left out), ``lr``, ``seed``,
-    ``max_norm``, ``state`` (the user's state dict, a file of it, or ``None``), ``of_folder`` (use ``train.py``'s optimizer and scheduler).
+    ``max_norm``, ``state`` (the user's state dict, its file, or ``None``), and ``of_folder`` (use ``train.py``'s optimizer and scheduler).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
@@ -68,7 +68,7 @@ def call(name: str, *args: Any) -> Any:
 
 
 def perform(trainer: Any, name: str, *args: Any) -> Any:
-    """Perform a call of ``Program`` with this rank's trainer; every rank gets the same call."""
+    """Perform a call of ``Program`` with this rank's trainer, and return its result; every rank gets the same call."""
     if name in ("step", "trace", "state_dict", "load_state_dict"):
         return getattr(trainer, name)(*args)
     if name == "gradients":
@@ -107,7 +107,7 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
 
 
 def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
-    """Train a step on a global batch, or on the next one of an open data set, and return its record."""
+    """Train a step on a global batch, or on the next one of the open data set with the number ``batch``, and return its record."""
     if isinstance(batch, int):
         loss, ends = trainer.step_from(trainer.loaders[batch], on_nan)
     else:
@@ -124,7 +124,7 @@ def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
 
 
 def _evaluate(trainer: Any, batch: Any) -> list[float]:
-    """Return the loss of a global batch, or the losses of an epoch of an open data set."""
+    """Return the loss of a global batch, or the losses of an epoch of the open data set with the number ``batch``."""
     if isinstance(batch, int):
         return [trainer.evaluate(rows) for rows in trainer.loaders[batch].epoch()]
     return [trainer.evaluate(batch)]

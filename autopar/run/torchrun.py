@@ -17,7 +17,7 @@ from autopar.run.processes import check_count
 
 
 def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int, env: Mapping[str, str]) -> None:
-    """Run ``train.py`` with ``options`` in ``processes`` processes, which meet at ``port`` (0: any free one).
+    """Run ``train.py`` with ``options`` in ``processes`` processes; ``port`` is that of their rendezvous (0: any free one).
 
     Raises ``LaunchError`` with the first failing rank's error.
     """

@@ -26,7 +26,7 @@ from autopar.program.watch import SIGNALS, is_consequence
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Import the function that ``"package.module:function"`` names."""
+    """Import ``"package.module:function"``. Raises ``ImportError``, ``AttributeError``, or ``AssertionError`` if it isn't callable."""
     module, _, name = target.partition(":")
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     assert callable(function), target
@@ -57,12 +57,12 @@ def _answer(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    # these signals go to the whole process group (Ctrl-C, schedulers): the parent handles them and ends this process
+    # Ctrl-C and schedulers send these signals to all processes of the group: the parent handles them and ends this process
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the called functions goes to the log
-    # not sys.stdin, whose lock the thread below holds: a forked data loader closes its copy of it, and would wait for the lock forever
+    # not sys.stdin: the thread below would hold its lock, and a forked data loader, which closes its copy, would wait for that lock forever
     commands = os.fdopen(os.dup(0))
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_calls, args=(commands, calls), daemon=True).start()
