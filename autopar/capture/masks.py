@@ -90,7 +90,7 @@ def _halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
-    """Return true if all of the block is visible, false if all of it is hidden, and ``None`` if neither is known."""
+    """Return true if the block is fully visible, false if it is fully hidden, and ``None`` if neither is proved."""
     blocks.next()
     ends = blocks.bounds(mask, block)
     if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:
