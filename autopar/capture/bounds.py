@@ -287,7 +287,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the least and the largest element; ``None`` if there is a NaN."""
+    """Return the least and the largest element; ``None`` for an empty or complex tensor, or if there is a NaN."""
     if values.numel() == 0 or values.is_complex() or (values.is_floating_point() and bool(values.isnan().any())):
         return None
     return values.amin(), values.amax()

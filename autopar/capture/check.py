@@ -1,9 +1,9 @@
 """Compares the captured graph with the model before planning, by running both on the same rows.
 
-The model runs eagerly (``eager``), the graph in the interpreter of ``reference``, both in float64. The loss, every gradient and every
-written buffer must agree: over two steps with rows of the user's batch, then over one step with another number of rows and each tensor's
-values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. Each comparison captures
-the model again for its few rows, and ``same_structure`` compares this graph node by node with the planned one: only batch sizes may differ.
+The model runs eagerly (``eager``), the graph in the interpreter of ``reference``, both in float64 if possible. The loss, every gradient
+and every written buffer must agree: over two steps with rows of the user's batch, then over one step with another number of rows and each
+tensor's values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. Each comparison
+captures the model for its few rows, and ``same_structure`` compares this graph with the planned one: only batch sizes may differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ of a bias before batch norm consists of rounding errors, which two nearly equal 
 MOST_OPERATIONS = 10**14
 """A comparison with more FLOPs (products, forward and backward) is skipped: it would take an hour."""
 MOST_ROWS = 64
-"""If the model doesn't run on fewer rows, a full batch of up to this many rows is compared."""
+"""If the model doesn't run on ``ROWS`` rows, or their graph differs from the planned one, a batch of up to this many rows is compared."""
 HINT = (
     "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) excludes the "
     "failing module from tracing, and --no-capture-check (capture_check=False) plans anyway"
@@ -65,7 +65,7 @@ def check_capture(
 ) -> str:
     """Compare ``graph``, captured from ``model``, with the model; return a note for the plan on what was compared and how long it took.
 
-    Raises ``CaptureError`` with the first node that differs.
+    Raises ``CaptureError`` if they differ, with the first node that does, or if the model doesn't run on the batch.
     """
     start_s = time.perf_counter()
     structure = graph.structure
@@ -350,7 +350,7 @@ def _noise(dtype: torch.dtype) -> float:
 
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
-    """Describe the first node whose value eager PyTorch never computes, with its source line; return an empty string if there is none."""
+    """Describe the first node with a value that eager PyTorch never computes, and its source line; return an empty string without one."""
     given = comparison.eager_model()
     with comparison.surroundings.restored(), comparison.modes():
         seen = _Seen()

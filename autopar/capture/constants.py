@@ -1,6 +1,6 @@
 """Folds nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
 
-Constants are evaluated on the CPU at full size (``evaluate``). A constant whose rows along dim 0 are equal is stored as one row, which an
+Constants are evaluated on the CPU at full size (``evaluate``). A constant with equal rows along dim 0 is stored as one row, which an
 ``expand`` repeats, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
 """
 

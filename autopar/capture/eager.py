@@ -174,7 +174,7 @@ class EagerModel:
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def loss(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the loss of a batch whose tensors are in the order of the structure's leaves."""
+        """Return the loss of a batch; ``tensors`` are in the order of the structure's leaves."""
         # clones, because a model may write to its batch
         return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 

@@ -227,7 +227,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _DrawnNumber:
-    """A random number in [low, high] that only allows comparisons whose result is the same for every draw, such as ``draw < 0.0``."""
+    """A random number in [low, high] that only allows comparisons with the same result for every draw, such as ``draw < 0.0``."""
 
     def __init__(self, low: float, high: float, line: str) -> None:
         self.low, self.high, self.line = min(low, high), max(low, high), line
@@ -272,7 +272,7 @@ _HARMLESS = ("getstate", "get_state", "default_rng")
 
 @contextmanager
 def _python_random_refused() -> Iterator[None]:
-    """Make Python's and numpy's random functions raise, except where every draw would compare in the same way."""
+    """Make Python's and numpy's random functions raise, unless the model only compares the draw, with the same result for every draw."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _not_torch_random(caller())

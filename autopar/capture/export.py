@@ -333,7 +333,7 @@ def _export(
     repeats: Repeats | None = None,
     answers: Answers | None = None,
 ) -> tuple[Any, Left]:
-    """Return the exported program, and the state that its forward left."""
+    """Return the exported program, and the state after its forward."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
     captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)

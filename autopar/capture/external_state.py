@@ -56,7 +56,7 @@ class Place:
     content: Content
 
     def differs(self, content: Content) -> list[Any]:
-        """Return the keys at which ``content`` has a different object."""
+        """Return the keys at which ``content`` has another object, unless both are equal plain data."""
         mine = self.content
         if len(mine) == len(content) and all(map(operator.is_, mine.values(), content.values())):
             return []  # the usual case: the same objects in the same order

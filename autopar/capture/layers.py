@@ -166,8 +166,8 @@ def _buffer_names(border: Borders) -> list[str]:
 
 
 def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
-    """Return a name for each group: its block; else the module that contains all of the group and no block; else a module with parameters,
-    the first one in the first group (the embedding), the last one in others (the head).
+    """Return a name for each group: its block; else the innermost module that contains the complete group and no block; else a module with
+    parameters: the first one for the first group (the embedding), the last one for other groups (the head).
     """
     blocks = [group.block for group in groups if group.block]
     taken: set[str] = set()

@@ -20,9 +20,9 @@ from autopar.ops.operands import args_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
-"""Maximum numbers of queries and keys of a block that is computed; a larger block is split into four."""
+"""Maximum number of queries, and of keys, in a block that is computed; a larger block is split into four."""
 MOST_BLOCKS = 20_000
-"""Maximum number of blocks to examine; a causal mask of a million positions has 16,000."""
+"""Maximum number of blocks to examine; a causal mask of a million positions needs 16,000."""
 
 
 def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:

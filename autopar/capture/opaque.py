@@ -2,7 +2,7 @@
 
 This is for a module that ``torch.export`` refuses (data-dependent control flow, a foreign library call). The module becomes a torch
 custom op with the module's parameters among its operands, so that they stay parameters of the graph and get gradients. The op has no
-sharding rule: every axis replicates it. ``autopar.capture.auto_opaque`` wraps modules that fail to trace automatically.
+sharding rule: every axis replicates it. ``autopar.capture.auto_opaque`` automatically does the same for modules that fail to trace.
 
 Limits: the module takes tensors and returns a tensor, or tuples, lists and dicts of tensors and constant plain values. The backward pass
 runs the module again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class

@@ -298,7 +298,7 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
             update.append((f.size["bytes"], f.median))
         if f.name not in points:
             continue
-        # launches are priced separately
+        # the cost model adds launches separately
         seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _LEAST * f.median)
         flops, moved = f.size.get("flops", 0.0), f.size.get("bytes", 0.0)
         point = {

@@ -275,8 +275,8 @@ class Cluster:
         return tuple(replace(self, name=f"{n}x{m}x{self.gpu.name}", nodes=n, gpus_per_node=m) for n, m in shape)
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
-        """Return a cluster for each of ``pipeline`` stages, in order, with the same number of devices. A stage on several parts has their
-        worst figures."""
+        """Return the part (without parts: this cluster) with the devices of each of ``pipeline`` stages, in order. All stages have the same
+        number of devices. For a stage on several parts, these are joined, with their worst figures."""
         size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
         views = []
         for i, touched in enumerate(self._touched(pipeline)):
@@ -286,8 +286,8 @@ class Cluster:
         return tuple(views)
 
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
-        """Return a cluster for each pair of adjacent stages, with the devices of both. The stages send over its ``inter`` link, or over its
-        ``intra`` link inside a node."""
+        """Return the part, or the joined parts, with the devices of each pair of adjacent stages. These send over its ``inter`` link, or
+        over its ``intra`` link inside a node."""
         touched = self._touched(pipeline)
         return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 

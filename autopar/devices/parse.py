@@ -115,7 +115,7 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
             ``devices.calibration``).
 
     Raises:
-        DeviceError: ``spec`` doesn't describe a known device, or the calibration isn't for this machine.
+        DeviceError: ``spec`` doesn't describe known devices, the memory limit is invalid, or the calibration is for other devices.
     """
     cluster = _parse(spec)
     if cluster.count > MOST:

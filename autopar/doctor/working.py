@@ -30,7 +30,7 @@ def gloo() -> Finding:
 
 
 def nccl() -> Finding:
-    """Check an all-reduce between one process per GPU, over all GPUs."""
+    """Check an all-reduce over all GPUs, with one process per GPU."""
     count = torch.cuda.device_count()
     workers = Processes(count)
     try:

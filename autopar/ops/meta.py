@@ -95,7 +95,7 @@ class GraphMeta(TypedDict, total=False):
     unmicrobatchable: str
     """The reason why the batch cannot be split into microbatches."""
     local_batch_norm: bool
-    """Whether batch norm uses the statistics of each part of the batch. Set by the user."""
+    """Whether batch norm uses the statistics of each rank's part of each microbatch. Set by the user."""
     updates: tuple[str, ...]
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]

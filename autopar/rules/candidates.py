@@ -169,7 +169,7 @@ def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
 
 
 def sharded(bound: ShapedLine) -> list[Candidate]:
-    """Return one candidate for each letter that may be sharded."""
+    """Return a candidate for each letter that may be sharded, and for each kernel that shards two letters."""
     found = []
     kernels = dict(bound.line.kernels)
     for letter, extent in bound.extents.items():

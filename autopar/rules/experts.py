@@ -38,8 +38,8 @@ def line(node: fx.Node) -> str:
 def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
     """Return the shardings inside each expert (expert tensor parallelism), each as one type per parameter.
 
-    Neither rows nor dim 0 of parameters (the experts) are sharded, and the body's result is a partial sum. At most one of the shardings
-    returned shards a dim. The types follow from the rules of the body's ops, without conversions between ops.
+    Neither rows nor dim 0 of parameters (the experts) are sharded, and the body's result is a partial sum. Each dim is sharded by at most
+    one of the returned shardings. The types follow from the rules of the body's ops, without conversions between ops.
     """
     result = op.body.graph.output_node().args[0]
     order: dict[fx.Node, None] = {}  # each operand right before its first reader, so that wrong types fail early
