@@ -121,7 +121,7 @@ class Evaluator:
 
 
 def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that depend on neither inputs nor parameters and don't draw random numbers."""
+    """Return the nodes that depend on no input, parameter, written buffer or random number."""
     constant: set[fx.Node] = set()
     for node in gm.graph.nodes:
         leaf = node.op == "get_attr" or (

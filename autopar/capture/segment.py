@@ -1,8 +1,8 @@
 """Cuts the graph into layers: contiguous runs of nodes, with few activations across each cut.
 
-Cuts divide the **main** nodes, which depend on a parameter or draw random numbers. The other nodes depend only on inputs and constants;
-each layer recomputes those that it reads, so that they don't cross a cut. 0-d values that depend only on inputs (the number of valid
-labels) are **scalars**: they need the global batch, and the prelude computes them once per step.
+Cuts divide the **main** nodes, which depend on a parameter, a written buffer or a random number. The other nodes depend only on inputs and
+constants; each layer recomputes those that it reads, so that they don't cross a cut. 0-d values that depend only on inputs (the number of
+valid labels) are **scalars**: they need the global batch, and the prelude computes them once per step.
 
 A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). A chain of single modules
 (``Linear``, ``GELU``, ``Linear``) forms layers of two matrix products each, so that one can be column-parallel and the next row-parallel.

@@ -70,6 +70,7 @@ class Answers:
     fails_if_flipped: Callable[[int], bool] = lambda index: False
 
     def give(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add the tensor that ``func`` reads to ``asked``, and return the answer. Raises ``CaptureError`` if another read was recorded."""
         if func is Tensor.tolist:
             rows = args[0]
             return [self.give(func, (row,), {}) for row in rows] if rows.dim() else self.give(Tensor.item, args, {})
@@ -199,8 +200,7 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
 
 
 def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """Return the cleaned graph's guards that depend on the batch, with their nodes, and note them; ``mark_main`` must have run. Guards on
-    constants always hold."""
+    """Return the guards that depend on the batch (others always hold), with their nodes, and note them; ``mark_main`` must have run."""
     found = []
     for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
         if meta(node)["main"]:
