@@ -1,9 +1,9 @@
-"""Makes a module that can't be traced opaque, if every rank can execute it with the same result.
+"""Turns a module that can't be traced into an opaque op, if every rank can run the module and get the same result.
 
 Export fails inside a module if its control flow or a shape depends on the data, if it computes derivatives in forward, or if it calls a
-user's ``autograd.Function``. If the module takes and returns tensors whose shapes don't depend on values, draws no random numbers and keeps
-no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. A copy of the model runs on the batch to observe
-the shape of the module's result; if the batch has no values, the module stays refused.
+user's ``autograd.Function``. If the module takes and returns tensors with shapes that don't depend on values, draws no random numbers and
+keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. A copy of the model runs on the batch to
+observe the shape of the module's result; if the batch has no values, the module stays refused.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(slots=True)
 class _Calls:
-    """Observations of a module's calls: the result's shape by the operands' shapes, and whether the module may become opaque."""
+    """Observed calls of a module. ``given`` maps operand shapes to a result on meta; ``sound``: the module may become opaque."""
 
     given: dict[Shapes, Any] = field(default_factory=dict)
     sound: bool = True
 
 
 def keep(kept: dict[str, str], fake: nn.Module) -> None:
-    """Replace each module of ``fake`` at a path in ``kept`` by its op in ``kept``."""
+    """Make submodules of ``fake`` call their opaque ops. ``kept`` maps the submodules' paths to op names."""
     for path, name in kept.items():
         module = fake.get_submodule(path)
         vars(module)["forward"] = functools.partial(_call, name, module, module.forward)
@@ -55,7 +55,7 @@ def _call(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any,
 
 
 def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """Return a call's tensors, by position or keyword; ``None`` unless they are the first arguments and all others have their defaults."""
+    """Return the tensor arguments of a call; ``None`` unless they are the first arguments and all others have their default values."""
     signature = inspect.signature(forward)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -71,9 +71,9 @@ def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def find(
     error: NotTraceableError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """Return ``kept`` with the innermost module around the error that may become opaque and all modules like it, and a note for the plan.
+    """Return ``kept`` plus the innermost module around ``error`` that may become opaque, with others of its class, and a note for the plan.
 
-    ``run`` runs a copy of the model on values. Raises ``error`` if there is no such module.
+    ``run`` runs a copy of the model on the batch's values. Raises ``error`` if no module around it may become opaque.
     """
     inside = [path for path in reversed(error.paths) if path and path not in kept]
     tensors = [*model.parameters(), *model.buffers()]
@@ -108,7 +108,7 @@ def _is_data(module: nn.Module) -> bool:
 
 
 def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
-    """Register an op for each module; modules that differ only in their tensors' values share one."""
+    """Register an op for each module, and return the op names by path. Modules that differ only in their tensors' values share an op."""
     made: list[tuple[nn.Module, dict[Shapes, Any], str]] = []
     found = {}
     for path, module in modules.items():
@@ -141,7 +141,7 @@ def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
-    """Observe the calls of the modules at ``paths`` while ``run`` runs a copy of the model; empty if it fails."""
+    """Return the observed calls of the modules at ``paths`` while ``run`` runs a copy of the model; an empty dict if ``run`` fails."""
     (copy_of_model,) = copied([model])
     calls = {path: _Calls() for path in paths}
     with torch.random.fork_rng(devices=[]):
@@ -182,7 +182,7 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
 
 def _reaches_all(module: nn.Module, result: Any) -> bool:
     """Return whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in
-    eager PyTorch, and the optimizer skips it; in a program, whose ranks see different tokens, it would have one."""
+    eager PyTorch, and the optimizer skips it; a program may give it a zero gradient, with which the optimizer would update it."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable or not torch.is_grad_enabled():
         return True
@@ -195,7 +195,7 @@ def _reaches_all(module: nn.Module, result: Any) -> bool:
 
 
 def paths_of(traceback: TracebackType | None, module: nn.Module) -> tuple[str, ...]:
-    """Return the paths in ``module`` of the modules in a traceback, outermost first."""
+    """Return the paths of the submodules of ``module`` with a method in the traceback, outermost first."""
     by_attributes = {id(vars(each)): path for path, each in module.named_modules()}
     found: dict[str, None] = {}
     while traceback is not None:

@@ -1,4 +1,4 @@
-"""Refuses code of the model that changes gradients outside of the forward pass, such as hooks: a graph of the forward lacks such code."""
+"""Refuses model code that changes gradients outside of the forward pass, such as hooks: a forward graph would lack it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class NotTraceableError(CaptureError):
 
 @contextmanager
 def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
-    """A context in which custom gradients (a user's ``autograd.Function``, hooks on saved tensors) raise ``CaptureError`` with the calling
-    line; ``engine`` replaces torch's autograd engine."""
+    """A context in which hooks on saved tensors, and a user's ``autograd.Function`` that ``functions_kept`` doesn't handle, raise
+    ``CaptureError`` with the calling line; ``engine`` replaces torch's autograd engine."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
 
@@ -148,7 +148,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_backward(name: str) -> NoReturn:
-    """Replaces the functions that compute gradients during export."""
+    """Raise ``NotTraceableError``, because forward computes gradients or transforms a function; ``name`` describes the user's call."""
     raise NotTraceableError(
         f"{caller()} computes derivatives or transforms a function inside forward ({name}), which cannot be traced",
         hint=OPAQUE_HINT,

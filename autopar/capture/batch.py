@@ -62,10 +62,10 @@ class BatchStructure:
 def describe_batch(
     model: nn.Module, batch: Any, loss_fn: Any = None, dtype: torch.dtype | None = None
 ) -> BatchStructure:
-    """Return the structure of an example batch; floating tensors are described with ``dtype``, if it is given.
+    """Return the structure of an example batch, with ``dtype`` (unless it is ``None``) as the dtype of floating tensors.
 
-    Raises ``BatchError`` if there is no tensor, if the tensors disagree on the batch size (dim 0), or if the batch isn't the pair that
-    ``loss_fn`` needs.
+    Raises ``BatchError`` if there is no tensor or no row, if the tensors disagree on the batch size (dim 0), if the batch isn't the pair
+    that ``loss_fn`` needs, or if ``forward`` doesn't take its keys or its number of tensors.
     """
     paired = loss_fn is not None and takes_targets(loss_fn)
     if paired:
@@ -122,7 +122,7 @@ def check_tensors(where: str, value: Any) -> None:
 
 
 def takes_targets(loss_fn: Callable[..., Any]) -> bool:
-    """Return whether ``loss_fn`` takes ``(output, targets)``; with a single required argument it takes only the output."""
+    """Return whether ``loss_fn`` takes ``(output, targets)``. A ``loss_fn`` with exactly one required argument takes only the output."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
@@ -216,7 +216,7 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
     return tensor if leaf.shared is None else tensor.expand(leaf.shape)
 
 
-# names that a stage's forward and the schedule's step use for something else
+# names that a stage's forward and the schedule's step use for other variables
 _RESERVED = frozenset(
     ("self", "key", "hidden", "loss", "layer", "target", "losses", "return_outputs", "batch", "constants")
 ).union(("torch", "nn", "F", "spmd", "kernels", "opaque"), keyword.kwlist)

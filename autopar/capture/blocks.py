@@ -1,4 +1,4 @@
-"""Assigns nodes to the model's repeated blocks, by the module stack that export records on every node.
+"""Assigns nodes to the model's repeated blocks, by the ``nn_module_stack`` that export records on every node.
 
 A block is the outermost member of a module list or ``Sequential`` around the node. A block that is only a chain of smaller blocks (a
 stage of a ResNet, a level of a U-Net) is replaced by those smaller blocks.
@@ -13,7 +13,7 @@ from torch import fx
 from autopar.ops.meta import meta
 
 Block = tuple[str, str]
-"""A module's path in the user's model, and which call of it and of the modules around it; two empty strings for a node outside blocks."""
+"""A module's path in the user's model, and an id of the call (of the module and its parents); two empty strings outside of blocks."""
 
 
 def stack(node: fx.Node) -> list[tuple[str, str, str]]:

@@ -1,6 +1,6 @@
-"""Evaluates a constant expression on one block of its elements: proved bounds, or the elements.
+"""Evaluates one block of a constant expression: proved bounds of the block's elements, or the elements themselves.
 
-A long sequence's mask has more elements than fit into memory, but two numbers decide nearly all of its blocks: where the largest key
+A long sequence's mask has more elements than fit into memory, but comparing two numbers decides nearly every block: if the largest key
 position is at most the smallest query position, ``key <= query`` is true throughout. ``Blocks.bounds`` computes such bounds by interval
 arithmetic (Moore, Interval Analysis, 1966): it applies the node's op, in the node's dtype, to the ends of the operands' intervals, so that
 bounds are rounded like elements. Ops that may have extremes inside an interval (even ``exp``, whose last digit isn't monotone) have no
@@ -39,7 +39,7 @@ _TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 
 
 class Blocks:
-    """Bounds and elements of blocks of constant nodes. Results are cached until ``next``.
+    """Bounds and elements of blocks of constant nodes. Results are cached until ``next`` is called.
 
     Raises ``TooLargeError`` for a node that can't be evaluated by blocks and is too large to be evaluated in full.
     """
@@ -169,7 +169,7 @@ class Blocks:
         return _call(node, found)
 
     def _is_whole(self, node: fx.Node) -> bool:
-        """Return whether the node is evaluated in full: it is small, stored, or its op can't compute a single block."""
+        """Return whether the node is evaluated in full: it is small, is a stored tensor, or has an op that can't compute a single block."""
         if node not in self._whole and (
             node.op != "call_function" or val(node).numel() <= SMALL or not _in_blocks(node)
         ):
@@ -287,7 +287,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the least and the largest element; ``None`` if there is a NaN."""
+    """Return the least and the largest element; ``None`` for an empty or complex tensor, or if there is a NaN."""
     if values.numel() == 0 or values.is_complex() or (values.is_floating_point() and bool(values.isnan().any())):
         return None
     return values.amin(), values.amax()

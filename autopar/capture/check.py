@@ -1,9 +1,9 @@
 """Compares the captured graph with the model before planning, by running both on the same rows.
 
-The model runs eagerly (``eager``), the graph in the interpreter of ``reference``, both in float64. The loss, every gradient and every
-written buffer must agree: over two steps with rows of the user's batch, then over one step with another number of rows and each tensor's
-values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. Each comparison captures
-a graph for its few rows, and ``same_structure`` compares that graph node by node with the planned one: only batch sizes may differ.
+The model runs eagerly (``eager``), the graph in the interpreter of ``reference``, both in float64 if possible. The loss, every gradient
+and every written buffer must agree: over two steps with rows of the user's batch, then over one step with another number of rows and each
+tensor's values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. Each comparison
+captures the model for its few rows, and ``same_structure`` compares this graph with the planned one: only batch sizes may differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ of a bias before batch norm consists of rounding errors, which two nearly equal 
 MOST_OPERATIONS = 10**14
 """A comparison with more FLOPs (products, forward and backward) is skipped: it would take an hour."""
 MOST_ROWS = 64
-"""If the model doesn't run on fewer rows, a full batch of up to this many rows is compared."""
+"""If the model doesn't run on ``ROWS`` rows, or their graph differs from the planned one, a batch of up to this many rows is compared."""
 HINT = (
     "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) excludes the "
     "failing module from tracing, and --no-capture-check (capture_check=False) plans anyway"
@@ -65,7 +65,7 @@ def check_capture(
 ) -> str:
     """Compare ``graph``, captured from ``model``, with the model; return a note for the plan on what was compared and how long it took.
 
-    Raises ``CaptureError`` with the first node that differs.
+    Raises ``CaptureError`` if they differ, with the first node that does, or if the model doesn't run on the batch.
     """
     start_s = time.perf_counter()
     structure = graph.structure
@@ -127,8 +127,8 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
 
 
 def _operations(graph: Graph, rows: int) -> float:
-    """Return the FLOPs of two steps of ``rows`` rows and one of ``rows + 1``, each by eager PyTorch and by the graph; a backward pass has
-    twice the FLOPs of a forward pass."""
+    """Return the FLOPs of two steps of ``rows`` rows and one of ``rows + 1``, each run by eager PyTorch and by the graph. A backward pass
+    counts as twice the FLOPs of a forward pass."""
     by_class = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
     return 3 * 2 * (3 * rows + 1) * sum(by_class[layer.cls] for layer in graph.layers) / graph.inputs[0].shape[0]
 
@@ -154,11 +154,11 @@ def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Comparison:
-    """Compares rows of a batch.
+    """Compares the graph with the model on rows of a batch.
 
     ``numbers`` is the precision of the comparison: float64, or the model's if it doesn't run in float64. ``why`` is the reason why the
-    last rows weren't compared, ``difference`` says where their graph differs from the planned one. ``chances`` are the dropout
-    probabilities that the model used.
+    last rows weren't compared. ``difference`` describes the first difference between their graph and the planned one. ``chances`` are the
+    dropout probabilities that the model used.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Comparison:
         return EagerModel(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
 
     def modes(self, chances: set[float] | None = None) -> AbstractContextManager[Any]:
-        """Return the context in which both run: deterministic draws, no dropout (probabilities are added to ``chances``), float64."""
+        """Return the context in which model and graph run: fixed random numbers, float64, no dropout (``chances`` collects each p)."""
         stack = ExitStack()
         if self.dtype is not None:
             stack.enter_context(Float64Everywhere())
@@ -238,7 +238,7 @@ class _Comparison:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
 
     def _eager(self, tensors: list[Tensor], count: int) -> list[EagerStep] | None:
-        """Run steps of the model; if it fails, set ``why`` and return ``None``."""
+        """Run ``count`` training steps of the model; if they fail, set ``why`` and return ``None``."""
         try:
             given = self.eager_model()
         except Exception as error:  # raised by the user's classes
@@ -271,8 +271,8 @@ class _Comparison:
 def graph_steps(
     graph: Graph, given: EagerModel, tensors: Sequence[Tensor], steps: Sequence[EagerStep]
 ) -> Iterator[EagerStep]:
-    """Run as many steps of the graph as eager PyTorch's ``steps``, with the parameters and buffers of ``given`` and the same updates of
-    parameters between them; buffers carry over."""
+    """Run the graph for as many steps as eager PyTorch ran (``steps``), from the parameters and buffers of ``given``. Between steps the
+    parameters get the same updates as in eager PyTorch, and buffers carry over."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = given.buffers, dict[str, Tensor]()
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}
@@ -314,7 +314,7 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
 
 
 def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
-    """Return the largest error of a step, and what has it: the loss, a gradient or a buffer."""
+    """Return the largest error of a step, and where it is: in the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
@@ -325,7 +325,7 @@ def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Er
 
 
 def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: Any) -> Error:
-    """Call ``compare`` without the positions at which both have the same infinity or NaN, as a mask in a buffer may."""
+    """Call ``compare``, ignoring elements that are the same infinity or NaN in both (a mask in a buffer may have them)."""
     ours, others = dict(mine), dict(theirs)
     for name in mine.keys() & theirs.keys():
         one, other = _real(mine[name]), _real(theirs[name])
@@ -350,7 +350,7 @@ def _noise(dtype: torch.dtype) -> float:
 
 
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
-    """Describe the first node whose value eager PyTorch never computes, with its source line; return an empty string if there is none."""
+    """Describe the first node with a value that eager PyTorch never computes, and its source line; return an empty string without one."""
     given = comparison.eager_model()
     with comparison.surroundings.restored(), comparison.modes():
         seen = _Seen()
@@ -403,7 +403,7 @@ def _digest(value: Tensor) -> Tensor:
 
 
 def same_structure(graph: Graph, other: Graph) -> str:
-    """Return the first difference, except in rows and precision, between captures for different numbers of rows, or an empty string."""
+    """Return the first difference between captures of different batch sizes, or an empty string; batch sizes and precision may differ."""
     rows, others = graph.inputs[0].shape[0], other.inputs[0].shape[0]
     if [layer.name for layer in graph.layers] != [layer.name for layer in other.layers]:
         return f"{len(graph.layers)} layers, not {len(other.layers)}"

@@ -23,14 +23,14 @@ _EXPERTS = "grouped_mm"  # the implementation in transformers that passes.clean.
 
 
 LOSS = "<loss_fn>"
-"""Prefix of the names of the buffers of a ``loss_fn`` that is a module."""
+"""Prefix of buffer names for a ``loss_fn`` that is a module."""
 
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
     """Fake-tensor copies of a model and its loss function.
 
-    ``buffers`` has the real tensors of their buffers, under all names of each (none for a model on meta). ``mode`` is the fake-tensor mode,
+    ``buffers`` has the real buffers, each under all of its names (none for buffers on meta). ``mode`` is the fake-tensor mode,
     ``surroundings`` the external state that the copies share with the originals.
     """
 

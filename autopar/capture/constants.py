@@ -1,6 +1,6 @@
 """Folds nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
 
-Constants are evaluated on the CPU at full size (``evaluate``). A constant whose rows along dim 0 are equal is stored as one row, which an
+Constants are evaluated on the CPU at full size (``evaluate``). A constant with equal rows along dim 0 is stored as one row, which an
 ``expand`` repeats, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
 """
 
@@ -45,7 +45,7 @@ def _freeze(value: Any) -> Any:
 
 
 def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.Tensor]:
-    """Replace the constant nodes that other nodes read by placeholders with ``meta["constant"]``, and return their values by name."""
+    """Replace constants by placeholders (``meta["constant"]``) where a node that isn't folded reads them; return their values by name."""
     constants: dict[str, torch.Tensor] = {}
     # compute all values before replacing any: a node that is too large to fold may lie between two constants, and keeps its inputs
     values = {node: value for node in gm.graph.nodes if (value := _foldable(evaluator, node)) is not None}

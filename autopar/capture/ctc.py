@@ -1,4 +1,4 @@
-"""Traces ``F.ctc_loss`` as one loss per example of padded labels.
+"""Traces ``F.ctc_loss`` as an op that takes padded labels and returns one loss per example.
 
 torch's op needs the values of the lengths. Models often pass the labels as the concatenated valid elements of a padded table
 (``labels.masked_select(mask)``), whose size depends on values, too. If the lengths are ``mask.sum(-1)`` of the same mask, moving the valid

@@ -32,7 +32,7 @@ def record_derivative(
     """Replace torch's autograd engine during export: record its call as one marker op.
 
     Like torch, it returns ``None`` for unused inputs, and detached gradients without ``create_graph``. Raises ``NotTraceableError`` if
-    gradients would be added to parameters (``backward()``), or outside of a trace.
+    gradients would accumulate in ``.grad`` (``backward()``), outside of a trace, or for an input that isn't a tensor.
     """
     cotangents = [tensor for tensor in grad_outputs if isinstance(tensor, Tensor)]
     if (

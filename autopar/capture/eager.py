@@ -27,7 +27,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 class WithoutDropout(TorchFunctionMode):
     """A context in which dropout has probability 0 in every form: module, function, argument of attention.
 
-    ``seen`` says whether the model used dropout; ``chances`` collects the probabilities of active dropout.
+    ``seen``: the model called dropout with p > 0; ``chances`` collects the probabilities of active dropout.
     """
 
     def __init__(self, chances: set[float] | None = None) -> None:
@@ -117,7 +117,7 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies of a model and its loss function; ``dropout`` says whether dropout was removed that ``WithoutDropout`` can't see."""
+    """Copies of a model and its loss function; ``dropout``: ``prepared`` switched off RNN dropout, which ``WithoutDropout`` can't see."""
 
     model: nn.Module
     loss_fn: Any
@@ -174,7 +174,7 @@ class EagerModel:
         return {name: tensor.detach().clone() for name, tensor in named}
 
     def loss(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the loss of a batch whose tensors are in the order of the structure's leaves."""
+        """Return the loss of a batch; ``tensors`` are in the order of the structure's leaves."""
         # clones, because a model may write to its batch
         return call_model(self.model, self.structure, self.loss_fn, [tensor.clone() for tensor in tensors])
 
@@ -189,8 +189,8 @@ class EagerModel:
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Step every parameter against its gradient, by ``MOVE`` times the parameter's largest element, so that tensors that share the
-    parameter's memory change visibly."""
+    """Step every parameter against its gradient; the largest change is ``MOVE`` times the parameter's largest element, so that a tensor
+    that shares the parameter's memory changes visibly."""
     with torch.no_grad():
         for name, gradient in gradients.items():
             largest, size = (float(t.abs().max()) if t.numel() else 0.0 for t in (gradient, parameters[name]))

@@ -35,7 +35,7 @@ _RANDOM_HINT = (
 
 @contextmanager
 def guarded(model: nn.Module, fake: nn.Module) -> Iterator[None]:
-    """A context for a trace of ``fake``, a fake copy of ``model``."""
+    """A context that handles or refuses these side effects while ``fake``, a fake copy of ``model``, is traced."""
     with ExitStack() as stack:
         stack.enter_context(custom_gradients_refused(record_derivative))
         stack.enter_context(inference_as_no_grad())
@@ -95,7 +95,7 @@ def assigned_buffers_written(module: nn.Module, registered: Collection[str]) -> 
 
 
 class _UnifyMasks(TorchFunctionMode):
-    """Replaces equal boolean masks by the first one, so that export knows that ``x[m > 0]`` and ``y[m > 0]`` have equally many rows."""
+    """Replaces equal boolean masks by the first one: export then knows that ``x[m > 0]`` and ``y[m > 0]`` have the same number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _UnifyMasks(TorchFunctionMode):
         return result
 
     def _key(self, value: Any) -> Any:
-        """Return how an unmodified mask was computed; for another tensor its identity and version."""
+        """Return the comparison that made a mask, unless the mask was written to; for any other tensor its id and version."""
         if not isinstance(value, Tensor):
             return repr(value)
         key, _, version = self.known.setdefault(id(value), (id(value), value, -1))
@@ -139,8 +139,8 @@ _COMPARING = frozenset(
 
 
 class _RedirectToFakeModel(TorchFunctionMode):
-    """Replaces the model's tensors by those of the fake copy, ``tensor.data`` by ``tensor.detach()``, and hooks by scaled gradients;
-    refuses changes to tensors that can't be traced."""
+    """Replaces the model's tensors by those of the fake copy, ``tensor.data`` by ``tensor.detach()``, and hooks by scaled gradients.
+    Refuses writes to ``.data`` and changes of ``requires_grad``, which can't be traced."""
 
     def __init__(self, model: nn.Module, fake: nn.Module) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _DrawnNumber:
-    """A random number in [low, high] that only allows comparisons whose result is the same for every draw, such as ``draw < 0.0``."""
+    """A random number in [low, high] that only allows comparisons with the same result for every draw, such as ``draw < 0.0``."""
 
     def __init__(self, low: float, high: float, line: str) -> None:
         self.low, self.high, self.line = min(low, high), max(low, high), line
@@ -272,7 +272,7 @@ _HARMLESS = ("getstate", "get_state", "default_rng")
 
 @contextmanager
 def _python_random_refused() -> Iterator[None]:
-    """Make Python's and numpy's random functions raise, except where every draw would compare in the same way."""
+    """Make Python's and numpy's random functions raise, unless the model only compares the draw, with the same result for every draw."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _not_torch_random(caller())

@@ -1,7 +1,7 @@
 """Evaluates constant nodes, which depend on neither inputs nor parameters, on the CPU at full size.
 
-A value that is constant along a dim has stride 0 along it, and pointwise ops compute it once: a table that 1,024 rows of a batch share
-costs as much as one row. Strides and bits of the values decide this, never a size that happens to equal the batch's.
+Equal rows along dim 0 are stored once, with stride 0, as ``expand`` does for any dim; pointwise ops compute such elements once. A table
+that 1,024 rows of a batch share costs as much as one row. Strides and bits decide this, never a size that happens to equal the batch's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class TooLargeError(Exception):
 class Evaluator:
     """Evaluates constant nodes of ``gm``.
 
-    ``values`` has the values of buffers by name. A buffer on meta gets distinct placeholder values, so that nothing seems constant by
-    accident, and is named in ``graph_meta(gm)["valueless"]``.
+    ``values`` has the values of buffers by name. A floating buffer on meta gets increasing placeholder values, so that its rows don't seem
+    equal; other dtypes get zeros. ``graph_meta(gm)["valueless"]`` names these buffers.
     """
 
     def __init__(self, gm: fx.GraphModule, values: Mapping[str, Tensor]) -> None:
@@ -121,7 +121,7 @@ class Evaluator:
 
 
 def constant_nodes(gm: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that depend on neither inputs nor parameters and don't draw random numbers."""
+    """Return the nodes that depend on no input, parameter, written buffer or random number."""
     constant: set[fx.Node] = set()
     for node in gm.graph.nodes:
         leaf = node.op == "get_attr" or (
@@ -153,7 +153,7 @@ _ALONG = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "flip"), ("dim", 1, None)),
     "diff": ("dim", 2, -1),
 }
-"""Op -> the argument that has its dims, the argument's position, and its default (``None``: all dims)."""
+"""Op -> the name, position and default (``None``: all dims) of the argument that selects the dims along which the op works."""
 
 
 def by_rows(node: fx.Node) -> bool:

@@ -50,7 +50,7 @@ from passes.clean.selections import selections_pass
 
 
 class _RefusedError(Exception):
-    """Wraps an error that the model raised during export; for a ``RuntimeError``, ``torch.export`` would print the partial graph."""
+    """Wraps an error that the model raised during export. For an unwrapped ``RuntimeError``, ``torch.export`` prints the partial graph."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class _RefusedError(Exception):
 
 
 class _Captured(nn.Module):
-    """Calls the model and returns its loss, and with ``answers`` also the tensors whose values the forward read."""
+    """Calls the model and returns its loss. With ``answers``, it also returns the tensors from which forward read a value."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ def export(
 
 
 def _refuse(model: nn.Module, loss_fn: Any) -> None:
-    """Raise ``CaptureError`` for what export would lose: hooks, unregistered or overlapping tensors, parameters of ``loss_fn``."""
+    """Raise ``CaptureError`` for what export loses: gradient hooks, TorchScript, unregistered or overlapping tensors, loss parameters."""
     refuse_hooks(model)
     refuse_unregistered_tensors(model)
     refuse_scripts(model)
@@ -292,8 +292,8 @@ def _exported(
 
 
 def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Repeats | None:
-    """Return which blocks repeat the computation of another one. A separate fake copy runs, because attributes that a forward sets would
-    be exported."""
+    """Return the blocks that repeat another block's computation; ``None`` without candidates, or if the model fails. A separate fake copy
+    runs, because export would record the attributes that this forward sets."""
     if not members(model):
         return None
     for on_meta in (True, False):
@@ -313,8 +313,8 @@ def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..
 
 @contextmanager
 def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
-    """A context for a trace: torch's modules don't branch on values; long loops and code whose effect export would lose are refused. On
-    exit, the trace's tensors are removed from external state."""
+    """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
+    refused. On exit, the trace's tensors are removed from external state."""
     with copied.surroundings.restored() as run:
         with guarded(model, copied.module), masks_as_given(), plain_averages(), RefuseLongLoops():
             yield run
@@ -333,7 +333,7 @@ def _export(
     repeats: Repeats | None = None,
     answers: Answers | None = None,
 ) -> tuple[Any, Left]:
-    """Return the exported program, and the state that its forward left."""
+    """Return the exported program, and the state after its forward."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
     captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
@@ -369,7 +369,7 @@ def _export(
 
 
 def _complete_users(gm: fx.GraphModule) -> None:
-    """Complete nodes' users: torch.export (2.13) omits the first node of a chain of views that is written to and not read again."""
+    """Complete ``Node.users``: torch.export (2.13) omits the first node of a chain of views that is written to and not read again."""
     for graph in (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.nodes:
             for operand in node.all_input_nodes:

@@ -1,12 +1,12 @@
-"""Restores Python state outside of the model that its code writes: globals, attributes of classes and functions, closures, default
-arguments, caches.
+"""Restores Python state that the model's code writes outside of the model: globals, attributes of classes and functions, closures,
+default arguments, caches.
 
 Capture runs copies of a model, which share this state: a trace would leave fake tensors in it for the next run. So changes that involve
 tensors are undone after each run. A trace reports its changes, and ``state.check_again`` decides whether a later call would compute
 something else.
 
 The search starts at the model's classes and follows every class, function, container, object and Python module to which the code refers.
-It includes the globals of an installed package if the package defines a class of the model.
+In installed packages, it includes only the globals of Python modules that define a class of the model or the loss.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Place:
     content: Content
 
     def differs(self, content: Content) -> list[Any]:
-        """Return the keys at which ``content`` has a different object."""
+        """Return the keys at which ``content`` has another object, unless both are equal plain data."""
         mine = self.content
         if len(mine) == len(content) and all(map(operator.is_, mine.values(), content.values())):
             return []  # the usual case: the same objects in the same order
@@ -78,7 +78,7 @@ class StateChange:
         return {_joined(self.before.name, k): (self.before.content.get(k), self.after.get(k)) for k in self.keys}
 
     def of_tensors(self) -> list[str]:
-        """Return the names of changes whose values before or after have tensors."""
+        """Return the names of the changes in which the old or the new value has tensors."""
         seen: set[int] = set()
         return [name for name, values in self.named().items() if any(_holds_tensors(value, seen) for value in values)]
 
@@ -103,8 +103,8 @@ class ExternalState:
     def restored(self) -> Iterator[Run]:
         """On exit, remove tensors that were stored since entry.
 
-        If a change involves tensors, all changes are undone, since a flag may say that a tensor is there. Otherwise they stay (counters,
-        for example), since other threads may write to the same namespaces.
+        If any change involves tensors, all changes are undone, because a flag may tell that a tensor exists. Otherwise the changes stay
+        (counters, for example), because other threads may write to the same namespaces.
         """
         before = [Place(name, container, _content(container)) for name, container in self._containers]
         cached = [_cached_tensors(cache) for cache in self._caches]
@@ -220,7 +220,7 @@ class _Walk:
 
 
 def _is_users(kind: type) -> bool:
-    """Return whether the attributes of the class's instances are searched: those of modules, and of classes outside of libraries."""
+    """Return whether the attributes of the class's instances are searched: for modules, and for classes outside of ``_NOT_THE_USERS``."""
     return (
         issubclass(kind, nn.Module | types.SimpleNamespace | threading.local)
         or _package(str(kind.__module__)) not in _NOT_THE_USERS

@@ -1,9 +1,9 @@
-"""Makes the calls of a user's ``autograd.Function`` opaque ops, which every rank executes: one op for each set of plain arguments.
+"""Turns calls of a user's ``autograd.Function`` into opaque ops that every rank executes: one op for each set of plain arguments.
 
 ``torch.export`` would keep the forward of such a function and lose its backward. A function becomes an op (``autopar.capture.opaque``)
-with the function's backward if it takes tensors and plain data, returns tensors whose shapes don't depend on values, draws no random
-numbers and writes nothing. A copy of the model runs to observe the shapes of its results. A function that takes modules (a reversible stack
-takes its blocks) is traced like plain code; the comparison with the model then shows whether its backward is the derivative of its forward.
+with the function's backward if it takes tensors and plain data, returns tensors with shapes that don't depend on values, draws no random
+numbers and writes to no operand. A copy of the model runs to observe the shapes of its results. A function that takes modules (a reversible
+stack takes its blocks) is traced like plain code; comparing graph and model then shows whether its backward is its forward's derivative.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @dataclass(slots=True)
 class RecordedFunction:
-    """A function, the results of its calls by signature, whether every observed call was sound, and its ops by their plain arguments."""
+    """A function. ``given`` has results by signature, ``sound`` tells whether it may become ops, ``ops`` has these by plain arguments."""
 
     function: Any
     given: dict[_Signature, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class RecordedFunction:
 
 
 def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedFunction | None:
-    """Return the calls of ``function`` while ``run`` runs a copy of ``model``; ``None`` if ``function`` may not become an op."""
+    """Return the calls of ``function`` that occur while ``run`` runs a copy of ``model``; ``None`` if it may not become an op."""
     kept = RecordedFunction(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
     _of_floats(torch.zeros_like),
     _of_floats(torch.ones_like),
 )
-"""Ways to change the inputs' values; most value-dependent shapes and branches change under one of them."""
+"""Functions that change the inputs' values. A shape or branch that depends on values changes under at least one of them in most cases."""
 
 
 class _Always:
@@ -123,7 +123,7 @@ class _Always:
 
 
 class _Context:
-    """A stand-in for ``ctx`` of a function whose backward isn't used."""
+    """A stand-in for the ``ctx`` of a function when its backward isn't used."""
 
     needs_input_grad = _Always()
 
@@ -134,7 +134,7 @@ class _Context:
 
 
 def followed(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the function's forward like plain code, with gradients enabled, so that its backward is the forward's derivative."""
+    """Call the function's forward like plain code, with gradients enabled, so that autograd differentiates the forward."""
     context = () if function.setup_context is not torch.autograd.Function.setup_context else (_Context(),)
     with (
         mock.patch.object(torch.no_grad, "__enter__", lambda _: None),

@@ -1,7 +1,7 @@
-"""Replaces gradient hooks that multiply by constants with ops of the graph.
+"""Replaces gradient hooks that multiply by constants with graph ops.
 
-A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``, which has the same value, and whose gradient is
-multiplied by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
+A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``: this has the same value, and multiplies the
+gradient by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
 example, would be right only after the sum over all ranks and microbatches.
 """
 
@@ -18,7 +18,7 @@ from autopar.errors import CaptureError
 from autopar.torch_private import gradient_hooks, remove_gradient_hooks
 
 Hook = Callable[[Any], Any]
-"""A function of a gradient whose result replaces the gradient."""
+"""A function of a gradient that returns a new gradient."""
 HINT = (
     "remove the hook, unless it multiplies by constants; move what it does to gradients into the loss, the optimizer, or a "
     "torch.library.custom_op with register_autograd"

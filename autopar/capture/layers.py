@@ -1,4 +1,4 @@
-"""Turns the groups of a segmented graph into layers and layer classes, and its scalars into a prelude.
+"""Turns a graph's groups of nodes (``segment``) into layers and layer classes, and its scalars into a prelude.
 
 A *scalar* is a 0-d value that depends on the batch alone, such as the number of valid tokens. The *prelude* is the graph that computes the
 scalars from the global batch, before any layer runs.
@@ -30,7 +30,7 @@ KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
 @dataclass(slots=True)
 class Borders:
-    """A layer's interface: the outside nodes that it reads, by kind and in order, its outputs, and the new values of buffers by name.
+    """A layer's interface: the nodes of other layers and the placeholders that it reads, by kind, its outputs, and new values of buffers.
 
     ``state`` are the buffers that the layer reads and the model writes; ``body`` are the layer's nodes.
     """
@@ -47,7 +47,7 @@ class Borders:
 
 
 def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
-    """Return the borders of each group. A node that depends only on inputs is in the body of every group that needs it."""
+    """Return the borders of each group. A node that depends only on inputs and constants is in the body of every group that needs it."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
     result = []
@@ -92,7 +92,7 @@ def loss_node(gm: fx.GraphModule) -> Any:
 
 
 def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
-    """Return the kind of input as which another layer reads ``node``; ``None`` if that layer computes the node itself."""
+    """Return the kind of interface value that ``node`` is for a layer that reads it; ``None`` if each such layer recomputes it."""
     if node.op == "placeholder":
         return next(kind for kind in ("parameter", "input", "constant", "state") if kind in meta(node))
     if meta(node).get("scalar"):
@@ -166,8 +166,8 @@ def _buffer_names(border: Borders) -> list[str]:
 
 
 def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
-    """Return a name for each group: its block; else the module that contains all of the group and no block; else a module with parameters,
-    the first one in the first group (the embedding), the last one in others (the head).
+    """Return a name for each group: its block; else the innermost module that contains the complete group and no block; else a module with
+    parameters: the first one for the first group (the embedding), the last one for other groups (the head).
     """
     blocks = [group.block for group in groups if group.block]
     taken: set[str] = set()
@@ -210,7 +210,7 @@ def _has_parameters(group: NodeGroup, path: str) -> bool:
 
 
 def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
-    """Return the name of the layer's class: its module's class, or the model's class with the layer's place (Embeddings, Head, Bridge)."""
+    """Return the layer's class name: that of its module, or the model's with a suffix for the position (Embeddings, Head, Bridge)."""
     path = name.split("@")[0]
     is_module = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)
@@ -299,8 +299,8 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
 
 
 def _without_parameter(output: fx.Node, views: list[fx.Node] | None, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Return the output, cloned if it is a view of a parameter: ZeRO-3 frees the parameter at the layer's end, when a pipeline may still
-    send the output. It clones the smallest of ``views``, the chain from the parameter to the output."""
+    """Return the output, cloned if it is a view of a parameter: ZeRO-3 frees the parameter at the layer's end, while a pipeline may still
+    send the output. ``views`` is the chain from the parameter to the output; its smallest tensor is cloned."""
     if views is None:
         return output
     sizes = [math.prod(shape_of(node)) for node in views]

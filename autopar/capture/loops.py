@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, TORCH, NotTraceableError
 
 MAX_ITERATIONS = 1000
-"""Maximum number of times that one call of a function may run an expression: more than a model has layers, fewer than positions."""
+"""Maximum executions of an expression in one function call: more than a model has layers, fewer than a long sequence has positions."""
 
 
 class RefuseLongLoops(TorchFunctionMode):
-    """A mode in which a loop of more than ``MAX_ITERATIONS`` raises ``NotTraceableError``, so that its module may become opaque."""
+    """A context in which a loop of more than ``MAX_ITERATIONS`` raises ``NotTraceableError``, so that its module may become opaque."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,9 +20,9 @@ from autopar.ops.operands import args_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
-"""Maximum numbers of queries and keys of a block that is computed; a larger block is split into four."""
+"""Maximum number of queries, and of keys, in a block that is computed; a larger block is split into four."""
 MOST_BLOCKS = 20_000
-"""Maximum number of blocks to examine; a causal mask of a million positions has 16,000."""
+"""Maximum number of blocks to examine; a causal mask of a million positions needs 16,000."""
 
 
 def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
@@ -90,7 +90,7 @@ def _halves(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
-    """Return true if all of the block is visible, false if all of it is hidden, and ``None`` if neither is known."""
+    """Return true if the block is fully visible, false if it is fully hidden, and ``None`` if neither is proved."""
     blocks.next()
     ends = blocks.bounds(mask, block)
     if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:

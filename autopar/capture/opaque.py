@@ -1,11 +1,11 @@
 """Opaque modules: a module becomes one node of the graph, and every rank executes its original code on the same inputs.
 
 This is for a module that ``torch.export`` refuses (data-dependent control flow, a foreign library call). The module becomes a torch
-custom op with its parameters among the operands, so that they stay parameters of the graph and get gradients. The op has no sharding
-rule: every axis replicates it. ``autopar.capture.auto_opaque`` does this automatically for modules that fail to trace.
+custom op with the module's parameters among its operands, so that they stay parameters of the graph and get gradients. The op has no
+sharding rule: every axis replicates it. ``autopar.capture.auto_opaque`` automatically does the same for modules that fail to trace.
 
 Limits: the module takes tensors and returns a tensor, or tuples, lists and dicts of tensors and constant plain values. The backward pass
-runs the module again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class's
+runs the module again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class
 name and its attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
@@ -39,11 +39,11 @@ class _Implementation:
     module: nn.Module
     output: Callable[..., Any] | None
     observed: dict[Shapes, Any] = field(default_factory=dict)
-    """The results of calls with values, without their values (on meta), by the inputs' shapes."""
+    """The results of calls with values, on meta, by the inputs' shapes and dtypes."""
 
     def result(self, *inputs: Tensor) -> Any:
-        """Return the result on meta: from the user's ``output``, else from an observed call with these shapes, else like the first input
-        if the results of all observed calls were like their first inputs. Otherwise raise ``CaptureError``."""
+        """Return the result on meta: by the user's ``output``, else as in an observed call with these shapes, else like the first input.
+        Raise ``CaptureError`` in the last case if the result of an observed call wasn't like the call's first input."""
         if self.output is not None:
             return self.output(*inputs)
         key = shapes(inputs)
@@ -81,8 +81,8 @@ class Opaque(nn.Module):
 
 
 def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
-    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or differs from it only in its tensors. If all
-    tensors have values, run the module instead, and store the shapes of its result."""
+    """Apply the op to ``inputs`` and the tensors of ``module``, which is the op's module or a copy with other tensors. If all tensors have
+    values, run the module instead, and store the shapes of its result."""
     implementation = _OPS[name]
     # the original's names: copies have more buffers, for tensors in plain attributes
     buffers = [module.get_buffer(key) for key, _ in implementation.module.named_buffers()]
@@ -98,7 +98,7 @@ def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
 
 
 def target_of(name: str, *, several: bool = False) -> Any:
-    """Return the operator. It takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list."""
+    """Return the torch op. It takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list of tensors."""
     return _op(name + _SEVERAL if several else name)
 
 
@@ -123,7 +123,7 @@ def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Mo
 
 
 def observe(model: nn.Module, run: Callable[[nn.Module], object]) -> None:
-    """Run a copy of ``model`` on values, to store the shapes of the results of opaque modules without ``output``."""
+    """Run a copy of ``model`` on the batch's values, to store the result shapes of opaque modules without ``output``."""
     wrapped = [module for module in model.modules() if isinstance(module, Opaque)]
     tensors = [*model.parameters(), *model.buffers()]
     if all(_OPS[module.op].output is not None for module in wrapped) or any(map(is_fake, tensors)):

@@ -168,7 +168,7 @@ def _eval_mode(model: nn.Module) -> list[str]:
 
 
 def _state(model: nn.Module) -> tuple[StateTensor, ...]:
-    """Return the model's parameters, then the buffers of its state dict, with one entry for each of a tensor's names."""
+    """Return the model's parameters, then the buffers of its state dict. A tensor with several names has an entry for each."""
     found, first = [], dict[Any, str]()
     kept = model.state_dict(keep_vars=True)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -202,7 +202,7 @@ def _dtypes(parameters: Mapping[str, Parameter]) -> list[tuple[torch.dtype, int]
 
 
 def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
-    """Return the parameters that the graph reads, in the model's order, and slices of one parameter by their start."""
+    """Return the graph's parameters by name, in the model's order; slices of one parameter are ordered by their start."""
     found = [meta(n)["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in meta(n)]
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda p: (order[p.original], p.start))

@@ -1,10 +1,10 @@
 """Finds the parameters that get a gradient: those that autograd reaches from the loss.
 
-``gradients_pass`` marks every value that depends on a parameter, even through an argmax, a comparison or a ``detach``, which pass on no
-gradient. If the loss depends on a parameter only through such ops, eager PyTorch leaves ``grad`` at ``None``, and optimizers skip the
+``gradients_pass`` marks every value that depends on a parameter, even through an argmax, a comparison or a ``detach``, which block
+gradients. If the loss depends on a parameter only through such ops, eager PyTorch leaves ``grad`` at ``None``, and optimizers skip the
 parameter, weight decay included. A zero gradient (of ``floor``, of a dead ReLU) counts as a gradient.
 
-Running an op on meta tensors, not a table, tells whether a gradient flows from its result to an operand.
+To find out whether a gradient flows from an op's result to an operand, the op runs on meta tensors.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
 
 
 def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
-    """Return for each result of the node whether its gradient flows to the operand; ``()`` if unknown (autopar's kernels and opaque
-    modules), in which case all results count."""
+    """Return for each result of the node whether its gradient flows to the operand; ``()`` if unknown (Python functions, autopar's ops,
+    ops that don't run on meta). All results then count."""
     name = overload_name(node.target)
     if name is None or name.startswith("autopar::"):
         return ()

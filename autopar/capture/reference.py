@@ -15,7 +15,7 @@ from autopar.program.guards import hold
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the graph's parameters by name; a sliced parameter is a differentiable slice of its original.
 
-    ``originals`` has the user's parameters, each under any one of its names.
+    ``originals`` has the user's parameters, each under at least one of its names.
     """
     tensors = {}
     for name, parameter in graph.parameters.items():
@@ -50,8 +50,8 @@ def run(
 ) -> Tensor:
     """Run the prelude and every layer's graph on a batch (by input name, see ``flatten_batch``) and return the loss.
 
-    ``parameters`` are the user's, by name; gradients flow to them. ``watch`` is called for every node. ``buffers`` has the buffers that
-    earlier steps wrote, and receives those of this step.
+    ``parameters`` are the user's, by name; gradients flow to them. ``watch`` is called for every node of the layers. ``buffers`` has the
+    buffers that earlier steps wrote, and receives those of this step.
 
     Raises ``GuardError`` for a batch that violates a guard.
     """

@@ -6,9 +6,9 @@
 2. During export, the first of several equal calls is traced between two markers; each of the others becomes one op (``traced_once``).
 3. ``expand`` replaces those ops in the exported graph by copies of the nodes between the markers.
 
-Missing information can make equal calls look different, never the reverse: the record has the identity of a tensor that no recorded
-function made, and of an argument of unknown type. A call is traced in full if its tensors escape other than through the result (hooks that
-collect router logits) or if its module is called twice. All calls are traced in full if a traced block writes to its arguments.
+Equal calls may look different, but different calls never look equal: the record has the id of a tensor that no recorded function made, and
+of an argument of unknown type. A call is traced in full if its tensors escape other than through the result (hooks that collect router
+logits) or if its module is called twice. All calls are traced in full if a traced block writes to its arguments.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """``first`` maps the path of a repeated call to that of the first equal call. ``outputs`` maps it to the call's result: the
-    tree, and a description (size, stride, dtype, device) of each tensor. ``read`` are members whose parameters other code reads, too."""
+    """``first`` maps the path of a repeated call to that of the first equal call. ``outputs`` maps the path to the result's pytree spec and
+    the ``_description`` of each tensor. ``read`` has the paths of members with parameters that code outside of the member reads, too."""
 
     first: dict[str, str]
     outputs: dict[str, tuple[Any, tuple[Any, ...]]]
     read: frozenset[str] = frozenset()
 
     def unread(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the parameters, in ``module``'s order, that only repeated calls read: export needs only their names."""
+        """Return the names of parameters that only repeated calls read, in ``module``'s order; export doesn't need the parameters."""
         names: dict[Any, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(identity(parameter), []).append(name)
@@ -66,14 +66,14 @@ class Repeats:
         return tuple(name for name, *others in names.values() if not others and name.startswith(paths))
 
     def corresponding(self, name: str) -> str:
-        """Return the parameter or buffer of the first equal call that corresponds to ``name`` of a repeated call."""
+        """Return the name in the first equal call for the parameter or buffer ``name`` of a repeated call."""
         parts = name.split(".")
         path = next(path for k in range(len(parts)) if (path := ".".join(parts[:k])) in self.first)
         return self.first[path] + name.removeprefix(path)
 
 
 _Recipe = tuple[Any, tuple[Any, ...]]
-"""A function's result: the tree (``None`` for a single leaf), and per leaf a description of a new tensor, or its value."""
+"""How to make a function's result: the pytree spec (``None`` for one tensor), and per leaf a description of a new tensor, or the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _MemberCall:
     """The record of a member's call: ``lines`` has its torch functions, ``seen`` maps the id of a tensor to the tensor's origin.
 
     ``results`` has for each entry of ``lines`` a recipe for its result, or ``None`` if the function must be called. ``like`` is an earlier
-    call that starts in the same way and has the same lines so far. ``made`` counts the tensors that the functions have made.
+    call with equal arguments and with the same lines so far. ``made`` counts the tensors that the functions have made.
     """
 
     path: str
@@ -97,7 +97,7 @@ class _MemberCall:
     like: _MemberCall | None = None
 
     def of(self, value: Any) -> Any:
-        """Return a key of a value; in an equal call, only the corresponding value has an equal key."""
+        """Return a key of a value. In an equal call, the corresponding value, and only it, has an equal key."""
         if isinstance(value, Tensor):
             return self.seen.get(id(value), ("outside", id(value)))
         if isinstance(value, tuple | list):
@@ -112,7 +112,7 @@ class _MemberCall:
 
 
 def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
-    """Append the tensors among a torch function's arguments to ``found``."""
+    """Append the tensors among a torch function's arguments to ``found``, and return it."""
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, tuple | list):
@@ -127,8 +127,8 @@ def _tensors(value: Any, found: list[Tensor]) -> list[Tensor]:
 class _Recorder(TorchFunctionMode):
     """Adds every torch function to the records of the open calls.
 
-    If an equal call has called the function at the same point with corresponding tensors, the result has the same shapes. On meta, the
-    recorder then creates the result without calling the function, which is several times faster.
+    If an earlier, so far equal call has called the function at the same point with corresponding tensors, the result has the same shapes.
+    On meta, the recorder then creates the result without calling the function, which is several times faster.
     """
 
     def __init__(self, module: nn.Module, members: dict[str, nn.Module]) -> None:
@@ -179,7 +179,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _known(self, lines: list[Any]) -> _Recipe | None:
-        """Return the recipe for the result that an equal call got at this point, or ``None``."""
+        """Return the recipe for the result that an earlier, so far equal call got at this point, or ``None``."""
         found = None
         for call, line in zip(self.open, lines, strict=True):
             if call.like is not None:
@@ -191,7 +191,7 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _recipe(self, leaves: list[Any], tree: Any, given: list[int]) -> _Recipe | None:
-        """Return the recipe for a result whose tensors are new and on meta and whose other values are immutable, else ``None``."""
+        """Return the recipe for a result in which all tensors are new and on meta, and all other values immutable; else ``None``."""
         found: list[Any] = []
         for leaf in leaves:
             if type(leaf) is Tensor:
@@ -263,8 +263,8 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _owned(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
     """Return a key of a member's tensors: names, descriptions, and ties.
 
-    A tensor with several names inside of the member has the first one in the key. A tensor that also has a name outside of the member
-    (``names`` counts all names in the model) has its identity in the key: only a member with the same tensor is equal.
+    For a tensor with several names inside of the member, the key has the first name. For a tensor that also has a name outside of the
+    member (``names`` counts all names in the model), the key has its id: only a member with the same tensor is equal.
     """
     inside = Counter(id(tensor) for _, tensor in own)
     first: dict[int, str] = {}
@@ -288,7 +288,7 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def members(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the members of module lists and sequences that have enough siblings of their type, by the member's first path."""
+    """Return the members of module lists and ``Sequential`` with submodules and at least ``FEWEST - 1`` siblings of their type by path."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, parent in module.named_modules():

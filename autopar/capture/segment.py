@@ -1,8 +1,8 @@
 """Cuts the graph into layers: contiguous runs of nodes, with few activations across each cut.
 
-Cuts divide the **main** nodes, which depend on a parameter or draw random numbers. The other nodes depend only on inputs and constants;
-each layer recomputes those that it reads, so that they don't cross a cut. 0-d values of the inputs (the number of valid labels) are
-**scalars**: they depend on the global batch, and the prelude computes them once.
+Cuts divide the **main** nodes, which depend on a parameter, a written buffer or a random number. The other nodes depend only on inputs and
+constants; each layer recomputes those that it reads, so that they don't cross a cut. 0-d values that depend only on inputs (the number of
+valid labels) are **scalars**: they need the global batch, and the prelude computes them once per step.
 
 A layer is a block of the model (``model.layers.3``, ``encoder.block.0``, a child of a ``Sequential``). A chain of single modules
 (``Linear``, ``GELU``, ``Linear``) forms layers of two matrix products each, so that one can be column-parallel and the next row-parallel.
@@ -24,7 +24,7 @@ from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import shape_of
 from passes.clean.nodes import calls, returned
 
-# a block's output and one more tensor (a position bias, a cell state); skip tensors of earlier blocks don't count
+# a block's output and one more tensor (a position bias, a cell state); skip connections from earlier blocks don't count
 WIDEST_CUT = 2
 
 PRODUCTS_PER_LAYER = 2  # in a chain of single modules
@@ -32,7 +32,7 @@ PRODUCTS_PER_LAYER = 2  # in a chain of single modules
 
 @dataclass(slots=True)
 class NodeGroup:
-    """The main nodes of a layer, in order; ``block`` is their module (``""``: several modules), ``call`` the number of the module's call.
+    """The main nodes of a layer, in order; ``block`` is their module (``""``: several modules), ``call`` identifies the call of the module.
 
     For a chain of single modules, ``leaves`` are the paths of the modules with parameters, and ``block`` is the module that contains
     exactly this chain, or the first of ``leaves``.
@@ -54,8 +54,8 @@ class NodeGroup:
 
 
 def mark_main(gm: fx.GraphModule) -> None:
-    """Set ``meta["main"]``, ``meta["needs_input"]``, and ``meta["scalar"]`` (on 0-d values of inputs that a larger value or a main node
-    reads); ``ops.meta`` explains them."""
+    """Set ``meta["main"]``, ``meta["needs_input"]``, and ``meta["scalar"]`` (for 0-d values of inputs that a larger value or a main node
+    reads). ``ops.meta`` explains these keys."""
     written = set(updates(gm).values())
     for node in gm.graph.nodes:
         operands = node.all_input_nodes
@@ -103,7 +103,7 @@ def _fresh(run: NodeGroup, index: int, produced: dict[fx.Node, int]) -> int:
 
 
 def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
-    """Group contiguous nodes of one block. If the nodes leave a block and enter it again, the nodes in between belong to the same run."""
+    """Group contiguous nodes of one block. If execution leaves a call of a block and returns to it, all nodes in between join the run."""
     where = blocks(main, classes)
     if not any(block for block, _ in where):
         depth = _splitting_depth(main)
@@ -126,7 +126,7 @@ def _runs(main: list[fx.Node], classes: dict[str, str]) -> list[NodeGroup]:
 
 
 def _belongs_after(node: fx.Node, block: str) -> bool:
-    """Return whether the node is the caller's code that uses the result of ``block``, such as a residual in the caller's loop."""
+    """Return whether the node is parameter-free code of a caller of ``block``, such as a residual addition in the loop over the blocks."""
     around = stack(node)[-1][0] + "." if stack(node) else ""
     return block != "" and block.startswith(around) and not any("parameter" in meta(n) for n in node.all_input_nodes)
 
@@ -141,7 +141,7 @@ def _splitting_depth(main: list[fx.Node]) -> int:
 
 
 def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
-    """Merge runs without parameters into the run before them, or the first into the run after it."""
+    """Merge each run without parameters into the run before it, and the first run into the one after it."""
     result: list[NodeGroup] = []
     for run in runs:
         if result and not run.has_parameters:
@@ -154,7 +154,7 @@ def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
 
 
 def _pair(runs: list[NodeGroup], classes: dict[str, str]) -> list[NodeGroup]:
-    """Merge a chain of single modules of one parent up to ``PRODUCTS_PER_LAYER`` matrix products."""
+    """Merge modules without submodules that form a chain in one parent, up to ``PRODUCTS_PER_LAYER`` matrix products."""
     result: list[NodeGroup] = []
     for run in runs:
         products = _products(run)

@@ -17,8 +17,8 @@ from autopar.graph import Graph
 def separate_microbatches(graph: Graph, capture_rows: Callable[[int], Graph], microbatches: int) -> Graph:
     """Return the graph of one microbatch, if the global batch is split into ``microbatches`` separate batches.
 
-    ``graph`` is the graph of the global batch, annotated with what couples its examples (``shard.annotate``); ``capture_rows`` captures and
-    annotates the model for fewer rows. A ``graph`` that doesn't couple examples is returned unchanged, because its microbatches are exact.
+    ``graph`` is annotated (``shard.annotate``) with the reason why its examples are coupled; without one, microbatches are exact, and
+    ``graph`` is returned unchanged. ``capture_rows`` captures and annotates the model for fewer rows.
 
     Raises:
         UsageError: the global batch isn't divisible by ``microbatches``.

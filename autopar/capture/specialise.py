@@ -1,9 +1,9 @@
 """Specialises data-dependent control flow on the example batch, and guards it (``if labels.max() >= n``, ``lengths.max().item()``).
 
-A trace has no values. So the model first runs on the batch, and every read of a tensor's value is recorded with its line and the value, the
-answer. The trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must depend
-on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a running program refuses a batch
-with another answer (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its read is
+A trace has no values. So the model first runs on the batch, which records every read of a tensor's value: the source line and the value
+(the answer). The trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must
+depend on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a program refuses a batch
+with another answer (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its guard is
 dropped with a note if the opposite answer makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
 """
 
@@ -44,7 +44,7 @@ _QUESTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.equal: lambda one, other: _equal(one, other),
     Tensor.equal: lambda one, other: _equal(one, other),
 }
-"""Function that reads a value -> function that returns the tensor on which the answer depends."""
+"""Function that reads a value -> function that returns the tensor to guard."""
 
 
 def _equal(one: Tensor, other: Tensor) -> Tensor:
@@ -70,6 +70,7 @@ class Answers:
     fails_if_flipped: Callable[[int], bool] = lambda index: False
 
     def give(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add the tensor that ``func`` reads to ``asked``, and return the answer. Raises ``CaptureError`` if another read was recorded."""
         if func is Tensor.tolist:
             rows = args[0]
             return [self.give(func, (row,), {}) for row in rows] if rows.dim() else self.give(Tensor.item, args, {})
@@ -170,7 +171,7 @@ def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answ
 def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
     """Store the guards in the exported graph's meta data, and drop those that can't be checked on a batch.
 
-    The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards go, too.
+    The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards are removed.
 
     Raises ``NotTraceableError`` if an answer depends on a parameter or a random number and its opposite doesn't make the model raise.
     """
@@ -199,8 +200,7 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
 
 
 def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """Return the cleaned graph's guards that depend on the batch, with their nodes, and note them; ``mark_main`` must have run. Guards on
-    constants always hold."""
+    """Return the guards that depend on the batch (others always hold), with their nodes, and note them; ``mark_main`` must have run."""
     found = []
     for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
         if meta(node)["main"]:
@@ -218,7 +218,7 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """Compare the model's answers with the guards' values that the prelude computes from the batch; return the graph with the latter.
+    """Compare the model's answers with the prelude's values for the batch; return the graph with the prelude's values in its guards.
 
     Raises ``CaptureError`` if they differ.
     """

@@ -1,4 +1,4 @@
-"""Handles Python state that a forward changes in its modules or outside of them: a counter, a list, a tensor stored for the next call.
+"""Handles Python state that forward changes in the model's modules or outside of them: a counter, a list, a tensor for the next call.
 
 A graph records the first call. If forward changed attributes or globals, the model is exported again in its new state. If the second graph
 equals the first, forward doesn't read the state, and the plan notes attributes that keep changing. If the second graph differs from the
@@ -32,14 +32,14 @@ State = dict[tuple[str, str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What a traced forward left: the state of its modules, and the changes outside of them."""
+    """The state after a traced forward: that of the modules, and the changes outside of them."""
 
     state: State
     outside: tuple[StateChange, ...]
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names outside of the modules that hold tensors for the next call."""
+        """Names of variables outside of the modules that hold tensors for the next call."""
         return tuple(name for change in self.outside for name in change.of_tensors())
 
     @property
@@ -113,7 +113,7 @@ def check_again(
     """Export again from the state after the first export. Return notes on attributes that keep changing, and a message and hint on state
     that later calls may need.
 
-    ``again`` exports the fake copy, and returns the program and what its forward left.
+    ``again`` exports the fake copy, and returns the program and the state after its forward.
 
     Raises ``CaptureError`` if the second graph differs from the first, and the third from the second.
     """
@@ -138,7 +138,7 @@ def check_again(
     try:
         second, start, end = text(after.state)
         same = second == _text(program)
-        # the gradient of a tensor from an earlier call would run through that call's backward again, which PyTorch refuses
+        # a gradient through a tensor from an earlier call would run that call's backward again, which PyTorch refuses
         settled = same or (second == text(end)[0] and not any(_needs_gradient(new) for _, new in inside.values()))
     except CaptureError:  # the state of the earlier call made it fail: it is not settled
         pass
@@ -182,7 +182,7 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-    """Copy plain data, with each tensor replaced by the result of ``tensor``."""
+    """Copy plain data, with each tensor ``t`` replaced by ``tensor(t)``."""
     if isinstance(value, Tensor):
         return tensor(value)
     if type(value) in (list, tuple, set):

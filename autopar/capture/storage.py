@@ -24,7 +24,7 @@ _OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodTy
 
 
 def identity(tensor: Tensor) -> Any:
-    """Return a key of a tensor; only parameters over the same elements have equal keys."""
+    """Return a key of a tensor. Two tensors have equal keys only if they are parameters with the same elements in memory."""
     if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
         return id(tensor)
     return memory(tensor), *place_in_memory(tensor)
@@ -80,7 +80,7 @@ def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, st
 
 
 def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in containers and plain objects, each after the expression that reaches it."""
+    """Yield (expression, tensor) for the tensors in containers and plain objects; the expression starts with ``name``."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -147,7 +147,7 @@ def unshared(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def computed(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors in attributes that are computed from parameters, as ``weight_norm`` and ``prune`` do, by name."""
+    """Return the tensors in attributes that were computed from parameters (by ``weight_norm`` or ``prune``, for example), by name."""
     found = ((path, name, value) for path, each in module.named_modules() for name, value in vars(each).items())
     named = {f"{path}.{name}" if path else name: value for path, name, value in found if isinstance(value, Tensor)}
     return {name: tensor for name, tensor in named.items() if tensor.grad_fn is not None}

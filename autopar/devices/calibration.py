@@ -5,8 +5,8 @@ measurement: the number of ``processes`` that ran, its ``size``, ``unit``, ``med
 ``count`` of samples.
 
 The file's path is ``AUTOPAR_CALIBRATION`` (empty: no file), else ``~/.cache/autopar/calibration.json`` (``XDG_CACHE_HOME`` is
-respected). The measurements apply to this machine's devices if as many processes were measured as there are devices. If the user names a
-file that was measured on a GPU, its op times also apply to GPUs of that kind in other machines; its link times don't.
+respected). The measurements apply to this machine's devices if they were made with one process for each device. If the user names a file
+that was measured on a GPU, its op times also apply to GPUs of that kind in other machines; its link times don't.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _FIGURE = {
 
 
 def _check_content(data: Mapping[str, Any]) -> None:
-    """Raise ``MalformedFileError`` if a field is missing or has another type than in ``Figure`` and ``Calibration``."""
+    """Raise ``MalformedFileError`` for a field that is missing or unknown, or has another type than in ``Figure`` and ``Calibration``."""
     kinds: dict[str, Any] = {"version": int, "machine": dict, "measured_at": str, "figures": list}
     checked: list[tuple[str, Any, dict[str, Any]]] = [("it", data, kinds)]
     if isinstance(data.get("figures"), list):
@@ -147,7 +147,7 @@ _SIZES = {
 
 
 def _check_complete(figures: Sequence[Figure]) -> None:
-    """Raise ``MalformedFileError`` if a figure lacks a size, or a measured number of processes lacks a required figure."""
+    """Raise ``MalformedFileError`` if a figure lacks a size, or the figures of some number of processes lack a required one."""
     for figure in figures:
         if lacks := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
             raise MalformedFileError(f"a figure {shown(figure.name)} has no {lacks[0]}")
@@ -161,7 +161,7 @@ def _check_complete(figures: Sequence[Figure]) -> None:
 
 
 def elsewhere(found: Calibration) -> str:
-    """Return how the measured machine differs from this one, or an empty string if it doesn't."""
+    """Return how the measured machine differs from this machine (a clause for messages), or an empty string if it doesn't."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
         return ""
@@ -170,7 +170,7 @@ def elsewhere(found: Calibration) -> str:
 
 
 def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
-    """Return how the measured GPU differs from the cluster's, or an empty string if it doesn't or its kind is unknown."""
+    """Return how the measured GPU differs from the cluster's, or an empty string if they are equal or the measured GPU is unknown."""
     name, memory = str(found.machine.get("gpu", "")), found.machine.get("gpu_memory_bytes")
     if cluster.kind != "cuda" or not name or memory is None:
         return ""
@@ -193,7 +193,7 @@ def _is_number(value: Any) -> bool:
 
 
 def apply(cluster: Cluster, path: Path | None) -> Cluster:
-    """Return ``cluster`` with the measurements in the file ``path``, or else in the file at the default path.
+    """Return ``cluster`` with the measurements in the file ``path``; if it is ``None``, with those in the file at the default path, if any.
 
     The default file applies to this machine's devices only. A file that the user names (``path``) also gives the op times of GPUs in
     other machines if it was measured on that kind of GPU.
@@ -225,7 +225,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
 
 
 def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
-    """Return ``cluster``, which is not this machine, with the op times that were measured on one GPU of its kind."""
+    """Return ``cluster``, which isn't this machine, with the op times that were measured on one GPU of the same kind."""
     figures = [f for f in found.figures if f.device == "cuda" and f.processes == 1]
     name = str(found.machine.get("gpu", ""))
     memory = found.machine.get("gpu_memory_bytes")
@@ -298,7 +298,7 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
             update.append((f.size["bytes"], f.median))
         if f.name not in points:
             continue
-        # launches are priced separately
+        # the cost model adds launches separately
         seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _LEAST * f.median)
         flops, moved = f.size.get("flops", 0.0), f.size.get("bytes", 0.0)
         point = {

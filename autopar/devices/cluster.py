@@ -29,8 +29,8 @@ class Link:
 class Host:
     """A node's host memory, to which its devices can offload.
 
-    ``memory_bytes`` (installed) and ``bytes_per_s`` (peak) are per node; ``link_bytes_per_s`` is the peak of a device's link to the host,
-    per direction.
+    ``memory_bytes`` (installed) and ``bytes_per_s`` (peak bandwidth) are per node; ``link_bytes_per_s`` is the peak bandwidth of a device's
+    link to the host, per direction.
     """
 
     memory_bytes: int
@@ -59,7 +59,7 @@ class Network:
 
     ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) have the bus bandwidth in bytes per second for each entry of
     ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_hop_s`` is the latency of one step of any
-    collective in a run whose pipeline stages also send between nodes.
+    collective if pipeline stages send between nodes at the same time.
     """
 
     nodes: tuple[int, ...]
@@ -108,7 +108,7 @@ class Gpu:
         return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
 
     def update_s(self, moved: float, tensors: int) -> float:
-        """Return the seconds of an optimizer step that moves ``moved`` bytes in all, for ``tensors`` tensors."""
+        """Return the seconds of an optimizer step that moves ``moved`` bytes in total, over ``tensors`` tensors of equal size."""
         if self.measured is None or tensors == 0:
             return moved / self.bytes_per_s
         return tensors * self.measured.update.beyond(moved / tensors)
@@ -122,7 +122,7 @@ class Gpu:
         return self.peak_flops["bfloat16" if dtype == "float8" else dtype] * self.attention_efficiency
 
     def fastest_flops_per_s(self, dtype: str) -> float:
-        """Return an upper bound of the FLOP/s at which ops in ``dtype`` are priced; 0 if the peak is unknown."""
+        """Return an upper bound of the FLOP/s that the cost model assumes for ops in ``dtype``; 0 if the peak is unknown."""
         if self.measured is not None or dtype not in self.peak_flops:
             return self.peak_flops.get(dtype, 0.0)
         return max(self.flops_per_s(dtype), self.attention_flops_per_s(dtype))
@@ -138,11 +138,11 @@ class Cluster:
     """``nodes`` times ``gpus_per_node`` devices of one kind, or several such ``parts`` (see ``joined``).
 
     ``intra`` links devices of a node (NVLink, PCIe, gloo), ``inter`` is a device's share of its node's network when all devices of the
-    node send. ``collective_s`` is the device's fixed cost of a collective, ``host_s`` the host's. ``local``: the devices are this
+    node send. ``collective_s`` is the device's fixed time per collective, ``host_s`` the host's. ``local``: the devices are this
     machine's; ``devices`` has the names of its GPUs. ``collective_times`` has measured collectives. ``host`` is a node's host memory,
-    ``None`` if the devices are CPU processes, which compute in it; ``nvme`` the node's drives, ``None`` if the cluster file has none.
+    ``None`` for CPU processes, whose memory is the host's; ``nvme`` the node's drives, ``None`` if the cluster file has none.
     ``nvlink_domain`` is the number of GPUs that NVLink connects if that is more than a node (72 in GB200 NVL72), else 0. ``first`` is the
-    index of the first device on its node; it is not 0 if a pipeline stage begins inside a node.
+    index of the first device in its node or NVLink domain; it is not 0 if a pipeline stage begins inside one.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Cluster:
     network: Network | None = None
     collective_times: CollectiveTimes | None = field(default=None, hash=False)
     overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # seconds that a second of hidden communication costs
-    notes: tuple[str, ...] = ()  # which every plan on this cluster shows
+    notes: tuple[str, ...] = ()  # every plan on this cluster shows them
     pipelined: bool = (
         False  # whether stages send to other nodes; if so, a collective's step takes ``network.pipelined_hop_s``
     )
@@ -224,7 +224,7 @@ class Cluster:
         return int(capacity) // self.gpus_per_node
 
     def nvme_s(self, read: float, written: float) -> float:
-        """Return the seconds in which a device reads and writes these bytes while all devices of its node do the same."""
+        """Return the seconds in which a device reads and writes these bytes on NVMe while all devices of its node do the same."""
         drives = self._drives
         return (read / drives.read_bytes_per_s + written / drives.write_bytes_per_s) * self.gpus_per_node
 
@@ -257,15 +257,15 @@ class Cluster:
         return sum(n * peak for n, peak in peaks) if all(peak for _, peak in peaks) else 0.0
 
     def fastest_flops_per_s(self, precision: str) -> float:
-        """Return an upper bound of the FLOP/s at which the cluster's ops are priced: all devices count as the fastest kind. Return 0 if the
-        peak of one kind is unknown."""
+        """Return an upper bound of the FLOP/s that the cost model assumes for all devices together: each counts as the fastest kind. Return
+        0 if the peak of one kind is unknown."""
         fastest = [part.gpu.fastest_flops_per_s(precision) for part in self.parts or (self,)]
         return self.count * max(fastest) if all(fastest) else 0.0
 
     def with_idle(self) -> tuple[Cluster, ...]:
-        """Return smaller clusters, which leave some nodes idle (of a single node: some devices). Their sizes have only small factors: 127
-        or 9 devices have few meshes, perhaps none that divides the model and the batch. Return none for local devices and heterogeneous
-        clusters."""
+        """Return smaller clusters, which leave some nodes idle (in a single node: some devices). Their sizes have only small factors: 127
+        or 9 devices have few meshes, perhaps none that divides the model and the batch. Local devices and heterogeneous clusters have no
+        such clusters."""
         if self.local or self.parts:
             return ()
         units = self.nodes if self.nodes > 1 else self.gpus_per_node
@@ -275,8 +275,8 @@ class Cluster:
         return tuple(replace(self, name=f"{n}x{m}x{self.gpu.name}", nodes=n, gpus_per_node=m) for n, m in shape)
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
-        """Return a cluster for each of ``pipeline`` stages, in order, with equally many devices. A stage on several parts has the worst
-        figures of them."""
+        """Return the part (without parts: this cluster) with the devices of each of ``pipeline`` stages, in order. All stages have the same
+        number of devices. For a stage on several parts, these are joined, with their worst figures."""
         size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
         views = []
         for i, touched in enumerate(self._touched(pipeline)):
@@ -286,8 +286,8 @@ class Cluster:
         return tuple(views)
 
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
-        """Return a cluster for each pair of adjacent stages, with the devices of both: they send over its ``inter`` link, or over ``intra``
-        on one node."""
+        """Return the part, or the joined parts, with the devices of each pair of adjacent stages. These send over its ``inter`` link, or
+        over its ``intra`` link inside a node."""
         touched = self._touched(pipeline)
         return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 
@@ -326,8 +326,8 @@ class Cluster:
 
 
 def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bool = False) -> Cluster:
-    """Join parts into one cluster with their worst figures: slowest device and link, smallest memory. With ``across``, the link ``between``
-    the parts becomes the ``inter`` link if it is slower, because devices of one part send to the other."""
+    """Join parts into one cluster with their worst figures: slowest device and link, smallest memory. With ``across``, devices of one part
+    send to another, so the link ``between`` the parts becomes the ``inter`` link if it is slower."""
     gpus = [part.gpu for part in parts]
     inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
     if across and between is not None and between.bytes_per_s < inter.bytes_per_s:
@@ -367,7 +367,7 @@ def _smallest(given: Sequence[Part | None]) -> Part | None:
 
 
 def _slowest(gpus: Sequence[Gpu]) -> Gpu:
-    """Return a device with the worst of each figure of ``gpus``."""
+    """Return a device with the worst value of each figure among ``gpus``."""
     if len(set(gpus)) == 1:
         return gpus[0]
     efficiency = min(gpu.matmul_efficiency for gpu in gpus)

@@ -1,9 +1,9 @@
-"""Constants of the cost model that no specification has, each with its unit and source.
+"""Constants of the cost model that aren't in specifications, each with its unit and source.
 
 Vendor specifications are in ``kinds/*.toml``, measured bandwidths in ``networks/*.toml``. The constants here are achieved fractions of
 peaks, latencies, and low estimates for a machine without a GPU. A source starts with its kind: *measured*, *library* (from its source
-code), *published*, *vendor* (a data sheet), *assumed*, or *fitted* to published measurements. docs/evidence/validation.md lists all of
-them, including those in the files and of ``autopar.trainers``.
+code), *published*, *vendor* (a data sheet), *assumed*, or *fitted* to published measurements. docs/evidence/validation.md lists all
+constants, including those in the files and in ``autopar.trainers``.
 """
 
 from __future__ import annotations

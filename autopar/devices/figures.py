@@ -16,7 +16,7 @@ _RATES = {
     TF32: ("fp32", "FP32_OVER_BF16"),
     "float64": ("", "FP64_OVER_BF16"),
 }
-"""Precision -> (key of its source in the file of a GPU kind, constant from which the peak is derived if the file has none)."""
+"""Precision -> (key of its peak's source in the file of a GPU kind, constant from which the peak is derived if the file has none)."""
 
 
 def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
 
 def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
     """Return the source of the peak of ``dtype``: that in the file of the GPU kind, or the constant from which the peak is derived;
-    ``None`` if it has neither, as 16-bit dtypes."""
+    ``None`` if there is neither, as for 16-bit dtypes."""
     own, ratio = _RATES.get(dtype, ("", ""))
     return sources.get(own) or (_of(ratio) if ratio and "bf16" in sources else None)
 
@@ -92,7 +92,7 @@ def _rows(rows: list[tuple[str, float, str, str]]) -> list[dict[str, Any]]:
 
 
 def constant_figures() -> list[dict[str, Any]]:
-    """Return the figures that are the same for all kinds of devices."""
+    """Return the rows for ``devices.constants``, which are the same for all kinds of devices."""
     found = {name: value for name, value in vars(constants).items() if isinstance(value, Constant)}
     assert [f.name for f in fields(Constant)] == ["value", "unit", "source"]
     return [{"figure": name} | asdict(constant) for name, constant in found.items()]

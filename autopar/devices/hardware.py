@@ -23,12 +23,12 @@ from autopar.errors import DeviceError
 from autopar.precision import FLOAT8, TF32
 
 _GIGA, _TERA = 1e9, 1e12
-GPUS_PER_NODE = 8  # as on an SXM board; the file of a kind may have another number, as GB200's does
+GPUS_PER_NODE = 8  # as on an SXM board; the file of a kind may have another number (GB200)
 
 
 @cache
 def table() -> dict[str, Mapping[str, Any]]:
-    """Return the contents of the files of GPU kinds by name, in their listed order."""
+    """Return the contents of the files of GPU kinds by name, sorted by their ``order``."""
     entries = sorted((_read(file) for file in _files("kinds")), key=lambda entry: int(entry["order"]))
     for entry in entries:
         assert _peak(entry) and entry.get("hbm_gb_per_s"), f"{entry['name']} lacks a bandwidth or a peak"
@@ -53,7 +53,7 @@ def gpu_names() -> tuple[str, ...]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Return the GPU name for each accepted spelling, after ``_fold``. A shortened name means the first matching GPU: SXM before PCIe."""
+    """Return the GPU name for each accepted spelling (folded). A shortened name means the first matching GPU in ``table``."""
     aliases: dict[str, str] = {}
     for name in table():
         parts = name.split("-")
@@ -71,7 +71,7 @@ def _fold(name: str) -> str:
 
 
 def find(name: str) -> str:
-    """Return the name of the known GPU that ``name`` means. Raises ``DeviceError`` with the nearest names if there is none."""
+    """Return the full name of a known GPU from any accepted spelling. Raises ``DeviceError`` with the nearest names if there is none."""
     known = _aliases().get(_fold(name))
     if known is not None:
         return known
@@ -85,9 +85,9 @@ def find(name: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """Return the known GPU for a free-form description: by ``find``, else the GPU of the same family with the nearest memory size.
+    """Return the name of the known GPU for a free-form description: by ``find``, else the one of its family with the nearest memory size.
 
-    Raises ``DeviceError`` if no entry is of that family.
+    Raises ``DeviceError`` if no known GPU is of that family.
     """
     plain = re.sub(r"\(.*?\)", " ", text).strip()
     try:
@@ -112,8 +112,8 @@ def network_entries() -> list[dict[str, Any]]:
 
 
 def network(name: str, per_node: int, description: str) -> Network | None:
-    """Return the measured network of nodes with ``per_node`` GPUs of the kind ``name``; ``None`` if it wasn't measured, or if the user's
-    ``description`` names a network."""
+    """Return the measured network of nodes with ``per_node`` GPUs of the kind ``name``; ``None`` if none was measured, or if there is a
+    ``description`` of the network."""
     if description:
         return None
     found = next((n for n in network_entries() if (n["gpu"], n["gpus_per_node"]) == (name, per_node)), None)
@@ -147,7 +147,7 @@ def node_bytes_per_s(description: str, per_node: int) -> float | None:
 
 
 def rates(entry: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """Return peak FLOP/s by precision, for those of ``RATES`` that an entry has under the key ``peak_NAME`` + ``ending`` + ``_tflops``."""
+    """Return peak FLOP/s by precision, for those of ``RATES`` for which ``entry`` has the key ``peak_NAME`` + ``ending`` + ``_tflops``."""
     keys = {precision: f"peak_{name}{ending}_tflops" for precision, name in RATES.items()}
     return {precision: entry[key] * _TERA for precision, key in keys.items() if key in entry}
 
@@ -183,7 +183,7 @@ def peaks(
 
 
 def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
-    """Return the known GPU ``name``; ``memory_bytes`` is the memory of the actual device, by default that of the kind."""
+    """Return the known GPU ``name``. ``memory_bytes`` is the memory of the actual device; by default, the file of the kind has it."""
     entry = table()[name]
     peak = _peak(entry)
     sustained = _sustained(entry, peak)
@@ -204,8 +204,8 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """Return the FLOP/s of large matrix products in training, as measured in training, or else in a short benchmark and then reduced for
-    power limits."""
+    """Return the FLOP/s of large matrix products in training: as measured in training, or else in a short benchmark (by default
+    ``MATMUL_EFFICIENCY`` of the peak), reduced for power-limited GPUs."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
     best = entry.get("achievable_matmul_bf16_tflops")
@@ -214,7 +214,7 @@ def _sustained(entry: Mapping[str, Any], peak: float) -> float:
 
 
 def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
-    """Return the link within a node, and a device's share of its node's network."""
+    """Return the link within a node, and a device's share of its node's network, for GPUs of the kind ``name``."""
     entry = table()[name]
     sources = entry["sources"]
     nvlink = entry.get("nvlink_gb_per_s_per_gpu_unidirectional")
@@ -259,9 +259,9 @@ def inter_link(bytes_per_s: float, source: str) -> Link:
 
 
 def match_device(device_name: str, memory_bytes: int) -> str:
-    """Return the known GPU for a driver's device name, such as ``NVIDIA H100 80GB HBM3``.
+    """Return the name of the known GPU for a driver's device name, such as ``NVIDIA H100 80GB HBM3``: by its family and nearest memory.
 
-    Raises ``DeviceError`` if no entry is of that family.
+    Raises ``DeviceError`` if no known GPU is of that family.
     """
     words = set(re.split(r"[\s-]+", device_name.upper()))
     family = [name for name in table() if name.split("-")[0].replace("RTX", "") in words]

@@ -1,7 +1,7 @@
 """Measured speeds of devices and links, as curves over the size of the op or message.
 
 A specification has one figure for all sizes, but small products, short messages and strided reads are slower. ``Gpu.seconds`` and
-``Gpu.update_s`` use the curves if there are any, and else the specification.
+``Gpu.update_s`` use the curves if a device has them, and otherwise the specification.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 PRODUCT8 = "product in 8 bits"
 PRODUCT, ATTENTION, POINTWISE = "product", "attention", "pointwise"
 CLASS_LOSS = "cross_entropy_loss"
-"""Kinds of ops with curves of their own. Any other kind is the name of an op; an op that wasn't measured has the curve of ``POINTWISE``."""
+"""Kinds of ops with separate curves. Any other kind is the name of an op; an op that wasn't measured uses the curve of ``POINTWISE``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Times of ops on a device while all other devices are busy, too.
+    """Measured speeds of ops on a device while all other devices are busy, too.
 
     Keys are (dtype or kind of op, whether backward). The curves of ``products`` map FLOPs per byte to FLOP/s, those of ``attention`` FLOPs
     to FLOP/s, those of ``moves`` bytes to bytes per second. ``update`` maps the bytes that the optimizer moves per tensor to seconds.
@@ -85,7 +85,7 @@ class Ops:
 
     @staticmethod
     def _of(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
-        # a dtype that wasn't measured has the curve of a similar one, such as the other 16-bit format
+        # a dtype that wasn't measured uses the curve of a similar one, such as the other 16-bit format
         for name in (dtype, "bfloat16" if dtype in ("float16", "float8") else dtype, "float32"):
             if (name, backward) in curves:
                 return curves[name, backward]
@@ -98,20 +98,20 @@ class CollectiveTimes:
 
     A name is a value of ``Collective``, or ``"p2p"`` (over the bytes sent), or ``"flat reduce_scatter"`` (of ZeRO-1's flat buffers), or
     ``"sharded all_gather"`` or ``"sharded reduce_scatter"`` (FSDP's, with the copies into and out of a layer's flat buffers). ``waits``
-    maps a group size to the seconds that a collective waits for the slowest rank after one second of compute.
+    maps a group size to the seconds for which a collective waits for the group's slowest rank after one second of compute.
     """
 
     curves: Mapping[tuple[str, int], Curve]
     waits: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, name: str, members: int, size: float) -> float | None:
-        """Return the seconds, or ``None`` if that collective wasn't measured with that group size."""
+        """Return the seconds of a collective over ``members`` ranks on ``size`` bytes; ``None`` if this group size wasn't measured."""
         curve = self.curves.get((name, members))
         return None if curve is None else curve.beyond(size)
 
     def wait_s(self, group_sizes: Sequence[int], compute_s: float) -> float:
-        """Return the seconds that collectives over groups of these sizes wait for the slowest ranks, if they divide ``compute_s`` into
-        equal parts.
+        """Return the total seconds for which collectives over groups of these sizes wait for the slowest ranks, if the collectives divide
+        ``compute_s`` into equal parts.
 
         Delays are assumed to be independent. The standard deviation of a part's time, and with it the expected delay of the slowest rank
         (an order statistic of the normal distribution), then grows with the square root of the part's length.

@@ -1,7 +1,7 @@
 """Parses a user's description of devices into a ``Cluster``.
 
 =====================  ==============================================================================================
-``4``                  four devices of this machine: CUDA devices if it has four, or else processes on the CPU
+``4``                  four devices of this machine: CUDA devices if it has four, otherwise processes on the CPU
 ``"8xH100-80GB"``      one node; more GPUs than a node has are several nodes (``"64xH100-80GB"`` is 8 nodes of 8)
 ``"128x8xH100-80GB"``  nodes x GPUs per node x kind
 ``"cluster.toml"``     a file, see below
@@ -14,7 +14,7 @@ A TOML file has these keys. A known GPU requires only ``gpu``; any other GPU als
     name = "our cluster"
     nodes = 16
     gpus_per_node = 8
-    nvlink_domain = 72           # GPUs that NVLink connects, if it connects several nodes
+    nvlink_domain = 72           # GPUs that NVLink connects, if it spans several nodes
     gpu = "H100-80GB"
     memory_gb = 80               # as in the GPU's name
     memory_gb_per_s = 3350       # peak, GB = 1e9 bytes
@@ -33,14 +33,14 @@ A TOML file has these keys. A known GPU requires only ``gpu``; any other GPU als
     nvme_gb = 15360              # per node, all drives together, GB = 1e9 bytes; requires both rates
     nvme_read_gb_per_s = 27      # per node, sequential, as in the data sheet
     nvme_write_gb_per_s = 16
-    nvme_path = "/nvme"          # the folder where programs keep optimizer states; else AUTOPAR_NVME, or --nvme of train.py
+    nvme_path = "/nvme"          # the folder for optimizer states; without it, AUTOPAR_NVME or the option --nvme of train.py
     local = false                # the devices are this machine's
 
-``gpu = "cpu"`` means ``gpus_per_node`` processes on this machine's CPU. Without the ``nvme`` keys a cluster has no NVMe; with them, plans
-may keep optimizer states in host memory and on NVMe without a pin.
+``gpu = "cpu"`` means ``gpus_per_node`` processes on this machine's CPU. Without the ``nvme`` keys a cluster has no NVMe; with them, a plan
+may keep optimizer states in host memory and on NVMe even if no pin asks for it.
 
 A cluster of different devices, or of parts with a slow link between them, has a group for each part, with these keys (except ``name`` and
-``local``). Pipeline stages take devices in the order of the file::
+``local``). Pipeline stages use devices in the order of the file::
 
     name = "two generations"
     between_gb_per_s = 100       # from group to group, per node, one direction
@@ -79,7 +79,7 @@ _FORMS = (
     'write 4, "8xH100-80GB", "128x8xH100-80GB" (nodes x GPUs x kind), the path of a TOML file, or a list of devices'
 )
 MOST = 2**20
-"""Maximum number of devices; searches over many more don't end."""
+"""Maximum number of devices; a search over many more takes too long."""
 _MOST_BYTES = 2**20
 _MOST_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
@@ -110,12 +110,12 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
 
     Args:
         spec: an int, a string, a path, or a sequence of devices; a ``Cluster`` is returned unchanged.
-        memory_limit_bytes: the memory of a device that a plan may use, instead of the usable fraction.
+        memory_limit_bytes: the memory that a plan may use on a device; by default a fraction of the device's memory.
         calibration: a file that ``autopar profile`` wrote; by default the file at the default path, if there is one (see
             ``devices.calibration``).
 
     Raises:
-        DeviceError: ``spec`` doesn't describe a known device, or the calibration isn't for this machine.
+        DeviceError: ``spec`` doesn't describe known devices, the memory limit is invalid, or the calibration is for other devices.
     """
     cluster = _parse(spec)
     if cluster.count > MOST:
@@ -366,7 +366,7 @@ def _part(path: Path, data: dict[str, Any]) -> Cluster:
 
 
 def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = True) -> None:
-    """Raise ``DeviceError`` for a key not in ``keys``, for an invalid value, and, if ``named``, for a missing ``gpu``."""
+    """Raise ``DeviceError`` for a key that isn't in ``keys``, for an invalid value, and, if ``named``, for a missing ``gpu``."""
     for key, value in data.items():
         if key not in keys:
             near = difflib.get_close_matches(key, keys, n=3) or list(keys)

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OK, ABSENT, WARNING, BROKEN = "ok", "absent", "warning", "broken"
-"""``absent``: missing and optional; ``warning``: some runs need it; ``broken``: every run needs it."""
+"""``absent``: missing, but optional; ``warning``: a problem for some runs; ``broken``: a problem for every run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: ``value`` says in words what the check found, ``figures`` has the same as data, ``hint`` says how to fix a
-    problem."""
+    """The result of one check: ``value`` is the result in words, ``figures`` has it as data, ``hint`` tells how to fix a problem,
+    ``status`` is one of the four above."""
 
     part: str
     name: str

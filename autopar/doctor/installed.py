@@ -19,7 +19,7 @@ _IMPORTED_AS = {"spmd-types": "spmd_types"}
 
 
 def installed() -> Iterator[Finding]:
-    """Check Python, the packages (by importing them: that they are installed isn't enough), the compiler and torchrun."""
+    """Check Python, the packages (an installed package must also import), the compiler and torchrun."""
     new = sys.version_info[:2] >= _PYTHON
     wanted = ".".join(map(str, _PYTHON))
     yield Finding(

@@ -18,7 +18,7 @@ from autopar.units import size
 
 PART, GPUS = "machine", "GPUs"
 _LITTLE_BYTES = 4 * 10**9
-_SHARED_BYTES = 10**9  # shared memory for NCCL and for workers of data loaders; a container's default is 64 MiB
+_SHARED_BYTES = 10**9  # shared memory for NCCL and for data loader workers; a container's default is 64 MiB
 PORTS = {29500: "torchrun", 29400: "`autopar run --elastic`"}
 """Default ports, and the programs that use them."""
 
@@ -122,7 +122,7 @@ def _calibration() -> Finding:
 
 
 def gpus(torch: Any) -> Iterator[Finding]:
-    """Check each CUDA device (memory, capability, whether its kind is known), NCCL, and the shared memory that NCCL needs."""
+    """Check each CUDA device (memory, capability, kind), NCCL, and the shared memory that NCCL needs. ``torch`` is the module."""
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi")
         said = "no CUDA device: plans for GPUs elsewhere can be made, programs run on the CPU"

@@ -1,4 +1,4 @@
-"""Trial runs on this machine: an all-reduce between processes (gloo, NCCL), and the compiler."""
+"""Trial runs on this machine: an all-reduce between processes (gloo, NCCL), and ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gloo() -> Finding:
 
 
 def nccl() -> Finding:
-    """Check an all-reduce between as many processes as GPUs, each on its own GPU."""
+    """Check an all-reduce over all GPUs, with one process per GPU."""
     count = torch.cuda.device_count()
     workers = Processes(count)
     try:

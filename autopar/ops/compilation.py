@@ -1,4 +1,4 @@
-"""Says whether ``torch.compile`` can compile a layer class, judging by its ops."""
+"""Decides from a layer class's ops whether ``torch.compile`` can compile its layers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def factors(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the two factors of a product."""
+    """Return the two factors of a product, without the added operand."""
     first = 1 if facts(node).added_operand == 0 else 0
     return operands(node)[first : first + 2]
 
@@ -82,7 +82,7 @@ def model_flops(node: fx.Node) -> float:
 class GradientProduct:
     """A product in an op's backward: its FLOPs, and the operand whose gradient it computes.
 
-    In a mixture of experts, the gradient of a value between two of the experts' products has the tokens as its operand.
+    In a mixture of experts, ``operand`` is the tokens for the gradient of any value inside the experts' body.
     """
 
     flops: float
@@ -90,9 +90,9 @@ class GradientProduct:
 
 
 def gradient_products(node: fx.Node, wants: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
-    """Return the products in the backward of an op other than attention: for each factor that needs a gradient one as large as the forward.
+    """Return the products in the backward of an op other than attention: one with the forward's FLOPs per factor that needs a gradient.
 
-    ``wants`` says whether a value needs a gradient.
+    ``wants`` maps a value to whether it needs a gradient.
     """
     if isinstance(node.target, Experts):
         return tuple(_experts_gradient_products(node, node.target, wants))

@@ -1,4 +1,4 @@
-"""A mixture of experts as one op, with the model's code of an expert (the body) as a graph.
+"""A mixture of experts as one op, with the experts' computation (the body) as a graph.
 
 An ``Experts`` is a node's target, like ``aten.linear``: the node's operands are the tokens ``[..., h]``, the router's choices
 ``[..., k]`` and their weights ``[..., k]``, and the experts' parameters with the experts as dim 0. The body is a graph of ``(rows, counts,
@@ -21,7 +21,7 @@ from autopar.program import kernels_experts
 
 
 class Experts:
-    """The op of a mixture. Two ops are equal if they have as many experts, and their bodies are the same graph at the same shapes."""
+    """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes."""
 
     def __init__(self, body: fx.GraphModule, count: int) -> None:
         self.__name__ = self.__qualname__ = "experts"  # fx names the node by it, the table of rules the op
@@ -53,8 +53,8 @@ class Experts:
 
 
 def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Return the grouped products of the body that CUDA refuses at these local parameter shapes, with the widths (in elements) of their
-    rows and results: one of the two is no multiple of 16 bytes. Only bfloat16 uses grouped products."""
+    """Return the grouped products of the body that CUDA refuses at these local parameter ``shapes``, because the width of their rows or
+    results isn't a multiple of 16 bytes, with both widths in elements. Only bfloat16 uses grouped products."""
     rows, counts, *parameters = (meta(node)["val"] for node in op.body.graph.nodes if node.op == "placeholder")
     if parameters[0].dtype != torch.bfloat16:
         return {}
@@ -84,7 +84,7 @@ class _ProductWidths(fx.Interpreter):
 
 
 def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
-    """Return the mixture with one product per expert in place of each grouped product that ``names`` has."""
+    """Return the mixture with one product per expert in place of each grouped product in ``names``."""
     body = copy.deepcopy(op.body)
     for node in body.graph.nodes:
         if node.name in names:

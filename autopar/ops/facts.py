@@ -1,4 +1,4 @@
-"""A table of facts about each op, keyed by name: its kind, and what follows from the kind.
+"""A table of facts about each op, by its name: its kind, and properties that follow from the kind.
 
 Rules, cost model, passes, capture, emit and checks use ``facts(node)`` instead of comparing names. Ops that aren't in the table are of
 kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
@@ -112,7 +112,7 @@ class Op:
 
     @property
     def is_product(self) -> bool:
-        """Whether the op is a product of matrices or a convolution, whose operands have one dtype."""
+        """Whether the op is a matrix product or a convolution, which require operands of one dtype."""
         return self.kind in _PRODUCTS
 
     @property
@@ -140,12 +140,12 @@ class Op:
 
     @property
     def passes_gradient_on(self) -> bool:
-        """Whether the backward runs no kernel if the operands have the result's shape."""
+        """Whether the backward runs no kernel if each operand has as many bytes as the result."""
         return self.kind in (OpKind.ADDITION, OpKind.CAST, OpKind.IDENTITY)
 
     @property
     def is_view(self) -> bool:
-        """Whether the op's name is that of a view (a reshape may copy: ``price.trace`` runs it to see)."""
+        """Whether the op usually returns a view (a reshape may copy: ``price.trace`` runs the op to find out)."""
         return self.kind in _VIEWS or self.name in _OTHER_VIEWS
 
     @property

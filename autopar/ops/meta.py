@@ -1,4 +1,4 @@
-"""Declares the keys of ``fx.Node.meta`` and ``fx.GraphModule.meta`` that autopar writes, or that torch writes and autopar reads.
+"""Declares the keys of ``fx.Node.meta`` and ``fx.GraphModule.meta`` that autopar writes, or reads from torch.
 
 ``meta(node)`` is ``node.meta`` with these types, so that mypy refuses undeclared keys.
 """
@@ -38,7 +38,7 @@ class NodeMeta(TypedDict, total=False):
     shares: str
     """The name of another parameter or buffer that shares the node's memory."""
     state: bool
-    """Present if the model writes the buffer, so that the graph returns its new value."""
+    """Present if the model writes the buffer: the graph then returns the buffer's new value."""
 
     # of all nodes of a captured graph
     gradient: bool
@@ -46,14 +46,14 @@ class NodeMeta(TypedDict, total=False):
     no_grad: bool
     """Present for calls under ``torch.no_grad``. Written and read by cleaning."""
     main: bool
-    """Whether the node belongs to a layer: it depends on a parameter or a written buffer, is a buffer's new value, or draws random numbers.
+    """Whether the node belongs to one layer: it depends on a parameter, a written buffer or a random number, or is a buffer's new value.
     ``capture.segment`` writes this key and the next two."""
     needs_input: bool
     """Whether the node depends on an input."""
     scalar: bool
     """Whether the node is a 0-d value that depends only on inputs and that layers read; it is computed once, before the first layer."""
     scalar_name: str
-    """The name of a scalar. Written by the cleaning of losses."""
+    """The name of a scalar. Written by cleaning (losses, selections)."""
     scalar_value: Value
     """The scalar as a value of the captured graph. Written by ``capture.layers``."""
 
@@ -65,18 +65,18 @@ class NodeMeta(TypedDict, total=False):
     product: str
     """The name of the product into which a bias was fused. Written by ``passes.fuse_bias``, read by ``passes`` and ``emit``."""
     caller: str
-    """The runtime function that wraps the node's call. Written by the passes of techniques, read by ``emit``."""
+    """The name of the runtime function that wraps the node's call. Written by the passes of techniques, read by ``emit``."""
     joined: bool
     """Whether the call combines a collective and products (``passes.joined``)."""
     turn: bool
     """Whether the other half of the microbatch runs before the node. Written by the passes of techniques, read by ``emit``, like the next
     five."""
     inner: str
-    """The function that issues the async communication of the node's kernel, during which the other half runs."""
+    """The name of the function that issues the async communication of the node's kernel, during which the other half runs."""
     across: bool
     """Whether the other half runs between the node and one of its readers."""
     async_op: str
-    """The function that issues an async conversion."""
+    """The name of the function that issues an async conversion."""
     once: bool
     """Whether one async conversion serves both halves."""
     sends: list[fx.Node]
@@ -95,7 +95,7 @@ class GraphMeta(TypedDict, total=False):
     unmicrobatchable: str
     """The reason why the batch cannot be split into microbatches."""
     local_batch_norm: bool
-    """Whether batch norm uses the statistics of each part of the batch. Set by the user."""
+    """Whether batch norm uses the statistics of each rank's part of each microbatch. Set by the user."""
     updates: tuple[str, ...]
     """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
     valueless: dict[str, None]

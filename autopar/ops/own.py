@@ -1,4 +1,4 @@
-"""A registry of fused ops that autopar's passes create, with the functions that cost model, padding, kernels and checks need.
+"""A registry of fused ops that autopar's passes create, with functions for the cost model, padding, kernels and checks.
 
 The pass's module registers the op, and adds its rule to ``rules.table``.
 """
@@ -15,11 +15,11 @@ from torch import fx
 from autopar.ops.facts import op_name
 
 Size = Callable[[torch.Tensor], int]
-"""Returns the bytes of a tensor in the precision that is priced."""
+"""A function that returns the bytes of a tensor in the precision that the cost model assumes."""
 
 
 class Passes(NamedTuple):
-    """An op's work besides its products: bytes moved forward and backward, live bytes while it runs, and kernels forward and backward."""
+    """An op's work besides its matrix products: bytes moved forward and backward, live bytes while it runs, kernels in each pass."""
 
     forward_bytes: float
     backward_bytes: float
@@ -32,11 +32,11 @@ class Passes(NamedTuple):
 class OwnOp:
     """A fused op that a runtime function computes.
 
-    ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which the backward computes again; ``slices`` is the
-    number of parts in which the op computes them. ``passes`` is the rest of the work. ``padding_after`` has the result of
-    ``rules.padding.padding_after``; ``resize`` sets the true sizes in the call of a padded graph. ``call`` returns a rank's call
-    (``passes.kernel_calls``). ``samples`` returns arguments for checking the rule, from functions that draw normal floats of a shape, and
-    integers below a limit.
+    ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which the backward recomputes; ``slices`` is the
+    number of parts in which the op computes them. ``passes`` is the rest of the work. ``padding_after`` returns the same as
+    ``rules.padding.padding_after``; ``resize(new, old)`` sets the unpadded sizes in the padded graph's call ``new``. ``call`` returns a
+    rank's call (``passes.kernel_calls``). ``samples`` returns arguments for checking the rule; it gets functions that draw normal floats of
+    a shape, and integers below a limit.
     """
 
     name: str

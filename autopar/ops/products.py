@@ -11,8 +11,8 @@ from autopar.ops.operands import arguments
 def weight_of(node: fx.Node) -> fx.Node | None:
     """Return the weight of a ``linear`` if it is a placeholder that only this op reads, else ``None``.
 
-    A split backward pass defers the gradient of such a weight. If a weight has several readers, or is converted, its gradient is computed
-    in the first part, with the input gradients.
+    A split backward pass defers the gradient of such a weight. If a weight has several readers, or is converted between types, its gradient
+    is computed in the first part, with the input gradients.
     """
     if op_name(node) != "aten.linear":
         return None

@@ -1,4 +1,4 @@
-"""Finds a node's lines in the user's source code, and the name that the code gives to the node's value."""
+"""Finds the lines of the user's code that created a node, and the name that the code assigns the node's value to."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def is_bound(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> tuple[str, bool]:
-    """Return the name, and whether the code assigns it. The result of a function takes the name to which its caller assigns it."""
+    """Return the name, and whether the code assigns the value to it. If a function returns the value, its caller's assignment counts."""
     op, module, at = _op(node), _module_name(node), frames(node)
     for depth in reversed(range(len(at))):
         here = _statement(*at[depth][:2])
@@ -97,7 +97,7 @@ def _name(node: fx.Node) -> tuple[str, bool]:
 
 
 def _op(node: fx.Node) -> str:
-    """Return the op's name; with fx's number if the name is one of a Python builtin."""
+    """Return the op's name, with fx's number if the name is also a Python builtin's."""
     name = re.sub(r"_\d+$", "", node.name)
     return node.name if hasattr(builtins, name) else name
 
@@ -116,7 +116,7 @@ def _index(node: fx.Node) -> int | None:
 
 
 def _is_last(node: fx.Node, at: list[Frame]) -> bool:
-    """Return whether the node is the last of its statement: no other node of the same statement and frames (``at``) reads it."""
+    """Return whether the node is its statement's final value: no other node of the same statement and frames (``at``) reads it."""
     place = [(file, _first_line(file, line)) for file, line, *_ in at]
     waiting, seen = list(node.users), set[fx.Node]()
     while waiting:

@@ -1,4 +1,4 @@
-"""Makes the measurements, in worker processes that all run at the same time: a core would be faster while the others are idle.
+"""Measures ops and links in worker processes that all run at the same time: a core would be faster while the others are idle.
 
 Every measurement returns a list of figures: ``{"name", "variant", "backward", "size", "unit", "samples"}``.
 """
@@ -26,8 +26,8 @@ from autopar.run import remote
 _BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a warm-up
 _SAMPLES = (3, 40)
 _LEAST_SHARE = 0.1  # a difference of two noisy times counts as at least this fraction of the longer one
-# Shorter runs are timed back to back, as one sample. Processes that share a core get time slices of some milliseconds: a sample within one
-# slice would have the speed of a process that runs alone.
+# Shorter runs are repeated back to back and timed as one sample. Processes that share a core get time slices of some milliseconds: a sample
+# within one slice would show the speed of a process that runs alone.
 _BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
 _MOST_BACK_TO_BACK = 10_000
 _BEYOND_CACHES = 1 << 26  # bytes of the operands of rotating copies: more than a core's caches
@@ -39,7 +39,7 @@ _groups: dict[int, dist.ProcessGroup] = {}  # group size -> this rank's group
 
 Figures = list[dict[str, Any]]
 Op = tuple[Callable[[], Tensor], list[Tensor]]
-"""An op, and those of its operands that need a gradient."""
+"""An op, and the operands that need a gradient."""
 
 
 def join(device: str) -> None:
@@ -57,7 +57,7 @@ def join(device: str) -> None:
 
 
 def measure(function: str, arguments: dict[str, Any]) -> Figures:
-    """Run a ``sweep.Task``: the measurement ``_FUNCTION`` of this module."""
+    """Return the figures of a ``sweep.Task``: call the function ``_FUNCTION`` of this module with ``arguments``."""
     dist.barrier()
     torch.manual_seed(0)
     figures: Figures = globals()[f"_{function}"](**arguments)
@@ -67,8 +67,8 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
 def _seconds(
     run: Callable[[], Any], together: int = 1, turns: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Return samples of the seconds of ``run`` (by ``clock``), after ``turns`` warm-up runs. A sample is the mean of back-to-back runs. If
-    ``run`` is a collective over ``together`` ranks, all ranks agree on the number of runs."""
+    """Return samples of the seconds (by ``clock``) that ``run`` takes, after ``turns`` warm-up runs. A sample is the mean of back-to-back
+    runs. If ``run`` is a collective over ``together`` ranks, all ranks agree on the number of runs."""
     for _ in range(turns):
         run()
     _wait()
@@ -144,7 +144,7 @@ def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dic
 
 
 def _launch() -> Figures:
-    """Measure the launch of a tiny op: the mean over a chain of ops, so that the start of autograd's backward hardly counts."""
+    """Measure the launch of a tiny op: the mean over a chain of ops, so that the start of autograd's backward hardly matters."""
     length = 64
     x = torch.ones(1, device=_device, requires_grad=True)
 
@@ -222,7 +222,7 @@ def _moved(kind: str, rows: int, width: int) -> Op:
 
 
 def _update(elements: int) -> Figures:
-    """Measure the optimizer's time per tensor; on a GPU one kernel updates many tensors."""
+    """Measure the optimizer's time per tensor; on a GPU, for a step over several tensors, because one kernel updates many tensors."""
     count = 1 if _device.type == "cpu" else 16
     parameters = [nn.Parameter(torch.zeros(elements, device=_device)) for _ in range(count)]
     for parameter in parameters:
@@ -259,7 +259,7 @@ def _wire(name: str, members: int, size: int) -> Figures:
 
 
 def _send_round(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Send a tensor to the adjacent rank, and back."""
+    """Send a tensor from the group's first rank to its second, and back."""
     first = dist.get_rank(group) == 0
     other = dist.get_global_rank(group, 1 if first else 0)
     for forth in (True, False):
@@ -300,7 +300,7 @@ def _sharded(members: int, width: int) -> Figures:
             module.reshard()
 
     def visit() -> tuple[float, float, float]:
-        """Return seconds per module: of a gather, of a step with FSDP's hooks, and of a step without."""
+        """Return the seconds per module of an all-gather, of a step with FSDP's hooks, and of a step without them."""
         seconds = []
         for run in (gather, lambda: step(sharded), lambda: step(plain)):
             dist.barrier()
@@ -360,10 +360,10 @@ def _mesh(members: int) -> Any:
 
 
 def _call(members: int) -> Figures:
-    """Measure how much longer the host takes to call a differentiable, typed collective than a plain one: the time of Python and autograd.
+    """Measure how much longer the host takes for a differentiable, typed collective than for a plain one: the time of Python and autograd.
 
-    On a CPU this is the thread's processor time, which excludes waits for messages, times the slow-down by processes that compute at the
-    same time.
+    On a CPU, this is the thread's processor time, which excludes waiting for messages, times the slow-down by processes that compute at
+    the same time.
     """
     group = _groups[members]
     x = torch.ones(64, device=_device, requires_grad=True)
@@ -387,7 +387,7 @@ def _call(members: int) -> Figures:
 
 
 def _overlap(members: int) -> Figures:
-    """Measure which fraction of overlapped communication still costs time: 0 if overlap hides all of it, 1 if it hides nothing."""
+    """Measure the fraction of the overlapped time that stays exposed: 0 if compute and communication overlap fully, 1 if not at all."""
     whole = torch.zeros(1 << 20, device=_device)
     group = _groups[members]
     a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)

@@ -14,13 +14,13 @@ from autopar.errors import UsageError
 from autopar.profile.sweep import Task, tasks
 from autopar.run.processes import Processes
 
-_TIMEOUT_S = 600.0  # of a measurement, which takes well below a second
+_TIMEOUT_S = 600.0  # of a measurement, which takes about a second
 Progress = Callable[[str, int, int], None]
-"""Is called with the title of the last measurement, the number of measurements done, and their total number."""
+"""A function that gets the title of the last measurement, the number of measurements done, and their total number."""
 
 
 def profile(processes: Iterable[int], device: str | None = None, progress: Progress | None = None) -> Calibration:
-    """Measure this machine with each number of ``processes``, on ``device`` ("cpu" or "cuda"; by default on GPUs if there are enough).
+    """Measure this machine with each of the ``processes`` counts, on ``device`` ("cpu" or "cuda"; by default on GPUs if there are enough).
 
     Raises:
         UsageError: ``device`` is "cuda", and there are fewer GPUs than processes.
@@ -46,7 +46,7 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
 
 
 def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator[list[Figure]]:
-    """Yield the figures of each task, measured on ``workers``, which must be newly started."""
+    """Yield the figures of each task, measured on ``workers``, which must be freshly started."""
     workers.call("autopar.profile.remote:join", device, timeout_s=_TIMEOUT_S)
     for task in found:
         answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)

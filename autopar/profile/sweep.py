@@ -15,8 +15,8 @@ from typing import Any
 class SweepSizes:
     """The measurements on one kind of device.
 
-    ``products`` are (rows, contracted, columns), from a memory-bound skinny product to a square one; ``attentions`` are (batch, heads,
-    length, head size). All products are measured in ``dtypes``, and only those in the slice ``few`` in the ``slow`` dtypes.
+    ``products`` are (rows, contracted, columns), from skinny, memory-bound products to square ones; ``attentions`` are (batch, heads,
+    length, head size). ``dtypes`` are measured with all products, ``slow`` dtypes only with those in the slice ``few``.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -52,7 +52,7 @@ SIZES = {
         moved=(1 << 13, 1 << 17, 1 << 20, 1 << 23),
         updated=(1 << 8, 1 << 14, 1 << 18, 1 << 22),
     ),
-    # each measurement takes longer than its launch, which is priced separately
+    # each op takes longer than its launch, which is measured separately
     "cuda": SweepSizes(
         products=(
             (16, 16384, 16384),
@@ -87,7 +87,7 @@ SIZES = {
         updated=(1 << 12, 1 << 18, 1 << 22, 1 << 25),
     ),
 }
-"""Device type -> measurements. A GPU reaches its peak rates only with operands that are too large for a CPU."""
+"""Device type -> measurements. A GPU reaches its peak rates only with operands that would take a CPU too long."""
 # op -> bytes that it moves in forward and in backward, as multiples of its result's bytes; 0: not measured
 MOVES: dict[str, tuple[int, int]] = {
     "pointwise": (3, 5),  # an elementwise product
@@ -107,7 +107,7 @@ SHARDED_WIDTHS = (64, 512, 1536)  # of the square weight of an FSDP module
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A measurement in the workers: they call ``_FUNCTION`` of ``remote`` with ``arguments``."""
+    """A measurement: every worker calls the function ``_FUNCTION`` of ``remote`` with ``arguments``."""
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Sharding rules: a table of einsum-like lines that say how a mesh axis may shard each op, and that tests check by execution."""
+"""Sharding rules: a table of einsum-like lines, each of which defines how a mesh axis may shard an op. Tests execute every line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the candidates of a node on a mesh axis: the types in which its rule lets it run at its shapes."""
+"""Lists a node's candidates on one mesh axis: the operand and result types that its sharding rule allows at the node's shapes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Types in which a node may run on an axis.
+    """Operand and result types with which a node may run on one axis.
 
     ``operands`` has the types of ``operands(node)``, in that order; ``result`` is the type of every output. ``letter`` is the rule's letter
     that the axis shards, or ``None``; ``extent`` is the letter's global size, which the axis's size must divide (0 if nothing is sharded).
-    ``kernel`` names the function of ``autopar.program`` that replaces the op. ``linear``: a partial sum passes through. The op's compute is
-    divided among the ranks only if ``letter`` is set.
+    ``kernel`` names the function of ``autopar.program`` that replaces the op, if any. ``linear``: a partial sum passes through. The op's
+    compute is divided among the ranks only if ``letter`` is set.
     """
 
     operands: tuple[SpmdType, ...]
@@ -39,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ShapedLine:
-    """A line bound to a node's shapes: the letters of every dim, with stars expanded and no letters on dims of size one."""
+    """A line bound to a node's shapes: the letters of every dim (stars expanded, none on dims of size one) and the letters' sizes."""
 
     line: Line
     operands: tuple[tuple[Dim, ...], ...]
@@ -48,7 +48,7 @@ class ShapedLine:
     fixed: frozenset[str]
 
     def place(self, dims: tuple[Dim, ...], letter: str) -> int | None:
-        """Return the dim that ``letter`` shards; ``None`` if it is absent, -1 if it may not be sharded there."""
+        """Return the index of the dim that ``letter`` shards; ``None`` if the letter is absent, -1 if it may not be sharded there."""
         places = [i for i, dim in enumerate(dims) if any(atom.letter == letter for atom in dim)]
         if not places:
             return None
@@ -92,7 +92,7 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
 
 
 def operand_shapes(node: fx.Node) -> list[Shape]:
-    """Return the operands' global shapes; for a ``getitem``, the shape of its element."""
+    """Return the operands' global shapes; for a ``getitem`` of a tuple, the shape of the selected element."""
     if any(isinstance(meta(operand)["val"], tuple | list) for operand in operands(node)):
         return [shape_of(node)]
     return [shape_of(operand) for operand in operands(node)]
@@ -169,7 +169,7 @@ def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
 
 
 def sharded(bound: ShapedLine) -> list[Candidate]:
-    """Return one candidate for each letter that may be sharded."""
+    """Return a candidate for each letter that may be sharded, and for each kernel that shards two letters."""
     found = []
     kernels = dict(bound.line.kernels)
     for letter, extent in bound.extents.items():

@@ -36,10 +36,10 @@ def line(node: fx.Node) -> str:
 
 
 def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
-    """Return the ways to slice each expert (expert tensor parallelism), each as one type per parameter.
+    """Return the shardings inside each expert (expert tensor parallelism), each as one type per parameter.
 
-    Dim 0, the experts, isn't sharded, nor are rows, and the body's result is a partial sum. Each dim is sharded in at most one way. The
-    types follow from the rules of the body's ops, without conversions between ops.
+    Neither rows nor dim 0 of parameters (the experts) are sharded, and the body's result is a partial sum. Each dim is sharded by at most
+    one of the returned shardings. The types follow from the rules of the body's ops, without conversions between ops.
     """
     result = op.body.graph.output_node().args[0]
     order: dict[fx.Node, None] = {}  # each operand right before its first reader, so that wrong types fail early
@@ -77,7 +77,7 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
 
 def is_row_wise(node: fx.Node, rows: set[fx.Node]) -> bool:
     """Return whether the call computes each row independently and no argument states the number of rows, so that it may run on any rows in
-    any order. ``rows`` has the earlier nodes whose dim 0 is the rows."""
+    any order. ``rows`` has the earlier nodes with the rows as dim 0."""
     if node.target in (kernels_experts.grouped_linear, kernels_experts.of_rows):
         return True
     if op_name(node) in _WITH_SIZES:

@@ -57,7 +57,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The kernel that replaces the op when the letter is sharded, and the type of its result."""
+    """The kernel that replaces the op if a letter is sharded, and the type of the kernel's result."""
 
     name: str
     result: SpmdType = P
@@ -65,7 +65,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule. ``linear`` has groups of operands in which the op is jointly linear, with the others fixed."""
+    """A parsed rule. ``kernels`` are pairs of letter and kernel. The op is jointly linear in the operands of each group in ``linear``."""
 
     text: str
     operands: tuple[Operand, ...]

@@ -55,7 +55,7 @@ class Padding:
     operands: dict[str, tuple[str, ...]]
 
     def multiples(self, axes: Sequence[Axis], types: Sequence[AxisTypes]) -> tuple[int, ...]:
-        """Return for each group the product of the sizes of the axes that shard it; the group's count is rounded up to a multiple of it."""
+        """Return for each group the product of the sizes of the axes that shard it. Padding makes the group's count a multiple of it."""
         multiples = [1] * len(self.counts)
         for axis, solution in zip(axes, types, strict=True):
             for group in self.sharded(solution) if axis.size > 1 else ():
@@ -63,7 +63,7 @@ class Padding:
         return tuple(multiples)
 
     def sharded(self, solution: AxisTypes) -> frozenset[int]:
-        """Return the groups with a dim that these types shard."""
+        """Return the groups with at least one dim that ``solution`` shards."""
         typed = list(solution.produced.items())
         for name, types in solution.needed.items():
             typed += zip(self.operands[name], types, strict=True)
@@ -95,7 +95,7 @@ def padding(cls: LayerClass) -> Padding:
 
 
 class _Analysis:
-    """Groups dims (by union-find), then removes groups in which an op or a border of the layer fixes the size of a dim."""
+    """Groups dims (by union-find), then removes groups in which an op or the layer's interface fixes the size of a dim."""
 
     def __init__(self, cls: LayerClass) -> None:
         self.cls = cls
@@ -151,7 +151,7 @@ class _Analysis:
             self.zero |= {(node.name, dim): True for dim in range(len(shape_of(node)))}
 
     def _group_dims(self, node: fx.Node) -> None:
-        """Group dims with the same outermost letter; fix those whose letter is an inner letter of another dim, or may not be sharded."""
+        """Group dims with the same outermost letter; fix a dim if its letter is an inner letter of another dim, or may not be sharded."""
         line = line_of(node)
         if not operands(node) or line is None:
             for value in (node, *operands(node)):
@@ -196,9 +196,9 @@ class _Analysis:
 
 
 def padding_after(node: fx.Node, zero: Sequence[bool | None], in_result: bool) -> bool | None:
-    """Return whether the padding of the result is zero (``False``: only finite); ``None`` if the node doesn't allow padding.
+    """Return whether the result's padding along one dim is zero (``False``: only finite); ``None`` if the node doesn't allow padding.
 
-    ``zero`` says the same of each operand; it is ``None`` for an operand that lacks the dim. ``in_result`` is ``False`` for an op that sums
+    ``zero`` has the same for each operand, and ``None`` for an operand that lacks the dim. ``in_result`` is ``False`` for an op that sums
     over the dim: then ``True`` and ``False`` both mean that padding is allowed.
     """
     op = facts(node)
@@ -244,5 +244,5 @@ def _letters(line: ShapedLine, dim: Dim) -> list[str]:
 
 
 def _dim(line: ShapedLine, dims: tuple[Dim, ...], letter: str) -> int | None:
-    """Return the dim whose outermost letter is ``letter``, or ``None``."""
+    """Return the index of the dim with ``letter`` as its outermost letter, or ``None``."""
     return next((i for i, dim in enumerate(dims) if _letters(line, dim)[:1] == [letter]), None)

@@ -1,8 +1,8 @@
 """The table of sharding rules: one line for each op, or a function that writes the line from a node's arguments.
 
 Names are those of ``autopar.ops.facts.op_name``, so an entry covers all overloads. An op without an entry is replicated, and the plan
-notes it. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards. An entry has only letters
-and linearity that spmd-types can follow in the emitted program.
+notes it. ``autopar.checks.samples`` has arguments for every entry, and the tests execute each entry on shards. An entry declares only the
+letters and linearity that the spmd-types checker accepts in an emitted program.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ TABLE: dict[str, Entry] = {
     "aten.index_select": v.index_select,
     **dict.fromkeys(aten_names("gather scatter"), v.gather),
     "aten.one_hot": v.one_hot,
-    # the products in the bodies of mixtures of experts, whose rows are sorted by expert and therefore never sharded
+    # products in the bodies of mixtures of experts: rows are sorted by expert, and therefore never sharded
     "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n ; linear 0 1",
     "kernels_experts.of_rows": v.of_rows,
     # created without operands: equal on every rank
@@ -135,4 +135,4 @@ TABLE: dict[str, Entry] = {
 """Maps an op's name to its line, or to the function that writes the line."""
 
 KERNELS: dict[str, Entry] = {"aten.scaled_dot_product_attention": v.ring_attention}
-"""Second lines of ops, for kernels that shard them in another way."""
+"""Maps an op's name to a second line, with a kernel that shards the op in another way."""

@@ -1,7 +1,7 @@
-"""Lists the communication inside kernels, which isn't a conversion between types.
+"""Lists the collectives inside kernels, which aren't conversions between types.
 
-A kernel replaces an op if a letter is sharded (``candidates``), and may communicate while it runs. The solver of types (``autopar.shard``),
-the cost model and the check of collectives all take a kernel's collectives and bytes from here.
+A kernel replaces an op if a letter is sharded (``candidates``), and may communicate while it runs. The op-level solver
+(``autopar.shard``), the cost model and the check of collectives all take a kernel's collectives and bytes from here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 from autopar.types import Collective
 
 OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
-"""Kernels that can run on one microbatch after the other."""
+"""Kernels that may run on one microbatch at a time, and so don't rule out microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCollective:
     """Communication over the axes on which a kernel runs.
 
-    Its bytes are ``times`` those of ``value`` (a node's global tensor; the caller divides by the other axes), at ``itemsize`` bytes per
-    element (``None``: the value's). ``forward`` and ``backward`` are the collectives of the two passes. With ``per_rank`` the bytes are
-    each rank's contribution to a gather. ``overlapped``: the kernel overlaps the communication with its compute.
+    Its bytes are ``times`` the global size of ``value``, at ``itemsize`` bytes per element (``None``: the value's); the caller divides them
+    by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With ``per_rank`` the bytes
+    are each rank's contribution to an all-gather. ``overlapped``: the kernel overlaps the communication with its compute.
     """
 
     value: fx.Node
@@ -39,7 +39,7 @@ class KernelCollective:
     overlapped: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
-        """Return the total bytes; ``element_bytes`` overrides the element size of ``value``."""
+        """Return the bytes at global size; ``element_bytes`` overrides the element size of ``value``, unless ``itemsize`` is set."""
         tensor = meta(self.value)["val"]
         size = self.itemsize or (tensor.dtype.itemsize if element_bytes is None else element_bytes)
         return float(math.prod(tensor.shape) * size * self.times)
@@ -57,7 +57,7 @@ def _wide(node: fx.Node) -> int:
 
 
 def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[KernelCollective, ...]:
-    """Return a gather of the ranks' maxima, and an all-reduce of two sums per label."""
+    """Return an all-gather of the ranks' maxima, and an all-reduce of two sums per label; ``place`` is the index of the labels operand."""
     size, labels = _wide(operands(node)[0]), operands(node)[place]
     return (
         KernelCollective(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
@@ -82,7 +82,7 @@ def _ring(node: fx.Node) -> tuple[KernelCollective, ...]:
 
 
 def _statistics(node: fx.Node) -> tuple[KernelCollective, ...]:
-    """Return a gather of the ranks' means and variances. The conversion that follows the op reduces the gradient."""
+    """Return an all-gather of the ranks' means and variances. A type conversion after the op reduces the gradient."""
     return (KernelCollective(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
 
 

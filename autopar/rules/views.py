@@ -1,4 +1,4 @@
-"""Lines of the ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
+"""Writes the lines of ops with dims that depend on shapes and arguments: views, reductions, concatenation, indexing.
 
 Each function takes a node and returns its line, or ``None`` if there is no line for these arguments. Its docstring names the ops, then
 the dims that may be sharded, or those that may not.
@@ -29,8 +29,8 @@ def names(ndim: int) -> Words:
 
 
 def line(given: Sequence[Words], result: Words, *clauses: str) -> str:
-    """Return the text of a line: operands and result are given as one word (a letter, say) for each dim. ``clauses`` follow: the kernel of
-    a letter (``v = masked_embedding``), or the operands in which the op is linear (``linear 0 1``), through which partial sums pass."""
+    """Return the text of a line. Operands and result have one word (such as a letter) for each dim. ``clauses`` name the kernel of a letter
+    (``v = masked_embedding``), or the operands in which the op is linear (``linear 0 1``), through which partial sums pass."""
     return " ; ".join([", ".join(" ".join(words) for words in given) + " -> " + " ".join(result), *clauses])
 
 
@@ -66,8 +66,8 @@ def view(node: fx.Node) -> str:
 def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
     """Return the words of both sides of a reshape from ``before`` to ``after``.
 
-    Dims are consumed from the left. Each step takes the largest common factor of the two current dims as a letter, outermost in what
-    remains of both. If they have no common factor, no letter may be sharded up to the next boundary that both sides share.
+    Dims are consumed from the left. Each step makes a letter of the greatest common divisor of the two current dims: the outermost factor
+    of both. If the divisor is 1, no letter may be sharded up to the next boundary that both sides share.
     """
     atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
     open_dims = (
