@@ -44,7 +44,7 @@ FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured s
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """The ranks that run a collective together: ``size`` members on ``nodes`` nodes (or NVLink domains), with ``per_node`` members on each
-    node, and ``per_part`` in each part of a cluster that is joined from several (``Cluster.parts``; 0 if it isn't).
+    node, and ``per_part`` in each part of a joined cluster (``Cluster.parts``; 0 for other clusters).
 
     The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
     group determines the time, so ``per_node`` and ``per_part`` are the minimum over all groups and ``nodes`` the maximum.

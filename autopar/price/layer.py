@@ -49,9 +49,7 @@ class BoundClass:
     moves: tuple[Move, ...]
     move_runs: tuple[MoveRuns, ...]  # the distinct runs of all moves
     plain: tuple[int, ...]  # the saved entries, one per storage
-    known: dict[str, Any] = field(
-        default_factory=dict
-    )  # results about the class under these types (``kept``, ``order``)
+    known: dict[str, Any] = field(default_factory=dict)  # cached results of ``kept`` and ``order``
 
 
 MoveRuns = tuple[tuple[int, ...], tuple[int, ...]]

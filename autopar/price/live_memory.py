@@ -18,7 +18,7 @@ From ``gathered`` to ``running`` the previous backward's reduction input also ex
 the all-gather results of the layers whose backward runs next, as many as are prefetched.
 
 While other layers run, a layer is counted with the larger of ``before`` and ``after``: when the last layers have finished their backward,
-the first have not yet started theirs. ``transient`` is what the other phases need above that. Gradient shards exist from the first
+the first have not yet started theirs. ``transient`` is the additional memory of the other phases. Gradient shards exist from the first
 microbatch's backward on; later microbatches add to them. Gradients that are reduced once per step stay unsharded until the last
 microbatch's backward, and the phases are counted in the same way.
 """

@@ -48,7 +48,7 @@ Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the index of a mesh (``Pricer._number``), the roles of its axes, and the microbatches per step."""
 
 _ALIKE = (Role.DATA, Role.IDLE)
-"""Roles whose axes change only the number of samples of a layer, or nothing."""
+"""Roles whose axes at most change the number of a layer's samples."""
 
 NO_PREFETCH = PrefetchContext()
 
@@ -373,8 +373,8 @@ class Pricer:
         return self._alike[alike]
 
     def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
-        """Compute what ``_at`` caches, and whether the class has collectives over data-parallel or idle axes, so that its sizes depend on
-        more than the number of samples."""
+        """Compute the class that ``_at`` caches, and whether it depends on more than the number of samples, because it has collectives over
+        data-parallel or idle axes."""
         runs, cluster = self._with_microbatches(mesh, roles, parts), self._seen_by(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
@@ -399,7 +399,7 @@ class Pricer:
         return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
-        """Return the devices with the same parameters of a layer."""
+        """Return the devices that hold the same parameters of a layer."""
         averaged = SYNC.averaging_steps(self.sync)
         axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
         if self.copies > 1:
@@ -408,8 +408,8 @@ class Pricer:
         return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
     def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
-        """Return the parameters of the layers that may run before and after a layer of the class in the same roles, and that are prefetched
-        while it runs."""
+        """Return the sizes of the layers that may run before and after a layer of the class, in the same roles: their parameters may be
+        prefetched while it runs."""
         if strategy.zero == 0:
             return NO_PREFETCH
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
