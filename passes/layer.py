@@ -51,7 +51,7 @@ class LocalLayer:
 
     @property
     def computed(self) -> Sharding:
-        """The sharding of what ``graph`` computes."""
+        """The sharding of the microbatch, or of its half, that ``graph`` computes."""
         return self.half or self.sharding
 
     @property
@@ -98,7 +98,7 @@ class LocalLayer:
 
 
 def rows_of(cls: LayerClass, time: AxisTypes) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Return, for each placeholder and for each result, the dim along which the microbatch's rows lie (``None``: it has no rows)."""
+    """Return the batch dim of each placeholder and of each result (``None`` without one); ``time`` has the types on the microbatch axis."""
     return tuple(time.produced[node.name].dim for node in placeholders(cls)), tuple(t.dim for t in time.outputs)
 
 

@@ -122,8 +122,8 @@ def _is_biased(node: fx.Node) -> bool:
 
 
 def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
-    """Return what a node between product and loss does with each logit; the node itself if it selects some of the tokens, which can as well
-    be done before the product; an empty tuple if it only passes logits on; ``None`` if it does anything else."""
+    """Return a node between product and loss as an elementwise step; the node itself if it selects tokens, which moves before the product;
+    an empty tuple if it changes nothing; ``None`` if it can't be joined."""
     name, numbers = op_name(node), node.args[1:]
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None

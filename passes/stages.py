@@ -136,7 +136,7 @@ def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
 
 
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
-    """Check that a parameter that several layers use is padded to one shape in all of them, because it is stored once."""
+    """Raise ``UsageError`` if layers pad a parameter that they share, which is stored once, to different shapes."""
     for name, uses in graph.shared_parameters.items():
         found = {layers[i].cls.parameters[graph.layers[i].parameters.index(name)].shape: i for i in uses}
         if len(found) > 1:
@@ -148,7 +148,7 @@ def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
 
 
 def _check_segments(graph: Graph, layers: list[LocalLayer], groups: list[range]) -> None:
-    """Check that no conversion stands between layers that are recomputed as one."""
+    """Raise ``UsageError`` if a value is converted between layers that are recomputed as one."""
     for i in (i for group in groups for i in group[1:]):
         if layers[i].border(0) != layers[i - 1].output(0):
             raise UsageError(
@@ -233,8 +233,8 @@ def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut
 
 def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
     """Return the types in which the stage reads its inputs. An axis slices an input along the batch if all layers that read the input need
-    it sliced there; otherwise each rank has all of it, because a layer can slice it for nothing, but would have to gather it. If only some
-    layers need it sliced on an axis, the axes inside that axis don't slice it either."""
+    it sliced there; otherwise each rank has all of it, because slicing it in a layer is free, and gathering it is not. If only some layers
+    need it sliced on an axis, the axes inside that axis don't slice it either."""
     wanted: dict[str, list[Types]] = {}
     for i in own:
         first = len(graph.layers[i].activations)

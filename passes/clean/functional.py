@@ -280,7 +280,7 @@ class _Functionaliser:
         return new
 
     def _reshape(self, node: fx.Node, alias: _Alias) -> None:
-        """Make the tensor another view of its base (``unsqueeze_`` and similar ops), or take the base's gradient away (``detach_``)."""
+        """Make the tensor another view of its base (``unsqueeze_`` and similar ops), or detach its base from autograd (``detach_``)."""
         if op_name(node) == "aten.detach_":
             if alias.chain or any(other.base is alias.base and other.chain for other in self.aliases.values()):
                 raise _refused(node, "detaches a view, or a tensor with views, in place", "y = y.detach()")
