@@ -24,8 +24,8 @@ from passes.localise_layer import random_seed
 def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False) -> str:
     """Return the source of the layer's class below its docstring.
 
-    With ``watch`` every value has its own line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are
-    the indices of parameters that the stage owns because several layers use them: they become arguments.
+    With ``watch`` every value has a line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are the
+    indices of parameters that the stage owns because several layers use them: they become arguments.
     """
     modules = torch_modules(layer, shared)  # also sets meta["module"], which the calls in forward follow
     made = _constructor(layer, axes, shared, modules)

@@ -334,7 +334,7 @@ class _Forward:
         return count if count > 2 or together else 1
 
     def _together(self, layer: int) -> int:
-        """Return how many layers a technique calls together with this one; 1 if each is called separately."""
+        """Return how many layers a technique calls together, this one included; 1 if each is called separately."""
         return self.program.layers[layer].strategy.options.segment_layers
 
     def _readers(self, value: str) -> int:
