@@ -97,7 +97,7 @@ class QuantizedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """What prices, passes and programs must know of a technique's value, or of all of a layer's values together (``Options``)."""
+    """The facts about a technique's value, or about all values of a layer (``Options``), that prices, passes and programs read."""
 
     min_zero: int = 0
     """The lowest ZeRO stage under which layers may have the value."""
