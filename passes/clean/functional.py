@@ -70,9 +70,7 @@ class _Functionaliser:
         self.gm = gm
         self.aliases: dict[fx.Node, _Alias] = {}
         self.newest: dict[fx.Node, tuple[fx.Node, int]] = {}
-        self.results: dict[
-            fx.Node, list[tuple[fx.Node, View | None] | None]
-        ] = {}  # origins, of ops with several results
+        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # origins, of multi-result ops
         self.gradients: dict[fx.Node, bool] = {}
         self.detached: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
 
