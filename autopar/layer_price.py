@@ -10,8 +10,8 @@ from autopar.plan import Strategy
 
 
 class Tried(Protocol):
-    """The candidate strategies of a layer: ``every`` one; and the ``quickest``, a few strategies, perhaps none of them a candidate, one of
-    which takes no longer for a microbatch than the fastest candidate."""
+    """The candidate strategies of a layer (``every``), and a few strategies (``quickest``, not necessarily candidates), one of which takes
+    no longer for a microbatch than the fastest candidate."""
 
     @property
     def every(self) -> Iterable[Strategy]: ...

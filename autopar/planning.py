@@ -253,9 +253,7 @@ def _on_the_best_devices(
             break
         left = dataclasses.replace(options, time_limit_s=left_s)
         known_s = float("inf") if best is None else best.prediction.step_time_s
-        trial = search_again(
-            graph, fewer, pricer.on(fewer), left, known_s
-        )  # ``None``: pins that do not divide these devices
+        trial = search_again(graph, fewer, pricer.on(fewer), left, known_s)  # ``None``: the pins don't divide them
         if trial is not None and trial.plan is not None and trial.step_s < known_s:
             best, devices = trial.plan, fewer
     if best is None:
