@@ -125,8 +125,8 @@ def _traced(
     seeds: list[fx.Node],
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a graph from the values of ``given`` to the derivatives, followed by the values of the nodes in ``between`` that are tensors;
-    and the list of these nodes."""
+    """Return a graph whose inputs are the values of ``given``, and whose results are the derivatives, then the tensors that the nodes in
+    ``between`` compute; and the list of these nodes."""
     kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:
