@@ -144,7 +144,7 @@ class Options(Facts):
 
     @cached_property
     def quickest(self) -> Options:
-        """The options with the default of every technique whose other values make no microbatch faster."""
+        """The options with the default of every technique that ``adds_work``."""
         return self.but(**{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work})
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which activations a layer saves for its backward pass (all, a part, or its input alone), where, and in what form.
+"""Which activations a layer saves for its backward pass (all, some, or only its input), where, and in what form.
 
 ``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` recomputes four consecutive layers of one
 class and strategy from the first one's input, ``selective`` recomputes cheap ops only (Korthikanti et al. 2022, arXiv:2205.05198;
