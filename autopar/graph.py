@@ -93,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A parameter or buffer under one of its names in the user's state dict. ``alias`` is the first name of the same tensor, if another."""
+    """A parameter or buffer under one of its names in the user's state dict. ``alias`` is the tensor's first name, if this isn't it."""
 
     name: str
     shape: tuple[int, ...]

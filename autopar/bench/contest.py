@@ -225,7 +225,7 @@ class Arena:
 
     def call(self, target: str, name: str, *args: Any) -> list[Any] | None:
         """Call ``"module:function"`` for the contender ``name`` on every rank; return the results by rank, or ``None`` if a hand-tuned
-        contender fails."""
+        contender fails. Raises ``LaunchError`` if an emitted program fails."""
         try:
             return self._processes.call(target, name, *args, timeout_s=TIMEOUT_S)
         except LaunchError as error:

@@ -56,7 +56,7 @@ _STATIC = {
 
 @dataclass(frozen=True)
 class Choices:
-    """What the page offers: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
+    """The page's choices: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
 
     models: Sequence[dict[str, Any]]
     devices: Sequence[dict[str, Any]]
