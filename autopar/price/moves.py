@@ -22,7 +22,7 @@ class Move:
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
     collective, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collective; empty for a
     conversion between ops. ``under`` are the products whose weight gradients are computed while the backward collective runs, if the
-    strategy overlaps it. ``target`` are the types in which the value is read, if this is the conversion's last collective.
+    strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last collective.
     """
 
     value: str

@@ -166,7 +166,7 @@ def _convert_operands(costs: OpCosts) -> None:
 
 
 def _round_operands(costs: OpCosts) -> None:
-    """Add the bytes of rounding the operands of ``kernels_fp8.linear``, which its backward repeats, and the result's gradient.
+    """Set the bytes that ``kernels_fp8.linear`` moves: both passes round the operands, and the backward rounds the result's gradient, too.
 
     The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients.
     """

@@ -265,7 +265,7 @@ class Pricer:
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Return the seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
 
-        A value that skips layers has the types of the layer before its reader.
+        A value that skips layers is assumed to be produced under the roles of the layer before its reader.
         """
         if left.roles == right.roles:
             return 0.0
@@ -543,13 +543,13 @@ class Pricer:
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """Return the types in which the value's layer produces it under ``roles``; ``None`` if the roles are inadmissible there."""
+        """Return the types of the value that its layer produces under ``roles``; ``None`` if the roles are inadmissible there."""
         maker, index = self._makers[name]
         types = self.types(self.graph.layers[maker].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)
 
     def _read_as(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """Return the types in which layer ``reader`` needs the value under ``roles``; ``None`` if the roles are inadmissible there."""
+        """Return the types of the value that layer ``reader`` needs under ``roles``; ``None`` if the roles are inadmissible there."""
         layer = self.graph.layers[reader]
         types = self.types(layer.cls, mesh, roles)
         placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]
@@ -557,7 +557,7 @@ class Pricer:
 
 
 def _nameless(cluster: Cluster) -> Cluster:
-    """Return the cluster without its name and its memory limit, on which no price depends."""
+    """Return the cluster without its name and its memory limit, which affect no price."""
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
