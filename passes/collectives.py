@@ -1,4 +1,4 @@
-"""Inserts the collectives: a conversion wherever an op needs a value in a type other than the one in which it is produced.
+"""Inserts the collectives: a conversion wherever the type that an op needs differs from the type of the value.
 
 Nodes must have ``meta["gradient"]`` (``autopar.flow``). Afterwards each has ``meta["types"]``, its type on each axis, and every operand has
 the type that its op needs. Shapes are still global; ``passes.localise_layer`` makes them local.

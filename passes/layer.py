@@ -89,7 +89,7 @@ class LocalLayer:
         return {axes for axes in found if len(axes) > 1}
 
     def border(self, index: int) -> tuple[SpmdType, ...]:
-        """Return the mesh types in which the layer takes its ``index``-th placeholder."""
+        """Return the mesh types of the layer's ``index``-th placeholder."""
         return mesh_types(self.sharding, self.sharding.produced(placeholders(self.cls)[index].name))
 
     def output(self, index: int) -> tuple[SpmdType, ...]:

@@ -54,7 +54,7 @@ _LINEAR = torch.ops.aten.linear.default
 def products_of(
     cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
 ) -> dict[tuple[str, Types], tuple[fx.Node, ...]]:
-    """Return the products that are joined, in order, keyed by the value that they read and the types in which they read it.
+    """Return the products that are joined, in order, keyed by the value that they read and the types that they need.
 
     ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through
     which values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
@@ -352,7 +352,7 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
     """Mark the turns in the local graph of ``cls`` for one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["inner"]`` of a mixture of experts: the function by which its own
+    ``meta["turn"]``: the halves take turns before the node. ``meta["inner"]`` of a mixture of experts: the function that makes its
     collectives take turns. ``meta["async_op"]`` of a ``convert``: the function that issues it asynchronously; ``meta["once"]``: it converts
     a parameter for both halves. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a
     turn between the node and one of its readers.
