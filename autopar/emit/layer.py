@@ -38,7 +38,7 @@ def parameter_paths(layer: LocalLayer) -> dict[str, str]:
 
 
 def buffer_paths(layer: LocalLayer) -> dict[str, str]:
-    """Map the names of buffers that the layer writes to attribute paths of the emitted class."""
+    """Map the names of the layer's buffers to attribute paths of the emitted class."""
     names = tuple(parameter.name for parameter in layer.parameters)
     paths = attributes((*names, *(buffer.name for buffer in layer.cls.buffers)))
     return {buffer.name: paths[buffer.name] for buffer in layer.cls.buffers}
