@@ -25,7 +25,7 @@ LAYER, PLAN = "layer", "plan"
 """The scopes of techniques."""
 
 ANY = "any"
-"""The value of a pin with which the search also tries values that it skips by default."""
+"""The value of a pin that lets the search also try values that it skips by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Facts:
     """The facts about a technique's value, or about all values of a layer (``Options``), that prices, passes and programs read."""
 
     min_zero: int = 0
-    """The lowest ZeRO stage under which layers may have the value."""
+    """The lowest ZeRO stage that the value allows."""
     recomputes: str = ""
     """What the backward pass recomputes: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
     saved_in: str = ""
@@ -132,7 +132,7 @@ class Mode(Facts):
 
     - ``phrase``: words for it, as in "30 of 34 layers **recomputed**", or empty; ``cell``: its entry in a table.
     - ``gives_up``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
-    - ``max_zero``: the highest ZeRO stage under which layers may have the mode.
+    - ``max_zero``: the highest ZeRO stage that the mode allows.
     - ``unsearched``: why its memory can't be priced; a plan may have such a mode, but no search chooses it.
     - ``counted``: the minimum of the number after its colon (``full:4``); if it is 2, a value without a number means 1.
     - ``fallback``: the value of layers that can't be computed in ``parts``.
