@@ -116,7 +116,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A data-dependent value that the model reads at ``line`` (file, number and text) and for which the graph is specialised."""
+    """A data-dependent value that the model reads at ``line`` (file, number and text); the graph is specialised for it."""
 
     line: str
     value: Any
@@ -198,7 +198,7 @@ class Graph:
     - ``valueless``: the names of constants without values (of a model on meta). Such a graph can be planned, but not emitted.
     - ``narrow``: the tensors that plans may store in lower precision (names of ``autopar.plan.NARROW``), ``FP8`` if matrix products are in
       FP8, ``TF32`` if float32 products use TF32.
-    - ``state``: all parameters, then all buffers, of the user's state dict, also those on which the loss does not depend.
+    - ``state``: all parameters, then all buffers, of the user's state dict, also those that don't affect the loss.
     - ``guards``: the data-dependent values for which the graph is specialised; the prelude computes their tensors, after the scalars.
     - ``assumed``: assumptions that only a comparison with the model can confirm, such as that later forward passes don't need state that
       the first one stores; each with a hint.

@@ -209,8 +209,8 @@ def find_plan(
 
 
 def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:
-    """Return the sequence parallelism to try in all layers: none for long sequences, because the search decides per layer. A degree spans
-    at most ``MOST_NODES`` nodes."""
+    """Return the sequence parallelism to try in all layers: none without attention, and none for long sequences, for which the search
+    decides per layer. A degree spans at most ``MOST_NODES`` nodes."""
     length = graph.tokens // graph.batch_size
     if length >= LONG_SEQUENCE or not _has_attention(graph):
         return ()

@@ -1,4 +1,4 @@
-"""Every use of torch's private names, each with the torch versions on which it was tested.
+"""Every use of torch's private names, each with the tested versions of torch.
 
 They are in one module so that a new torch release can be checked in one place.
 """
