@@ -56,10 +56,10 @@ def products_of(
 ) -> dict[tuple[str, Types], tuple[fx.Node, ...]]:
     """Return the products that are joined, in order, keyed by the value that they read and the types that they need.
 
-    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through
-    which values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
-    weights must be trainable parameters that no collective has to gather first. A product after an expensive op that depends on
-    a product of the group is not joined: its result, and later its gradient, would be live while that op runs.
+    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through which
+    values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the weights must be
+    trainable parameters that no collective has to gather first. A product after an expensive op that depends on a product of the group is
+    not joined: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
     for node, reads in _on_parameters(cls.graph, _trainable(cls)):
@@ -224,8 +224,8 @@ def turns_or_reason(cls: LayerClass, types: Sequence[AxisTypes]) -> Turns | str:
 def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> str:
     """Return why the layer's microbatch can't be halved, or gains nothing by it ("has ..."), or an empty string.
 
-    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch
-    are independent if no value changes its type on the microbatch axis: the condition under which a batch may be cut into microbatches.
+    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch are
+    independent if no value changes its type on the microbatch axis: the condition under which a batch may be cut into microbatches.
     """
     if cls.gives_loss:
         return "computes the loss"

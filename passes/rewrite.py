@@ -74,7 +74,7 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> Turns | str:
     """Return where the parts of a layer's microbatches take turns, or the reason why they can't be computed in parts, whatever their
-    shapes. ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
+    shapes. ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
     found: Turns | str = _module(options.splitting).turns_or_reason(cls, types)
     return found
 
