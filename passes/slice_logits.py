@@ -235,9 +235,7 @@ register(
         flops=_flops,
         slices=_slices,
         passes=_passes,
-        padding_after=lambda zero: (
-            True if zero[0] is None and zero[2] is None else None
-        ),  # the vocabulary may be padded
+        padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # a vocabulary may be padded
         resize=_resize,
         call=_call,
         samples=_samples,

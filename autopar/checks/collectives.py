@@ -216,10 +216,7 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
 def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
     """Return the collectives between two layers that the price counts, and those that the program runs."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
-    time, priced_steps = (
-        S(0),
-        tuple[ConversionStep, ...](),
-    )  # reading a batch's tensor, in full or sliced, moves no data
+    time, priced_steps = S(0), tuple[ConversionStep, ...]()  # reading a tensor of the batch moves no data
     value = resharding.value or next(v for v in program.graph.inputs if f"input {v.name}" == resharding.key)
     if resharding.value is not None:
         maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)

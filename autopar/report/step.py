@@ -132,9 +132,8 @@ def _actions(
             )
             for m in own
         ]
-        rest = Memory(
-            found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0
-        )  # the pipeline is empty: no activations or transients
+        # the pipeline is empty: no activations or transients
+        rest = Memory(found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0)
         yield (*found, Action(ONCE, -1, -1, end_s, end_s + once[rank], rest))
 
 
