@@ -2,8 +2,8 @@
 
 Collectives of tensor parallelism are exposed, except those that ``order`` overlaps. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
 gathers and reductions, overlap a layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the
-last microbatch. The first gather of a stage's forward and the last reduction of its backward are exposed in every microbatch; prices omit
-them, because only one layer of a stage has each.
+last microbatch. The first gather of a stage's forward and the last reduction of its backward are exposed in every microbatch; layer prices
+omit them, because only one layer of a stage has each.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ memory, and parameters are copied back. The copies of one chunk overlap the upda
 determines the time. Drives read and write the states and master weights once per step, but not at the same time. The buffers for two
 chunks, 128 MB at most, are not counted.
 
-Prices assume a steady state in which both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share
-one memory (``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
+The cost model assumes that both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share one memory
+(``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
 """
 
 from __future__ import annotations

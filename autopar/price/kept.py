@@ -8,8 +8,8 @@ and of one layer that is being copied, assumed to be equally large. If devices a
 offload saves nothing: the tensors stay, and while a layer runs, copies of its tensors and of the next layer's exist, too.
 
 *Quantization* (``QuantizedStorage``): while the layer runs, its tensors also exist at full width: in the forward until their last reader
-(in a compiled layer until its end), in the backward from their first reader. Prices count all of them as live at the same time, as in a
-recomputed layer.
+(in a compiled layer until its end), in the backward from their first reader. The cost model counts all of them as live at the same time, as
+in a recomputed layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The collectives that a layer's types imply (``passes.communication``), with bytes: prices include them, and programs run them."""
+"""The collectives that a layer's types imply (``passes.communication``), with bytes: the cost model counts them, and programs run them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op in a price: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``) becomes two:
-    its matrix products, and then its kernels that only read and write memory (``passes`` over memory)."""
+    """An op in the cost model: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``)
+    becomes two: its matrix products, and then its kernels that only read and write memory (``passes`` over memory)."""
 
     node: fx.Node
     passes: bool = False

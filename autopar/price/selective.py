@@ -1,4 +1,4 @@
-"""Prices of selective recomputation: the values that a layer saves, and the ops that it runs again.
+"""The cost of selective recomputation: the values that a layer saves, and the ops that it runs again.
 
 Emitted programs save the values that ``passes.selective`` selects. Depending on the layer's types, a selected product is saved as it is, or
 as its sum over devices. ``select_emitted`` lists both, as entries (``Saved``), and ``Selection.under`` chooses once the types are known.

@@ -1,4 +1,4 @@
-"""The properties of the program that runs a plan, as far as prices depend on them; ``autopar.trainers`` models other trainers."""
+"""The properties of the program that runs a plan, as far as the cost model needs them; ``autopar.trainers`` models other trainers."""
 
 from __future__ import annotations
 
