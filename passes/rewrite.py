@@ -1,8 +1,8 @@
 """Rewrites layers for the techniques of their strategies: layer classes before types are chosen, local graphs afterwards.
 
 A technique names its module in this package by a string, because techniques are imported first. A class that ``Technique.rewrite`` has
-changed is an ordinary layer class: types, prices, padding and text follow from its graph. ``Technique.rewrite_local`` changes the graph
-that one rank runs.
+changed is an ordinary layer class: types, costs, padding and text follow from its graph. ``Technique.rewrite_local`` changes the graph that
+one rank runs.
 """
 
 from __future__ import annotations

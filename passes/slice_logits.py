@@ -7,7 +7,7 @@
     loss = cross_entropy_sum(aten.to(mul, float32), labels)
 
 The graph must show that nothing but the loss reads the logits, and that the ops in between are elementwise. The joined call is one op with
-a rule, a price and a kernel (``program.kernels_logits``); a layer class that has it is an ordinary layer class.
+a rule, costs and a kernel (``program.kernels_logits``); a layer class that has it is an ordinary layer class.
 """
 
 from __future__ import annotations

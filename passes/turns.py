@@ -1,4 +1,4 @@
-"""Describes where the halves of a microbatch take turns in a layer, and which collectives overlap. Passes create ``Turns``; prices read it.
+"""Where the halves of a microbatch take turns, and which collectives overlap. Passes create ``Turns``; the cost model reads it.
 
 Turns cut a layer into pieces. The halves A and B run the pieces in the order A1, A2, B1, A3, B2, ...
 """
