@@ -73,7 +73,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key of a tensor in its storage; tensors with the same elements, order, dtype and ``requires_grad`` have equal keys."""
+    """Return a key of a tensor within its storage: its offset, shape, strides, dtype and ``requires_grad``."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 

@@ -97,7 +97,7 @@ class QuantizedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """The facts about a technique's value, or about all values of a layer (``Options``), that prices, passes and programs read."""
+    """The facts about a technique's value, or about all values of a layer (``Options``), that the cost model, passes and programs read."""
 
     min_zero: int = 0
     """The lowest ZeRO stage that the value allows."""
