@@ -145,9 +145,9 @@ def contest(
 class Arena:
     """The worker processes with all contenders: emitted programs, and hand-tuned programs under the names of their recipes.
 
-    All contenders start from the values of ``workload``'s model. By the contender's name, ``rounds`` has the median seconds of the timed
-    steps of each visit, ``losses`` the losses of all steps, and ``errors`` the error of a hand-tuned contender that failed. The error of an
-    emitted program is raised.
+    All contenders start from the values of ``workload``'s model. By contender, ``rounds`` has the median seconds of the timed steps of each
+    visit, and ``losses`` the losses of all steps. ``errors`` has the errors of hand-tuned contenders that failed. The error of an emitted
+    program is raised.
     """
 
     def __init__(

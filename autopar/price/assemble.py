@@ -94,8 +94,8 @@ def assemble(
 
 
 def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
-    """Return a lower bound of the seconds of one microbatch, forward plus backward, under any ZeRO stage, data-parallel groups and
-    recomputation, all of which only add work or exposed communication."""
+    """Return a lower bound of the seconds of one microbatch, forward plus backward, for all ZeRO stages, data-parallel groups and kinds of
+    recomputation: these only add work or exposed communication."""
     forward, backward = microbatch.forward, microbatch.backward
     return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
 
@@ -129,8 +129,8 @@ def gathers(kept: Kept) -> float:
 def _waits_s(
     microbatch: Microbatch, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float, float]:
-    """Return the seconds that collectives wait for stragglers in the forward and in the backward, if such waits were measured, and the
-    additional wait in the last microbatch's backward if gradients are reduced once per step.
+    """Return the seconds that collectives wait for stragglers, if such waits were measured: in the forward, in the backward, and (if
+    gradients are reduced once per step) the additional wait in the last microbatch's backward.
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """

@@ -5,8 +5,8 @@ flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and b
 strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A sized class depends on the number of parts
-into which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so many prices share
-a few sized classes.
+into which each run divides its values. It hardly depends on the number of axes in the run or on the pipeline around the mesh, so many
+prices share a sized class.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op takes the full time on every device.
 """

@@ -121,8 +121,8 @@ def state_bytes(
 
 
 def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:
-    """Return the elements of flat buffers for all parameters and for the trainable ones, with the padding ``between`` parameters, and at
-    the end, so that the trainable ones divide into equal ``pieces`` aligned to ``ALIGNMENT_BYTES``."""
+    """Return the elements of flat buffers for all parameters and for the trainable ones. They include the padding ``between`` parameters
+    and at the end, with which the trainable ones divide into equal ``pieces`` aligned to ``ALIGNMENT_BYTES``."""
     everything, trainable = elements[0] + between[0], elements[1] + between[1]
     unit = pieces * (ALIGNMENT_BYTES // width)
     added = -trainable % unit

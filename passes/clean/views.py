@@ -69,8 +69,8 @@ def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
 
 
 def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
-    """Return the chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included, in which each node may share the memory
-    of the one before, on some rank or for some strides; ``None`` if there is no such placeholder."""
+    """Return the chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included: each may share the memory of the one
+    before, on some rank or for some strides; ``None`` if there is no such placeholder."""
     path = [value]
     while path[-1].op == "call_function":
         call = path[-1]
