@@ -124,7 +124,8 @@ def emit_program(
     type_check: bool = True,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Run stage ``emit``: write the program into ``folder`` and check it. ``state`` is a state dict of initial values."""
+    """Run stage ``emit``: write the program into ``folder`` and check it. ``state`` is a state dict of initial values. Raises
+    ``UsageError`` if the folder can't be written, ``ProgramError`` if a check fails."""
     report(progress, "emit")
     if not type_check:
         plan = dataclasses.replace(plan, notes=(*plan.notes, NOT_TYPED))
@@ -154,8 +155,7 @@ def start_program(
 ) -> Program:
     """Emit the program, load it, and set its parameters: to the values of ``model``'s parameters, or as ``request.init`` says.
 
-    Without ``folder`` the program is written to a temporary folder. With ``folder``, one process per machine writes it; the other processes
-    write the same text to temporary folders of their own.
+    Without ``folder`` the program is written to a temporary folder; with it, all but one process per machine write to temporary folders.
     """
     request, training = request or Request(), training or Training()
     init = request.init

@@ -52,7 +52,7 @@ def gradient_flow(cls: LayerClass) -> dict[str, bool]:
 
 
 def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
-    """Return whether a gradient flows back through a call; ``known`` answers this for its operands."""
+    """Return whether a gradient flows back through a call; ``known`` says whether one flows through an operand."""
     floating = any(t.is_floating_point() or t.is_complex() for t in tensors(meta(call).get("val")))
     return floating and facts(call).kind is not OpKind.DETACH and any(map(known, call.all_input_nodes))
 

@@ -93,7 +93,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A parameter or buffer under one of its names in the user's state dict. ``alias`` is the first name of the same tensor, if another."""
+    """A parameter or buffer under one of its names in the user's state dict. ``alias`` is the tensor's first name, if this isn't it."""
 
     name: str
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A data-dependent value that the model reads at ``line`` (file, number and text) and for which the graph is specialised."""
+    """A data-dependent value that the model reads at ``line`` (file, number and text); the graph is specialised for it."""
 
     line: str
     value: Any
@@ -196,9 +196,9 @@ class Graph:
     - ``opaque``: the opaque modules by the name of their op (``"autopar.opaque_0"``).
     - ``buffers``: the buffers that the forward pass writes; each belongs to one layer. Buffers that are only read are ``constants``.
     - ``valueless``: the names of constants without values (of a model on meta). Such a graph can be planned, but not emitted.
-    - ``narrow``: what plans may store in lower precision (of ``autopar.plan.NARROW``), ``FP8`` if matrix products are in FP8, ``TF32`` if
-      float32 products use TF32.
-    - ``state``: all parameters, then all buffers, of the user's state dict, also those on which the loss does not depend.
+    - ``narrow``: the tensors that plans may store in lower precision (names of ``autopar.plan.NARROW``), ``FP8`` if matrix products are in
+      FP8, ``TF32`` if float32 products use TF32.
+    - ``state``: all parameters, then all buffers, of the user's state dict, also those that don't affect the loss.
     - ``guards``: the data-dependent values for which the graph is specialised; the prelude computes their tensors, after the scalars.
     - ``assumed``: assumptions that only a comparison with the model can confirm, such as that later forward passes don't need state that
       the first one stores; each with a hint.

@@ -10,8 +10,8 @@ from autopar.plan import Strategy
 
 
 class Tried(Protocol):
-    """The candidate strategies of a layer: ``every`` one; and the ``quickest``, a few strategies, perhaps none of them a candidate, one of
-    which takes no longer for a microbatch than the fastest candidate."""
+    """The candidate strategies of a layer (``every``), and a few strategies (``quickest``, not necessarily candidates), one of which takes
+    no longer for a microbatch than the fastest candidate."""
 
     @property
     def every(self) -> Iterable[Strategy]: ...
@@ -40,7 +40,7 @@ class LayerPrice:
     ``fresh_bytes``      the gradients that exist after the backward pass, when ``saved_bytes`` are freed
     ``transient_bytes``  the peak while the layer runs, above all other memory listed here
     ``border_bytes``     one activation tensor that a pipeline stage receives or sends if it begins or ends here
-    ``waiting_bytes``    live between the two parts of a split backward, when ``saved_bytes`` are free
+    ``waiting_bytes``    live between the two parts of a split backward, when ``saved_bytes`` are freed
     ``host_bytes``       in host memory during the whole step
     ``nvme_bytes``       on NVMe
     ``host_saved_bytes`` in host memory, per microbatch in flight

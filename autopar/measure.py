@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 EXACT = 1e-9
-"""Gradients of two float64 programs that differ by less than this are equal: rounding alone gives 1e-14 to 1e-12."""
+"""Gradients of two float64 programs that differ by at most this count as equal: rounding alone gives 1e-14 to 1e-12."""
 
 ROUNDINGS = 16
 """The multiple of the reference's rounding error that still counts as exact: sums in another order round differently."""

@@ -72,7 +72,7 @@ ALLOWED = {
     FP8: "products with weights multiply 8-bit floating-point numbers, in models in bfloat16",
     TF32: "matrix products of float32 round their operands to 10 bits of mantissa",
 } | {mode.gives_up: mode.inexact for technique in (*LAYER, *PLAN) for mode in technique.modes if mode.gives_up}
-"""The numerical deviations from exact training that a user may allow, each with what is then not exact."""
+"""The numerical deviations from exact training that a user may allow, by name, each with a description."""
 
 DEGREES = {
     "data": (Role.DATA,),
@@ -245,7 +245,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PinPrice:
-    """The cost of a pin: without it but with all other pins, the step time of the best plan found, and a lower bound for all plans."""
+    """The cost of a pin: the best step time found without it (but with all other pins), and a lower bound for all such plans."""
 
     pin: str
     value: int | str | bool

@@ -209,8 +209,8 @@ def find_plan(
 
 
 def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:
-    """Return the sequence parallelism to try in all layers: none for long sequences, because the search decides per layer. A degree spans
-    at most ``MOST_NODES`` nodes."""
+    """Return the sequence parallelism to try in all layers: none without attention, and none for long sequences, for which the search
+    decides per layer. A degree spans at most ``MOST_NODES`` nodes."""
     length = graph.tokens // graph.batch_size
     if length >= LONG_SEQUENCE or not _has_attention(graph):
         return ()
@@ -253,9 +253,7 @@ def _on_the_best_devices(
             break
         left = dataclasses.replace(options, time_limit_s=left_s)
         known_s = float("inf") if best is None else best.prediction.step_time_s
-        trial = search_again(
-            graph, fewer, pricer.on(fewer), left, known_s
-        )  # ``None``: pins that do not divide these devices
+        trial = search_again(graph, fewer, pricer.on(fewer), left, known_s)  # ``None``: the pins don't divide them
         if trial is not None and trial.plan is not None and trial.step_s < known_s:
             best, devices = trial.plan, fewer
     if best is None:

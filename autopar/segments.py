@@ -27,7 +27,7 @@ def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]
 
 
 def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[Strategy]:
-    """Return the strategies with segments no longer than their runs, as in programs and prices."""
+    """Return the strategies with segments no longer than their runs, as in programs and in the cost model."""
     found: list[Strategy] = []
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]

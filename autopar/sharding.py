@@ -18,10 +18,10 @@ from autopar.types import SpmdType
 class AxisTypes:
     """The solution of an axis for a layer class.
 
-    ``produced[node]`` is the type in which the node's op produces its value (for a placeholder: in which the value enters the layer).
-    ``needed[node][i]`` is the type in which the node reads its i-th tensor operand (in the order of ``ops.operands.operands(node)``); if it
-    differs from the produced type, a conversion comes between. ``outputs[i]`` is the type of the layer's i-th output after its last
-    conversion; the new values of buffers follow. ``letter[node]`` is the letter of the node's rule that the axis shards (missing if none),
+    ``produced[node]`` is the type of the value that the node's op produces (for a placeholder: of the value that enters the layer).
+    ``needed[node][i]`` is the type that the op needs for its i-th tensor operand (in the order of ``ops.operands.operands(node)``); if it
+    differs from the produced type, the value is converted. ``outputs[i]`` is the type of the layer's i-th output after its last conversion;
+    the new values of buffers follow. ``letter[node]`` is the letter of the node's rule that the axis shards (missing if none),
     ``kernel[node]`` the kernel that replaces the node's op. Values without gradient never have type ``I``, because ``R`` means the same for
     them. ``cost_s`` is the objective at the optimum, in seconds.
     """
@@ -53,11 +53,11 @@ class Sharding:
     types: tuple[AxisTypes, ...]
 
     def produced(self, node: str) -> tuple[SpmdType, ...]:
-        """Return the type on each axis in which the node's op produces its value."""
+        """Return the type on each axis of the value that the node's op produces."""
         return tuple(types.produced[node] for types in self.types)
 
     def needed(self, node: str, operand: int) -> tuple[SpmdType, ...]:
-        """Return the type on each axis in which the node reads its ``operand``-th tensor operand."""
+        """Return the type on each axis that the node's op needs for its ``operand``-th tensor operand."""
         return tuple(types.needed[node][operand] for types in self.types)
 
     def output(self, index: int) -> tuple[SpmdType, ...]:

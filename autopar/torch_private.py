@@ -1,4 +1,4 @@
-"""Every use of torch's private names, each with the torch versions on which it was tested.
+"""Every use of torch's private names, each with the tested versions of torch.
 
 They are in one module so that a new torch release can be checked in one place.
 """
@@ -73,7 +73,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a value that is equal for tensors of the same storage if they have the same elements in the same order."""
+    """Return a key of a tensor within its storage: its offset, shape, strides, dtype and ``requires_grad``."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
@@ -231,8 +231,8 @@ def inference_as_no_grad() -> Iterator[None]:
 def masks_as_given() -> Iterator[None]:
     """Keep ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` from reading a mask's values. (torch 2.11, 2.13)
 
-    Unless the caller passes ``is_causal``, they compare the mask with the causal one, and tell attention whether it is: a hint for speed,
-    on which no result depends. During export a mask has no values.
+    Unless the caller passes ``is_causal``, they compare the mask with the causal mask, and pass the result to attention as a hint, which
+    affects only speed. During export a mask has no values.
     """
     from torch.nn.modules import transformer
 

@@ -1,6 +1,6 @@
 """A workload: the training step to plan, its capture, and its capture with other sizes.
 
-For other sizes, the example batch is sliced or repeated if model and batch can't be created anew.
+For other sizes, a ``Recapture`` creates model and batch again, or slices and repeats the example batch (``Workload.resized``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Workload:
     local_batch_norm: bool = False
 
     def capture(self) -> Graph:
-        """Return the annotated graph of layers.
+        """Return the graph of layers, completed by ``shard.annotate``.
 
         Raises:
             ModelError: the model isn't a module.

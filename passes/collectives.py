@@ -1,4 +1,4 @@
-"""Inserts the collectives: a conversion wherever an op reads a value in another type than the value has.
+"""Inserts the collectives: a conversion wherever the type that an op needs differs from the type of the value.
 
 Nodes must have ``meta["gradient"]`` (``autopar.flow``). Afterwards each has ``meta["types"]``, its type on each axis, and every operand has
 the type that its op needs. Shapes are still global; ``passes.localise_layer`` makes them local.
@@ -22,9 +22,8 @@ MICROBATCH = "microbatch"  # microbatches run one after the other: no collective
 
 
 def convert(x: Tensor, axes: tuple[str, ...], source: str, target: str) -> Tensor:
-    """Mark a conversion on one axis, or on several flattened axes (outermost first); the emitter writes a call of ``spmd_types`` instead.
-
-    On one device, ``x`` is returned unchanged.
+    """Mark a conversion on one axis, or on several flattened axes (outermost first), and return ``x`` unchanged. The emitter writes a call
+    of ``spmd_types`` instead.
     """
     del axes, source, target
     return x
@@ -36,7 +35,8 @@ def share(x: Tensor, microbatches: int) -> Tensor:
 
 
 def insert_collectives_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
-    """Return a new graph with one ``convert`` node for each step of a conversion; all readers of a converted value share the nodes."""
+    """Return a new graph with one ``convert`` node for each step of a conversion; all readers of a converted value share the nodes. Raises
+    ``ProgramError`` for a conversion that needs communication between microbatches."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     gradient = {node.name: meta(node)["gradient"] for node in gm.graph.nodes if node.op != "output"}

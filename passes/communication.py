@@ -22,7 +22,7 @@ from passes.conversions import ConversionStep, Types, conversion_steps
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The conversion of ``value`` from the types in which it is produced to those in which ``readers`` read it.
+    """The conversion of ``value`` from the types that its op produces to the types that ``readers`` need.
 
     A reader is the name of an op and the index of its operand, or the name of the graph's output and the index of the result.
     """
@@ -68,7 +68,7 @@ def conversions(
 
 
 def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Iterator[KernelExchange]:
-    """Yield every exchange inside the kernels of a layer's graph, over the axes on which its types name the kernel."""
+    """Yield every exchange inside the kernels of a layer's graph, over the axes whose types name the kernel."""
     run = {name for t in types for name in t.kernel}
     for node in graph.graph.nodes if run else ():
         kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
@@ -90,7 +90,7 @@ def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx
 
 
 def _types_at(value: fx.Node, node: fx.Node, types: Sequence[AxisTypes]) -> Types:
-    """Return the types in which ``node`` reads ``value``; if ``value`` is ``node`` itself, those of its result."""
+    """Return the types of ``value`` that ``node`` needs; if ``value`` is ``node`` itself, those that it produces."""
     if value is node:
         return tuple(t.produced[node.name] for t in types)
     index = operands(node).index(value)

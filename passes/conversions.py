@@ -44,7 +44,7 @@ class ConversionStep:
 
 @functools.lru_cache(maxsize=65536)
 def conversion_steps(source: Types, target: Types, gradient: bool = True) -> tuple[ConversionStep, ...]:
-    """Return the conversions, in order, from ``source[axis]`` to ``target[axis]`` on every axis (outer to inner).
+    """Return the conversions, in order, from ``source`` to ``target``, which have a type for each axis, outermost first.
 
     Without ``gradient``, a value needs no conversion between I and R: they differ only in the gradient.
     """

@@ -37,7 +37,7 @@ def float8_pass(
 
 
 def nodes_before_choices(gm: fx.GraphModule, choice_outputs: Container[int] = ()) -> set[fx.Node]:
-    """Return the nodes on which a discrete choice depends, back to and including the nearest products.
+    """Return the nodes that determine a discrete choice, back to and including the nearest products.
 
     A choice turns floating-point numbers into integers or booleans (``topk``, ``argmax``, a comparison): a rounding error may change it
     completely. Choices in other layers depend on the graph's results at the indices ``choice_outputs``.

@@ -1,4 +1,4 @@
-"""Joins a product and its bias again if no conversion stands between them."""
+"""Joins a product and its bias again if no conversion comes between them."""
 
 from __future__ import annotations
 

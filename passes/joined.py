@@ -1,8 +1,8 @@
 """Joined calls: calls in a rank's graph that convert their input themselves, and compute one or several products of it.
 
 The first argument is the value, the second a weight or a list of weights, the third a bias or a list; ``axis`` and ``src`` say on which
-axes and from which type the value is converted to R. A call with a list of weights has one result for each, and returns the converted
-value as a last one if it has other readers.
+axes and from which type the value is converted to R. A call with a list of weights has one result for each; its last result is the
+converted value if that has other readers.
 """
 
 from __future__ import annotations

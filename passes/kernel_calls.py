@@ -1,8 +1,8 @@
 """Replaces ops in a rank's graph by calls of kernels.
 
-There are two cases. An axis shards a letter for which the op's rule names a kernel (``BY_KERNEL``, keyed by that name), or the op may
-need a kernel whatever its rule says (``BY_OP``, keyed by the op's name): it draws random numbers, sums over shards, or is one that the
-type checker misreads. Each entry is a function that takes a ``KernelRequest`` and returns the call, or ``None`` if the op stays unchanged.
+An op is replaced if an axis shards a letter for which its rule names a kernel (``BY_KERNEL``, keyed by that name), or if it needs a kernel
+whatever its rule says (``BY_OP``, keyed by the op's name): it draws random numbers, sums over shards, or is misread by the type checker. An
+entry returns the call for a ``KernelRequest``, or ``None`` if the op stays unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ along them."""
 
 
 def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """Return the call that replaces the node, if its rule names a kernel on one of the axes or its op needs one; otherwise ``None``."""
+    """Return the kernel call that replaces the node, or ``None``. Raises ``ProgramError`` for a kernel over microbatches."""
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)

@@ -51,7 +51,7 @@ class LocalLayer:
 
     @property
     def computed(self) -> Sharding:
-        """The sharding of what ``graph`` computes."""
+        """The sharding of the microbatch, or of its half, that ``graph`` computes."""
         return self.half or self.sharding
 
     @property
@@ -89,7 +89,7 @@ class LocalLayer:
         return {axes for axes in found if len(axes) > 1}
 
     def border(self, index: int) -> tuple[SpmdType, ...]:
-        """Return the mesh types in which the layer takes its ``index``-th placeholder."""
+        """Return the mesh types of the layer's ``index``-th placeholder."""
         return mesh_types(self.sharding, self.sharding.produced(placeholders(self.cls)[index].name))
 
     def output(self, index: int) -> tuple[SpmdType, ...]:
@@ -98,7 +98,7 @@ class LocalLayer:
 
 
 def rows_of(cls: LayerClass, time: AxisTypes) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Return, for each placeholder and for each result, the dim along which the microbatch's rows lie (``None``: it has no rows)."""
+    """Return the batch dim of each placeholder and of each result (``None`` without one); ``time`` has the types on the microbatch axis."""
     return tuple(time.produced[node.name].dim for node in placeholders(cls)), tuple(t.dim for t in time.outputs)
 
 

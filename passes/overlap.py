@@ -54,12 +54,12 @@ _LINEAR = torch.ops.aten.linear.default
 def products_of(
     cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
 ) -> dict[tuple[str, Types], tuple[fx.Node, ...]]:
-    """Return the products that are joined, in order, keyed by the value that they read and the types in which they read it.
+    """Return the products that are joined, in order, keyed by the value that they read and the types that they need.
 
-    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through
-    which values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the
-    weights must be trainable parameters that no collective has to gather first. A product after an expensive op that depends on
-    a product of the group is not joined: its result, and later its gradient, would be live while that op runs.
+    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types); ``gradient`` says through which
+    values a gradient flows. The value's last conversion must have a reduction as its backward (I or S(d) to R), and the weights must be
+    trainable parameters that no collective has to gather first. A product after an expensive op that depends on a product of the group is
+    not joined: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
     for node, reads in _on_parameters(cls.graph, _trainable(cls)):
@@ -130,9 +130,9 @@ def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> f
         a = linear(x_r, w)                       ->    a = products[0]
         b = linear(x_r, v)                             b = products[1]
 
-    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., whole=True)``. Runs on the local
-    graph of ``cls``, after ``fuse_bias`` and ``keep``. Programs whose schedule splits the backward pass do not need it: they compute
-    weight gradients in a later action.
+    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., whole=True)``. Runs on the local graph
+    of ``cls``, after ``passes.fuse_bias`` and ``passes.selective``. Programs whose schedule splits the backward pass do not need it: they
+    compute weight gradients in a later action.
     """
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
     local = {meta(node).get("product", node.name): node for node in gm.graph.nodes}
@@ -224,8 +224,8 @@ def turns_or_reason(cls: LayerClass, types: Sequence[AxisTypes]) -> Turns | str:
 def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]) -> str:
     """Return why the layer's microbatch can't be halved, or gains nothing by it ("has ..."), or an empty string.
 
-    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch
-    are independent if no value changes its type on the microbatch axis: the condition under which a batch may be cut into microbatches.
+    ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types). The rows of a microbatch are
+    independent if no value changes its type on the microbatch axis: the condition under which a batch may be cut into microbatches.
     """
     if cls.gives_loss:
         return "computes the loss"
@@ -352,7 +352,7 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
     """Mark the turns in the local graph of ``cls`` for one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["inner"]`` of a mixture of experts: the function by which its own
+    ``meta["turn"]``: the halves take turns before the node. ``meta["inner"]`` of a mixture of experts: the function that makes its
     collectives take turns. ``meta["async_op"]`` of a ``convert``: the function that issues it asynchronously; ``meta["once"]``: it converts
     a parameter for both halves. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a
     turn between the node and one of its readers.

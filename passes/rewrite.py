@@ -1,8 +1,8 @@
 """Rewrites layers for the techniques of their strategies: layer classes before types are chosen, local graphs afterwards.
 
-A technique gives the name of its module in this package as a string, because techniques are imported first. A class that
-``Technique.rewrite`` has changed is an ordinary layer class: types, prices, padding and text follow from its graph.
-``Technique.rewrite_local`` changes the graph that one rank runs.
+A technique names its module in this package by a string, because techniques are imported first. A class that ``Technique.rewrite`` has
+changed is an ordinary layer class: types, costs, padding and text follow from its graph. ``Technique.rewrite_local`` changes the graph that
+one rank runs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def local_rewrites(options: Options) -> Iterator[tuple[str, str, LocalRewrite]]:
 
 
 def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
-    """Return the sharding of what a local graph computes: a microbatch, or a part of one."""
+    """Return the sharding of the microbatch, or of the part of one, that a local graph computes."""
     if options.parts == 1:
         return sharding
     part = _module(options.splitting).part_of(cls, sharding)
@@ -73,8 +73,8 @@ def computed(cls: LayerClass, sharding: Sharding, options: Options) -> Sharding:
 
 
 def turns_of(cls: LayerClass, types: Sequence[AxisTypes], options: Options) -> Turns | str:
-    """Return where the parts of a layer's microbatches take turns, or the reason why they can't be computed in parts, with any shapes.
-    ``types`` has those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
+    """Return where the parts of a layer's microbatches take turns, or the reason why they can't be computed in parts, whatever their
+    shapes. ``types`` are those of the microbatch axis, then of the mesh's axes (or runs of axes with equal types)."""
     found: Turns | str = _module(options.splitting).turns_or_reason(cls, types)
     return found
 

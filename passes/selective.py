@@ -45,7 +45,7 @@ def is_partial(node: fx.Node, axes: Sequence[str]) -> bool:
 
 
 def _converted(node: fx.Node) -> fx.Node:
-    """Return the value from which ``node`` is converted, before the first conversion."""
+    """Return the value of ``node`` before all conversions."""
     while node.target is convert:
         value = node.args[0]
         assert isinstance(value, fx.Node)

@@ -7,7 +7,7 @@
     loss = cross_entropy_sum(aten.to(mul, float32), labels)
 
 The graph must show that nothing but the loss reads the logits, and that the ops in between are elementwise. The joined call is one op with
-a rule, a price and a kernel (``program.kernels_logits``); a layer class that has it is an ordinary layer class.
+a rule, costs and a kernel (``program.kernels_logits``); a layer class that has it is an ordinary layer class.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _is_biased(node: fx.Node) -> bool:
 
 
 def _step(node: fx.Node) -> kernels_logits.Step | fx.Node | tuple[()] | None:
-    """Return what a node between product and loss does with each logit; the node itself if it selects some of the tokens, which can as well
-    be done before the product; an empty tuple if it only passes logits on; ``None`` if it does anything else."""
+    """Return a node between product and loss as an elementwise step; the node itself if it selects tokens, which moves before the product;
+    an empty tuple if it changes nothing; ``None`` if it can't be joined."""
     name, numbers = op_name(node), node.args[1:]
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -235,9 +235,7 @@ register(
         flops=_flops,
         slices=_slices,
         passes=_passes,
-        padding_after=lambda zero: (
-            True if zero[0] is None and zero[2] is None else None
-        ),  # the vocabulary may be padded
+        padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # a vocabulary may be padded
         resize=_resize,
         call=_call,
         samples=_samples,

@@ -34,7 +34,7 @@ class Border:
 
 @dataclass(frozen=True)
 class Resharding:
-    """A value that a layer reads in types other than those in which it was produced: its conversions, on the mesh's axes.
+    """The conversions, on the mesh's axes, of a value that a layer needs in other types than the value's layer produces.
 
     ``key`` is the value's name in the stage (``argument_keys``). A later layer that reads it in the same types reuses the converted
     value.
@@ -52,8 +52,8 @@ class Resharding:
 class Stage:
     """One pipeline stage as a rank runs it: the indices of its layers, its inputs and outputs.
 
-    ``inputs`` maps the batch's tensors to the types in which the stage reads them. ``owned`` maps the parameters that several layers of
-    the stage share, and that the stage's module therefore owns, to the first of these layers.
+    ``inputs`` maps the batch's tensors to their types in the stage. ``owned`` maps the parameters that several layers of the stage share,
+    and that the stage's module therefore owns, to the first of these layers.
     """
 
     index: int
@@ -136,7 +136,7 @@ def _deferred(graph: Graph, plan: Plan, layer: int) -> frozenset[int]:
 
 
 def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
-    """Check that a parameter that several layers use is padded to one shape in all of them, because it is stored once."""
+    """Raise ``UsageError`` if layers pad a parameter that they share, which is stored once, to different shapes."""
     for name, uses in graph.shared_parameters.items():
         found = {layers[i].cls.parameters[graph.layers[i].parameters.index(name)].shape: i for i in uses}
         if len(found) > 1:
@@ -148,7 +148,7 @@ def _check_shared(graph: Graph, layers: list[LocalLayer]) -> None:
 
 
 def _check_segments(graph: Graph, layers: list[LocalLayer], groups: list[range]) -> None:
-    """Check that no conversion stands between layers that are recomputed as one."""
+    """Raise ``UsageError`` if a value is converted between layers that are recomputed as one."""
     for i in (i for group in groups for i in group[1:]):
         if layers[i].border(0) != layers[i - 1].output(0):
             raise UsageError(
@@ -232,9 +232,9 @@ def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut
 
 
 def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
-    """Return the types in which the stage reads its inputs. An axis slices an input along the batch if all layers that read the input need
-    it sliced there; otherwise each rank has all of it, because a layer can slice it for nothing, but would have to gather it. If only some
-    layers need it sliced on an axis, the axes inside that axis don't slice it either."""
+    """Return the types of the stage's inputs. An axis slices an input along the batch if all layers that read the input need it sliced
+    there; otherwise each rank has all of it, because slicing it in a layer is free, and gathering it is not. If only some layers need it
+    sliced on an axis, the axes inside that axis don't slice it either."""
     wanted: dict[str, list[Types]] = {}
     for i in own:
         first = len(graph.layers[i].activations)

@@ -1,4 +1,4 @@
-"""Says where the halves of a microbatch take turns in a layer, and which collectives overlap. Passes create ``Turns``, and prices read it.
+"""Where the halves of a microbatch take turns, and which collectives overlap. Passes create ``Turns``; the cost model reads it.
 
 Turns cut a layer into pieces. The halves A and B run the pieces in the order A1, A2, B1, A3, B2, ...
 """
@@ -12,7 +12,7 @@ from autopar.types import SpmdType
 Types = tuple[SpmdType, ...]
 
 Read = tuple[str, Types]
-"""A value's name and the types in which it is read."""
+"""A value's name and the types that its reader needs."""
 
 
 def overlapped_pieces(issued: int, awaited: int) -> tuple[range, range]:
@@ -51,7 +51,7 @@ class Turns:
         return sum(start <= position for start in self.starts) + in_kernels
 
     def span(self, read: Read) -> tuple[int, int]:
-        """Return the piece in which a conversion is issued, and the piece that awaits it."""
+        """Return the piece that issues a conversion, and the piece that awaits it."""
         reader, turn = self.flights[read]
         producer = self.producers[read]
         issued = self.piece(max(producer, 0)) + (producer in self.experts) if turn is None else self.piece(turn) - 1

@@ -145,9 +145,9 @@ def contest(
 class Arena:
     """The worker processes with all contenders: emitted programs, and hand-tuned programs under the names of their recipes.
 
-    All contenders start from the values of ``workload``'s model. By the contender's name, ``rounds`` has the median seconds of the timed
-    steps of each visit, ``losses`` the losses of all steps, and ``errors`` the error of a hand-tuned contender that failed. The error of an
-    emitted program is raised.
+    All contenders start from the values of ``workload``'s model. By contender, ``rounds`` has the median seconds of the timed steps of each
+    visit, and ``losses`` the losses of all steps. ``errors`` has the errors of hand-tuned contenders that failed. The error of an emitted
+    program is raised.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Arena:
 
     def call(self, target: str, name: str, *args: Any) -> list[Any] | None:
         """Call ``"module:function"`` for the contender ``name`` on every rank; return the results by rank, or ``None`` if a hand-tuned
-        contender fails."""
+        contender fails. Raises ``LaunchError`` if an emitted program fails."""
         try:
             return self._processes.call(target, name, *args, timeout_s=TIMEOUT_S)
         except LaunchError as error:

@@ -3,9 +3,9 @@
 A cell is a group of rows: one model on one cluster with many layouts (degrees, ZeRO stage, microbatches), each measured or failed. For each
 layout, pins restrict the search to that layout, with the row's recomputation and a cost model of the row's trainer; the search chooses the
 stage cuts. The layout with the shortest predicted time is the automatic choice. Layouts that exceed the memory limit with the trainer's
-cuts are left out, because the measured runs used those cuts. *Regret* is the measured time of the chosen layout over that of the fastest,
-minus one. If the chosen layout failed when it was measured, the choice counts as failed, and the regret is that of the layout with the
-shortest predicted time among those that ran.
+cuts are left out (unless all do), because the measured runs used those cuts. *Regret* is the measured time of the chosen layout over that
+of the fastest, minus one. If the chosen layout failed when it was measured, the choice counts as failed. The regret is then that of the
+layout with the shortest predicted time among those that ran.
 
 Layouts whose predicted time with the trainer's cuts is more than ``HOPELESS`` times the cell's minimum aren't searched.
 """

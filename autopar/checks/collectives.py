@@ -121,7 +121,7 @@ _HINT = "this is a fault of autopar's, not of the model's: please report it with
 
 
 def priced(layer: LocalLayer) -> Iterator[IssuedCollective]:
-    """Yield the collectives that the layer's price counts, at the captured dtypes; if the microbatch is halved, those of one half."""
+    """Yield the layer's collectives in the cost model, at the captured dtypes; if the microbatch is halved, those of one half."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
@@ -214,12 +214,9 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
 
 
 def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
-    """Return the collectives between two layers that the price counts, and those that the program runs."""
+    """Return the collectives between two layers in the cost model, and those in the program."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
-    time, priced_steps = (
-        S(0),
-        tuple[ConversionStep, ...](),
-    )  # reading a batch's tensor, in full or sliced, moves no data
+    time, priced_steps = S(0), tuple[ConversionStep, ...]()  # reading a tensor of the batch moves no data
     value = resharding.value or next(v for v in program.graph.inputs if f"input {v.name}" == resharding.key)
     if resharding.value is not None:
         maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)

@@ -1,10 +1,9 @@
-"""Compares autopar's rules with DTensor's: for every sample call, the placements that each accepts on an axis of two ranks, and the type
-of the result.
+"""Compares autopar's rules with DTensor's: for every sample call, the accepted placements on an axis of two ranks, and the result's type.
 
-For operands placed as ``R``, ``P`` or ``S(dim)``, both tell whether the op may run on them directly, and the type of its result. DTensor's
-answer comes from running the call on DTensors over the fake process group, so that composite ops decompose as in DTensor, with
-redistribution of inputs refused. If the two differ, execution decides: the call runs on the operands of two simulated ranks, and an answer
-is right if the results, combined by its type, equal the unsharded result.
+For operands placed as ``R``, ``P`` or ``S(dim)``, both determine whether the op can run on them directly, and the type of its result. For
+DTensor, the call runs on DTensors over the fake process group (so that composite ops decompose as in DTensor), and redistribution of inputs
+raises an error. If the two differ, execution decides: the call runs on two simulated ranks, and a type is right if the ranks' results,
+combined by this type, equal the unsharded result.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from passes.localise import apply
 
 RANKS = 2
 MOST_WAYS = 64
-"""For a call with more combinations of placements, only those that autopar's rules accept are compared."""
+"""Maximum combinations of placements compared per call; of more, only those that autopar's rules accept."""
 
 NOT_ASKED = frozenset((OpKind.ARBITRARY, OpKind.ATTENTION))
 """Kinds of ops that aren't compared. DTensor has rules for attention's CUDA kernels; for the CPU ones it searches placements of the

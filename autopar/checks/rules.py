@@ -111,7 +111,7 @@ def check(given: Sample, shards: Sequence[int] = SHARDS) -> RuleReport:
 def check_candidate(
     node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, held_: Sequence[int] = ()
 ) -> float:
-    """Execute a candidate on ``n`` simulated ranks; return the largest relative difference of results and gradients."""
+    """Execute a candidate on ``n`` ranks and return the largest difference (see ``check``); the operands ``held_`` have no gradient."""
     torch.manual_seed(0)
     leaf = [_constant if i in held_ else _leaf for i in range(len(values))]
     whole = [_map(make, value) for make, value in zip(leaf, values, strict=True)]

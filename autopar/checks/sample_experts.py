@@ -1,4 +1,4 @@
-"""Hand-written mixtures of experts, on which their sharding rule is checked; tests use them, too."""
+"""Hand-written mixtures of experts, to check their sharding rule; tests use them, too."""
 
 from __future__ import annotations
 

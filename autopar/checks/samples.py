@@ -1,4 +1,4 @@
-"""Sample calls on which the rules are executed: at least one for every entry of the table.
+"""Sample calls to execute the rules: at least one for every entry of the table.
 
 Sizes are mostly 6 and 12, which are divisible by 2 and 3; some are 4 or 5, which aren't.
 """

@@ -97,7 +97,7 @@ def literal(value: Any, texts: Texts) -> str:
 
 
 def module_input(node: fx.Node) -> fx.Node:
-    """Return the operand of a product, norm or embedding with which torch's module is called: the one that isn't a parameter."""
+    """Return the argument of torch's module for a product, norm or embedding: the operand that isn't a parameter."""
     found = arguments(node)["indices" if op_name(node) == "aten.embedding" else "input"]
     assert isinstance(found, fx.Node), node.format_node()
     return found

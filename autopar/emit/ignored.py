@@ -1,4 +1,4 @@
-"""Finds the label (``ignore_index``) with which the loss ignores a row.
+"""Finds the label (``ignore_index``) of the rows that the loss ignores.
 
 An incomplete last batch can be padded with rows of that label without changing its loss and gradients.
 """

@@ -24,8 +24,8 @@ from passes.localise_layer import random_seed
 def layer_body(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], watch: bool = False) -> str:
     """Return the source of the layer's class below its docstring.
 
-    With ``watch`` every value has its own line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are
-    the indices of parameters that the stage owns because several layers use them: they become arguments.
+    With ``watch`` every value has a line, and ``self.watched`` has all values by node name, to locate a wrong one. ``shared`` are the
+    indices of parameters that the stage owns because several layers use them: they become arguments.
     """
     modules = torch_modules(layer, shared)  # also sets meta["module"], which the calls in forward follow
     made = _constructor(layer, axes, shared, modules)
@@ -38,7 +38,7 @@ def parameter_paths(layer: LocalLayer) -> dict[str, str]:
 
 
 def buffer_paths(layer: LocalLayer) -> dict[str, str]:
-    """Map the names of buffers that the layer writes to attribute paths of the emitted class."""
+    """Map the names of the layer's buffers to attribute paths of the emitted class."""
     names = tuple(parameter.name for parameter in layer.parameters)
     paths = attributes((*names, *(buffer.name for buffer in layer.cls.buffers)))
     return {buffer.name: paths[buffer.name] for buffer in layer.cls.buffers}

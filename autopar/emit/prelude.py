@@ -1,4 +1,4 @@
-"""Emits the prelude, a function that computes scalars of the global batch once per step and checks the batch's guards."""
+"""Emits the prelude, a function that computes scalars of the batch, such as its number of valid tokens, and checks its guards."""
 
 from __future__ import annotations
 

@@ -69,12 +69,13 @@ def emit(
 ) -> LocalProgram:
     """Write the program of ``plan`` for the captured ``graph`` into ``folder`` (created if missing) and return the local program.
 
-    With ``watch`` the layers keep every value that they compute (``layer_body``). ``state`` is the state dict of the user's model; without
-    one, or with one on meta, the folder has no initial values.
+    With ``watch`` layers keep every value that they compute (``layer_body``). Initial values come from ``state``, the user's state dict;
+    without it, or if it is on meta, the folder has none.
 
     Raises:
         UsageError: the plan is invalid for the model, or can only be priced.
         ModelError: the model's constants have no values.
+        ProgramError: the program can't import the class of an opaque module, or the definition of a custom op.
     """
     _refuse_priced(plan)
     if graph.valueless:
@@ -123,7 +124,7 @@ def emit(
 
 
 def _write_orders(folder: Path, plan: Plan) -> None:
-    """Write the actions of every pipeline rank if torch lacks the schedule; otherwise remove the file of an earlier program."""
+    """Write the actions of every pipeline rank if torch lacks the schedule; otherwise remove an earlier program's file."""
     schedule = plan.sized_schedule
     if schedule.copies == 1:
         (folder / ORDERS).unlink(missing_ok=True)
@@ -140,8 +141,7 @@ def _refuse_priced(plan: Plan) -> None:
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:
-    """Raise ``UsageError`` if a program of another precision would have float16 gradients, which underflow or overflow without loss
-    scaling."""
+    """Raise ``UsageError`` if a program in another precision, which does not scale its loss, would have float16 gradients."""
     if plan.precision == FLOAT16:
         return
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]

@@ -307,7 +307,7 @@ class _Forward:
         return f"input {name}" if name in self.stage.inputs else f"scalar {name}"
 
     def _run(self, layers: list[int]) -> int:
-        """Return how many of ``layers``, from the first, form a chain of one class."""
+        """Return how many of ``layers``, from the first, form a chain of one class; 1 for two layers that aren't called together."""
         graph, program = self.program.graph, self.program
         first = graph.layers[layers[0]]
         count = 1
@@ -334,7 +334,7 @@ class _Forward:
         return count if count > 2 or together else 1
 
     def _together(self, layer: int) -> int:
-        """Return how many layers a technique calls together with this one; 1 if each is called separately."""
+        """Return how many layers a technique calls together, this one included; 1 if each is called separately."""
         return self.program.layers[layer].strategy.options.segment_layers
 
     def _readers(self, value: str) -> int:

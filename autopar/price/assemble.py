@@ -2,8 +2,8 @@
 
 Collectives of tensor parallelism are exposed, except those that ``order`` overlaps. The reductions of ZeRO 0 and 1, and on GPUs FSDP's
 gathers and reductions, overlap a layer's compute; the excess is exposed. Gradients that are reduced once a step overlap the backward of the
-last microbatch. A price omits the first gather of a stage's forward and the last reduction of its backward, which are exposed in every
-microbatch, because they belong to only one of the stage's layers.
+last microbatch. The first gather of a stage's forward and the last reduction of its backward are exposed in every microbatch; layer prices
+omit them, because only one layer of a stage has each.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def assemble(
     trainer: TrainerModel,
     context: PrefetchContext,
 ) -> LayerPrice:
-    """Return a microbatch's price with ZeRO over the data axes, the optimizer and offloading. Layers in ``context`` are assumed to have the
-    same strategy."""
+    """Return the price of a layer: its microbatch, with ZeRO over the data axes, the optimizer and offloading. The layers that ``context``
+    describes are assumed to have the same strategy."""
     c, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
     trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
@@ -94,8 +94,8 @@ def assemble(
 
 
 def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
-    """Return a lower bound of the seconds of one microbatch, forward plus backward, under any ZeRO stage, data-parallel groups and
-    recomputation, all of which only add work or exposed communication."""
+    """Return a lower bound of the seconds of one microbatch, forward plus backward, for all ZeRO stages, data-parallel groups and kinds of
+    recomputation: these only add work or exposed communication."""
     forward, backward = microbatch.forward, microbatch.backward
     return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
 
@@ -112,7 +112,7 @@ def _accumulate_s(replicas: ReplicaCosts, elements: float, numbers: Precision, c
 
 
 def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
-    """Return the seconds of FSDP's copies under ZeRO 2 and 3: in a forward, in a backward, and once per step."""
+    """Return the seconds of FSDP's copies under ZeRO 2 and 3: per forward, per backward, and per step."""
     if zero < 2:
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = replicas.copies_s
@@ -129,8 +129,8 @@ def gathers(kept: Kept) -> float:
 def _waits_s(
     microbatch: Microbatch, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
 ) -> tuple[float, float, float]:
-    """Return the seconds that collectives wait for stragglers in the forward and in the backward, if such waits were measured, and the
-    additional wait in the last microbatch's backward if gradients are reduced once per step.
+    """Return the seconds that collectives wait for stragglers, if such waits were measured: in the forward, in the backward, and (if
+    gradients are reduced once per step) the additional wait in the last microbatch's backward.
 
     ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
     """

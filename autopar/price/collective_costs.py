@@ -1,5 +1,4 @@
-"""The collectives of one layer in one step, with group, bytes and seconds, for reports: those that prices include, from ``price.moves`` and
-``price.replicas``."""
+"""Lists the collectives that a layer's price includes (``price.moves``, ``price.replicas``), with group, bytes and seconds, for reports."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured s
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """The ranks that run a collective together: ``size`` members on ``nodes`` nodes (or NVLink domains), with ``per_node`` members on each
-    node, and ``per_part`` in each part of a cluster that is joined from several (``Cluster.parts``; 0 if it isn't).
+    node, and ``per_part`` in each part of a joined cluster (``Cluster.parts``; 0 for other clusters).
 
     The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
     group determines the time, so ``per_node`` and ``per_part`` are the minimum over all groups and ``nodes`` the maximum.
@@ -70,8 +70,8 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
 def _rank_group(
     axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int, by_part: bool
 ) -> RankGroup:
-    """Count the members of every group over ``axes`` (size, stride) on each node, and with ``by_part`` in each part. ``parts`` has
-    (devices, devices per node) of each part; ``first`` is the index of rank 0's device on its node."""
+    """Return the group of ``axes`` (size, stride): count the members of each group on each node, and with ``by_part`` in each part.
+    ``parts`` has (devices, devices per node) of each part; ``first`` is the index of rank 0's device on its node."""
     size = math.prod(size for size, _ in axes)
     count = sum(count for count, _ in parts) - first
     if len(parts) == 1:  # the pattern repeats when a group and a node start at the same rank

@@ -1,4 +1,4 @@
-"""Matrix products of experts that a program runs more slowly than their price assumes."""
+"""Matrix products of experts that a program runs more slowly than the cost model assumes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Which ops run as one kernel when chains of pointwise ops are fused, as hand-written kernels and ``torch.compile`` do.
 
-Every op gets a *depth*: the number of heavy ops (products, attention, lookups, losses) on the longest path before it. Connected pointwise
-ops and reductions of equal depth form one kernel: no path between two of them leads through a heavy op, so the kernels have an order. A
-kernel reads each outside value once and writes the values that others read. For the backward pass it saves what it read or wrote, instead
-of what its ops would save. Its backward kernel recomputes the rest from these values and from dropout masks, which are drawn once.
+Every op gets a *depth*: the number of heavy ops (products, attention, lookups, cross entropies, random draws) on the longest path before
+it. Connected pointwise ops and reductions of equal depth form one kernel: no path between two of them has a heavy op, so the kernels can be
+ordered. A kernel reads each input once and writes the values that others read. For the backward pass it saves values that it read or wrote,
+instead of those that its ops would save. Its backward kernel recomputes the rest from these and from dropout masks, which are drawn once.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _saved(
     origin: Callable[[fx.Node], fx.Node],
     written: frozenset[str],
 ) -> tuple[Saved, ...]:
-    """Return the saved entries from which the backward kernels compute."""
+    """Return the entries that the backward kernels need."""
     maker = {}
     for node in ops:
         if node.name not in run.views:
@@ -161,7 +161,7 @@ def _saved(
             found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
 
     def again(node: fx.Node) -> None:
-        """Save what recomputing a fused op's result needs; the result of a reduction is small, and is saved itself."""
+        """Save the values from which a fused op's result is recomputed; a result that leaves the kernel, or is reduced, is saved itself."""
         if node.name in written or _reduces(node):
             save(node, node, OUTPUT)
             return

@@ -1,13 +1,13 @@
 """Offloading: a layer's bytes in host memory and on NVMe, and seconds of the copies in both directions.
 
-*Optimizer states* (``program.state_places``): host memory, or a file on NVMe, has the states and master weights of the elements that the
-device would update. In every step, chunk by chunk, gradients are copied to the host, the CPUs update at the bandwidth of their memory, and
-parameters are copied back. The copies of one chunk overlap the update of another, so the slowest of link, memory and drives determines the
-time. Drives read and write the states and master weights once per step, but not at the same time. The buffers for two chunks, 128 MB at
-most, are not counted.
+*Optimizer states* (``program.state_places``): host memory, or a file on NVMe, holds the states and master weights of the elements that the
+device would otherwise update. In every step, chunk by chunk, gradients are copied to the host, the CPUs update at the bandwidth of their
+memory, and parameters are copied back. The copies of one chunk overlap the update of another, so the slowest of link, memory and drives
+determines the time. Drives read and write the states and master weights once per step, but not at the same time. The buffers for two
+chunks, 128 MB at most, are not counted.
 
-Prices assume a steady state in which both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share
-one memory (``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
+The cost model assumes that both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share one memory
+(``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
 """
 
 from __future__ import annotations

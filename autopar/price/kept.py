@@ -1,14 +1,14 @@
-"""The activations that a layer keeps from its forward pass to its backward pass, in bytes and seconds.
+"""The activations that a layer keeps from forward to backward: bytes, and seconds of recomputation, copies and quantization.
 
-*Recomputation*: the layer keeps its input alone, or a selection of values (``selective``), and recomputes the rest.
+*Recomputation*: the layer keeps only its input, or a selection of values (``selective``), and recomputes the rest.
 
 *Activation offload*: kept tensors are copied to the host after the layer's forward and back before its backward, while other layers
-compute; the device waits for copies that take longer than the layer's own arithmetic. Device memory has the tensors of the running layer
+compute; the device waits for copies that take longer than the layer's own arithmetic. Device memory holds the tensors of the running layer
 and of one layer that is being copied, assumed to be equally large. If devices and host share one memory (``Cluster.host`` is ``None``),
 offload saves nothing: the tensors stay, and while a layer runs, copies of its tensors and of the next layer's exist, too.
 
-*Fewer bits* (``techniques.QuantizedStorage``): while the layer runs, its tensors also exist at full width: in the forward until their last
-reader (in a compiled layer until its end), in the backward from their first reader. Prices count all of them as live at the same time, as
+*Quantization* (``QuantizedStorage``): while the layer runs, its tensors also exist at full width: in the forward until their last reader
+(in a compiled layer until its end), in the backward from their first reader. The cost model counts all of them as live at the same time, as
 in a recomputed layer.
 """
 
@@ -79,7 +79,7 @@ def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
 
 
 def _in_host(found: Kept, separate: bool) -> Kept:
-    """Return the kept activations when they are offloaded. ``separate``: the host has a memory of its own."""
+    """Return the kept activations when they are offloaded. ``separate``: devices and host have separate memories."""
     working_bytes = found.working_bytes + (1 if separate else 2) * found.saved_bytes
     return dataclasses.replace(
         found,
@@ -91,7 +91,7 @@ def _in_host(found: Kept, separate: bool) -> Kept:
 
 
 def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept:
-    """Return the kept activations when large floating-point tensors are quantized, except for arguments and in the layer with the loss."""
+    """Return the kept activations when large floating-point tensors are quantized (not arguments, and not in the layer with the loss)."""
     saved_bytes, live_bytes = _quantized_bytes(sized, how)[:2]
     *_, storing, restoring = _quantized_bytes(passes.part, how)
     working_bytes = saved_bytes + live_bytes
@@ -100,7 +100,7 @@ def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept
 
 
 def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
-    """Return the bytes that are saved, the additional bytes that are live while the layer runs, and the work added to either pass."""
+    """Return the bytes that are saved, the additional bytes that are live while the layer runs, and the work added to each pass."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved

@@ -5,8 +5,8 @@ flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and b
 strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A sized class depends on the number of parts
-into which each run divides its values, but hardly on the number of axes in the run or on the pipeline around the mesh, so many prices share
-a few sized classes.
+into which each run divides its values. It hardly depends on the number of axes in the run or on the pipeline around the mesh, so many
+prices share a sized class.
 
 The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seconds``); a replicated op takes the full time on every device.
 """
@@ -49,9 +49,7 @@ class BoundClass:
     moves: tuple[Move, ...]
     move_runs: tuple[MoveRuns, ...]  # the distinct runs of all moves
     plain: tuple[int, ...]  # the saved entries, one per storage
-    known: dict[str, Any] = field(
-        default_factory=dict
-    )  # results about the class under these types (``kept``, ``order``)
+    known: dict[str, Any] = field(default_factory=dict)  # cached results of ``kept`` and ``order``
 
 
 MoveRuns = tuple[tuple[int, ...], tuple[int, ...]]

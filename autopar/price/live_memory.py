@@ -1,10 +1,10 @@
 """Live memory of a layer of an emitted program, besides its persistent state: activations, gathered parameters, gradients in flight.
 
-A price has three such values: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the peak while
-the layer runs, above all other memory (``transient``). A stage's memory is then a sum over its layers plus a maximum, so that a search can
-decide layer by layer. Under ZeRO 0 and 1 gradients accumulate in a buffer, and the gradients that autograd computes are freed at once.
-Under ZeRO 2 and 3 one FSDP root contains the layers of a stage. It gathers the next layer's parameters while a layer runs, and keeps the
-input of a layer's reduction until the next reduction begins. A layer goes through these phases:
+A ``LayerPrice`` has three such values: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the
+peak while the layer runs, above all other memory (``transient``). A stage's memory is then a sum over its layers plus a maximum, so that a
+search can decide layer by layer. Under ZeRO 0 and 1 gradients accumulate in a buffer, and the gradients that autograd computes are freed at
+once. Under ZeRO 2 and 3 one FSDP root contains the layers of a stage. It gathers the next layer's parameters while a layer runs, and keeps
+the input of a layer's reduction until the next reduction begins. A layer goes through these phases:
 
     forward    its activations, its all-gather's result and the parameters copied out of it, the next layers' all-gathers' results
     before     its activations, and under ZeRO 2 its gathered parameters
@@ -18,7 +18,7 @@ From ``gathered`` to ``running`` the previous backward's reduction input also ex
 the all-gather results of the layers whose backward runs next, as many as are prefetched.
 
 While other layers run, a layer is counted with the larger of ``before`` and ``after``: when the last layers have finished their backward,
-the first have not yet started theirs. ``transient`` is what the other phases need above that. Gradient shards exist from the first
+the first have not yet started theirs. ``transient`` is the additional memory of the other phases. Gradient shards exist from the first
 microbatch's backward on; later microbatches add to them. Gradients that are reduced once per step stay unsharded until the last
 microbatch's backward, and the phases are counted in the same way.
 """

@@ -81,7 +81,7 @@ class PeakMemory:
 @dataclass(frozen=True, slots=True)
 class Passes:
     """The two passes of a microbatch. ``weight_s`` are the backward's seconds of arithmetic for weight gradients alone, ``parts`` is the
-    number of equal parts into which the microbatch is split, and ``part`` one of them."""
+    number of equal parts of the microbatch, and ``part`` one of them."""
 
     forward: Pass
     backward: Pass

@@ -1,4 +1,4 @@
-"""The collectives that a layer's types imply (``passes.communication``), with bytes: prices include them, and programs run them."""
+"""The collectives that a layer's types imply (``passes.communication``), with bytes: the cost model counts them, and programs run them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from passes.rewrite import products_of
 class Move:
     """One collective over ``axes`` on ``value``, which has ``bytes`` globally; ``sharded`` are the other axes that shard the value.
 
-    With ``per_rank``, ``bytes`` are what each rank contributes to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
+    With ``per_rank``, ``bytes`` are each rank's contribution to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
     collective, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collective; empty for a
     conversion between ops. ``under`` are the products whose weight gradients are computed while the backward collective runs, if the
-    strategy overlaps it. ``target`` are the types in which the value is read, if this is the conversion's last collective.
+    strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last collective.
     """
 
     value: str

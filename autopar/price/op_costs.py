@@ -19,8 +19,8 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op in a price: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``) becomes two:
-    its matrix products, and then its kernels that only read and write memory (``passes`` over memory)."""
+    """An op in the cost model: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``)
+    becomes two: its matrix products, and then its kernels that only read and write memory (``passes`` over memory)."""
 
     node: fx.Node
     passes: bool = False
@@ -166,7 +166,7 @@ def _convert_operands(costs: OpCosts) -> None:
 
 
 def _round_operands(costs: OpCosts) -> None:
-    """Add the bytes of rounding the operands of ``kernels_fp8.linear``, which its backward repeats, and the result's gradient.
+    """Set the bytes that ``kernels_fp8.linear`` moves: both passes round the operands, and the backward rounds the result's gradient, too.
 
     The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients.
     """

@@ -188,8 +188,8 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 def exposed_s(
     pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, added_s: Callable[[float, float], float]
 ) -> float:
-    """Return the seconds that the collectives of all parts add to the layer. ``added_s(w, u)`` is what a collective of ``w`` seconds adds
-    if it overlaps ``u`` seconds of arithmetic. In a ``cyclic`` layer the first piece follows the last."""
+    """Return the seconds that the collectives of all parts add to the layer. ``added_s(w, u)`` are the seconds that a collective of ``w``
+    seconds adds if it overlaps ``u`` seconds of arithmetic. In a ``cyclic`` layer the first piece follows the last."""
     found = [
         (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans

@@ -48,7 +48,7 @@ Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the index of a mesh (``Pricer._number``), the roles of its axes, and the microbatches per step."""
 
 _ALIKE = (Role.DATA, Role.IDLE)
-"""Roles whose axes change only the number of samples of a layer, or nothing."""
+"""Roles whose axes at most change the number of a layer's samples."""
 
 NO_PREFETCH = PrefetchContext()
 
@@ -265,7 +265,7 @@ class Pricer:
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Return the seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
 
-        A value that skips layers has the types of the layer before its reader.
+        A value that skips layers is assumed to be produced under the roles of the layer before its reader.
         """
         if left.roles == right.roles:
             return 0.0
@@ -373,8 +373,8 @@ class Pricer:
         return self._alike[alike]
 
     def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
-        """Compute what ``_at`` caches, and whether the class has collectives over data-parallel or idle axes, so that its sizes depend on
-        more than the number of samples."""
+        """Compute the class that ``_at`` caches, and whether it depends on more than the number of samples, because it has collectives over
+        data-parallel or idle axes."""
         runs, cluster = self._with_microbatches(mesh, roles, parts), self._seen_by(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
@@ -399,7 +399,7 @@ class Pricer:
         return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
-        """Return the devices with the same parameters of a layer."""
+        """Return the devices that hold the same parameters of a layer."""
         averaged = SYNC.averaging_steps(self.sync)
         axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
         if self.copies > 1:
@@ -408,8 +408,8 @@ class Pricer:
         return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
 
     def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
-        """Return the parameters of the layers that may run before and after a layer of the class in the same roles, and that are prefetched
-        while it runs."""
+        """Return the sizes of the layers that may run before and after a layer of the class, in the same roles: their parameters may be
+        prefetched while it runs."""
         if strategy.zero == 0:
             return NO_PREFETCH
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
@@ -543,13 +543,13 @@ class Pricer:
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """Return the types in which the value's layer produces it under ``roles``; ``None`` if the roles are inadmissible there."""
+        """Return the types of the value that its layer produces under ``roles``; ``None`` if the roles are inadmissible there."""
         maker, index = self._makers[name]
         types = self.types(self.graph.layers[maker].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)
 
     def _read_as(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """Return the types in which layer ``reader`` needs the value under ``roles``; ``None`` if the roles are inadmissible there."""
+        """Return the types of the value that layer ``reader`` needs under ``roles``; ``None`` if the roles are inadmissible there."""
         layer = self.graph.layers[reader]
         types = self.types(layer.cls, mesh, roles)
         placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]
@@ -557,7 +557,7 @@ class Pricer:
 
 
 def _nameless(cluster: Cluster) -> Cluster:
-    """Return the cluster without its name and its memory limit, on which no price depends."""
+    """Return the cluster without its name and its memory limit, which affect no price."""
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 

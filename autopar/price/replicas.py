@@ -19,8 +19,8 @@ from autopar.types import Collective
 class ReplicaCollective:
     """A collective of ``members``, the ranks along ``axes``, on ``bytes`` of a layer's parameters or gradients.
 
-    ``part`` is a field of ``Parts``. ``times``: the collective's runs per run of its part, less than 1 if it skips steps. ``around_layer``:
-    the collective runs in every pass of the layer, not once per step.
+    ``part`` is a field of ``Parts``. ``times`` is less than 1 if the collective runs only in some steps (local SGD's average).
+    ``around_layer``: the collective runs in every pass of the layer, not once per step.
     """
 
     part: str
@@ -87,7 +87,7 @@ class ReplicaCosts:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The devices with the same parameters of a layer, synchronised by ``sync`` (``techniques.sync``).
+    """The devices that hold the same parameters of a layer, synchronised by ``sync`` (``techniques.sync``).
 
     ``axes`` are ``Strategy.data_axes``, or ``Strategy.replicas`` for local SGD; if stages have copies on other pipeline ranks, a third
     tuple has the axis of the copies.

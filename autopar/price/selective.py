@@ -1,4 +1,4 @@
-"""Prices of selective recomputation: the values that a layer saves, and the ops that it runs again.
+"""The cost of selective recomputation: the values that a layer saves, and the ops that it runs again.
 
 Emitted programs save the values that ``passes.selective`` selects. Depending on the layer's types, a selected product is saved as it is, or
 as its sum over devices. ``select_emitted`` lists both, as entries (``Saved``), and ``Selection.under`` chooses once the types are known.
@@ -42,11 +42,11 @@ class Selected:
 class Selection:
     """What selective recomputation may save and run again, before the layer's types are known.
 
-    ``stays``, ``maker`` and ``summed`` have an element for each ``Saved`` entry. Entries with ``stays`` may be saved. Those with a
-    ``maker`` (the index of the op that computes the value, else -1) are saved if the value is no partial sum over devices, or, if they are
-    ``summed``, only if it is one: they are its sum. ``again`` has a flag for each op; ``costly`` ops don't run again if their value is
-    saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in the ops that run again are repeated,
-    except for the sums of the values ``sums``.
+    ``stays``, ``maker`` and ``summed`` have an element for each ``Saved`` entry. Entries with ``stays`` may be saved. An entry with a
+    ``maker`` (the index of the op that computes the value, else -1) is saved if the value is no partial sum over devices. A ``summed``
+    entry is the sum of a partial value, and is saved only if the value is one. ``again`` has a flag for each op; ``costly`` ops don't run
+    again if their value is saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in the ops that
+    run again are repeated, except for the sums of the values ``sums``.
     """
 
     stays: Flags
@@ -63,7 +63,7 @@ class Selection:
     ) -> Selected:
         """Return the saved entries and the repeated ops when the axes have these types, the microbatch axis first."""
         partial = np.zeros(len(ops), dtype=bool)
-        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves pieces of its own, so all of it runs again
+        rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves other tensors, so all of it runs again
         for i in {*self.costly, *self.maker[self.summed]}:
             name = ops[i].name
             partial[i] = any(t.produced[name].kind == "P" for t in types[1:])
@@ -128,8 +128,8 @@ def select_emitted(
                 place = operands(reader).index(node)
                 found.append((Saved(storage, reader.name, place, *run.extent[storage]), i, True))
     at = {node.name: i for i, node in made}
-    # the index of the op for what attention saves besides operands and results, such as the log-sum-exp; -1 for all other entries. What a
-    # product saves so is a copy of an operand, which is computed again
+    # attention's internal tensors, such as the log-sum-exp, may be saved: the index of their op; -1 for all other entries. A product's
+    # internal tensor is a copy of an operand, and is recomputed
     inside = [
         at[e.node] if e.operand == INTERNAL and e.node in at and cost.is_attention(ops[at[e.node]]) else -1
         for e in plain

@@ -44,7 +44,7 @@ class Precision:
 
     @property
     def reduced(self) -> int:
-        """Bytes of a gradient in a reduction under ZeRO: the wide copy, if there are several."""
+        """Bytes of a gradient in a reduction under ZeRO: those of the float32 copy, if several copies persist."""
         return min(self.gradient, 4) if self.master else self.gradient
 
 
@@ -121,8 +121,8 @@ def state_bytes(
 
 
 def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:
-    """Return the elements of all parameters and of the trainable ones in flat buffers, with the padding ``between`` parameters, and the
-    padding with which trainable ones divide into equal ``pieces`` aligned to ``ALIGNMENT_BYTES``."""
+    """Return the elements of flat buffers for all parameters and for the trainable ones. They include the padding ``between`` parameters
+    and at the end, with which the trainable ones divide into equal ``pieces`` aligned to ``ALIGNMENT_BYTES``."""
     everything, trainable = elements[0] + between[0], elements[1] + between[1]
     unit = pieces * (ALIGNMENT_BYTES // width)
     added = -trainable % unit

@@ -112,7 +112,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
 
 
 def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
-    """Build the arrays of ``cls``, for which the class runs once on the meta device."""
+    """Build the arrays of ``cls``; this runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     called = [node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val"))]

@@ -41,9 +41,9 @@ class Saved:
 class Trace:
     """One run of a layer class on meta tensors.
 
-    ``views`` are the nodes whose result shares an operand's storage; ``requires_grad`` tells for every node whether a gradient
-    reaches its value. ``storage`` is the storage number of every node's first tensor, ``extent`` the elements and dtype of each
-    numbered storage, and ``excluded`` the storages that are in memory anyway.
+    ``views`` are the nodes whose result shares an operand's storage; ``requires_grad[node]`` is whether a gradient reaches the node's
+    value. ``storage`` is the storage number of every node's first tensor, ``extent`` the elements and dtype of each numbered storage, and
+    ``excluded`` the storages that are in memory anyway.
     """
 
     saved: tuple[Saved, ...]

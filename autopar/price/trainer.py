@@ -1,4 +1,4 @@
-"""The properties of the program that runs a plan, as far as prices depend on them; ``autopar.trainers`` models other trainers."""
+"""The properties of the program that runs a plan, as far as the cost model needs them; ``autopar.trainers`` models other trainers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autopar.types import Collective
 
 @dataclass(frozen=True)
 class TrainerModel:
-    """The programs that autopar emits, run eagerly. A model of another trainer overrides methods (see ``autopar.trainers``).
+    """A model of the programs that autopar emits. A model of another trainer overrides methods (see ``autopar.trainers``).
 
     Each method computes one term of a price. ``cpu`` means PyTorch's CPU kernels and gloo instead of CUDA kernels and NCCL.
     ``starts_early``: the input gradient of a column-parallel product is reduced while the weight gradient is computed (``passes.overlap``).
-    ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs, as in layers that ``torch.compile`` compiles
-    and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
+    ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs and results, as in layers that
+    ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
     """
 
     cpu: bool = False

@@ -1,7 +1,7 @@
 """Collects the figures of a plan into a JSON object, which the page's script draws.
 
 The plan's file has totals, stages, strategies and peak memory. A ``PredictedStep`` has the actions, memory through the step, costs of
-layers and traffic. An explanation has what limits the plan, the value of more resources, and alternatives.
+layers and traffic. An explanation has the plan's limits, the value of more resources, and alternatives.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
 
 def _rank(step: PredictedStep, rank: int, most_actions: int) -> dict[str, Any]:
     """Return the first ``most_actions`` actions of a pipeline rank: ``actions`` has kind, stage and microbatch of each in one flat list,
-    ``starts_us`` its start in microseconds, ``memory`` an index into ``levels``, which has the bytes of the five parts of memory."""
+    ``starts_us`` their starts in microseconds, ``memory`` indices into ``levels``, the bytes of the five parts of memory."""
     actions: Sequence[Action] = step.actions[rank][:most_actions]
     levels: dict[tuple[int, ...], int] = {}
     memory = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]

@@ -72,9 +72,7 @@ class PredictedStep:
     cost: Cost
     traffic: tuple[Traffic, ...]
     limits_bytes: tuple[int, ...]  # by pipeline rank
-    outside_limits_bytes: tuple[
-        tuple[int, int], ...
-    ]  # by pipeline rank: a device's shares of the host's memory and of NVMe
+    outside_limits_bytes: tuple[tuple[int, int], ...]  # by pipeline rank: host memory and NVMe per device
     devices: tuple[tuple[int, int], ...]  # by pipeline rank: first device, number of devices
 
     @property
@@ -134,9 +132,8 @@ def _actions(
             )
             for m in own
         ]
-        rest = Memory(
-            found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0
-        )  # no activations or transients once the pipeline is empty
+        # the pipeline is empty: no activations or transients
+        rest = Memory(found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0)
         yield (*found, Action(ONCE, -1, -1, end_s, end_s + once[rank], rest))
 
 

@@ -41,8 +41,8 @@ _made: dict[tuple[str, ...], Options] = {}
 
 
 class Options(Facts):
-    """A layer's value of every technique, and the combined facts of these values: of each number the maximum, while text and ``quantized``
-    come from one value. Equal options are the same object: prices are cached by strategy, and identity is the fastest hash."""
+    """A layer's value of every technique, and the combined facts of these values: the maximum of each number; only one value may set a text
+    or ``quantized``. Equal options are the same object: prices are cached by strategy, and identity is the fastest hash."""
 
     values: tuple[str, ...]
 
@@ -144,7 +144,7 @@ class Options(Facts):
 
     @cached_property
     def quickest(self) -> Options:
-        """The options with the default of every technique whose other values make no microbatch faster."""
+        """The options with the default of every technique that ``adds_work``."""
         return self.but(**{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work})
 
     @cached_property

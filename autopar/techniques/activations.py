@@ -1,11 +1,11 @@
-"""Which activations a layer saves for its backward pass (all, a part, or its input alone), where, and in what form.
+"""Which activations a layer saves for its backward pass (all, some, or only its input), where, and in what form.
 
-``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` four consecutive layers of one class and one
-strategy from the first layer's input, and ``selective`` everything that is cheap to recompute (Korthikanti et al. 2022, arXiv:2205.05198;
-``passes.selective`` selects). ``host`` offloads activations to host memory, ``full+host`` the input of a fully recomputed layer, and
-``selective+host`` what a selectively recomputed layer saves besides the selected values. ``int8`` stores activations as 8-bit integers
-(``program.activation_storage``), which is not exact: gradients are computed from rounded activations. The layer that computes the loss
-always saves exact activations.
+``full`` recomputes the layer from its input (Chen et al. 2016, arXiv:1604.06174), ``full:4`` recomputes four consecutive layers of one
+class and strategy from the first one's input, ``selective`` recomputes cheap ops only (Korthikanti et al. 2022, arXiv:2205.05198;
+``passes.selective``). ``host`` offloads activations to host memory, ``full+host`` offloads the input of a fully recomputed layer, and
+``selective+host`` offloads the values that a selectively recomputed layer saves besides the selected ones. ``int8`` stores activations as
+8-bit integers (``program.activation_storage``), which is not exact: gradients are computed from rounded activations. The layer that
+computes the loss always saves exact activations.
 """
 
 from __future__ import annotations

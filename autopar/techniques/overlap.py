@@ -2,7 +2,7 @@
 
 ``tensor``: the tensor-parallel collectives that ``passes.overlap`` starts early: the input gradient of a column-parallel linear layer is
 reduced while the weight gradient is computed. ``halves``: all collectives, because the microbatch is computed in two halves that take turns
-(Megatron and DeepSeek-V3 overlap the all-to-alls of experts so). A layer that cannot be split into halves falls back to ``tensor``.
+(as Megatron and DeepSeek-V3 do for the all-to-alls of experts). A layer that cannot be split into halves falls back to ``tensor``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LAYER, PLAN = "layer", "plan"
 """The scopes of techniques."""
 
 ANY = "any"
-"""The value of a pin with which the search also tries values that it skips by default."""
+"""The value of a pin that lets the search also try values that it skips by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class QuantizedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """What prices, passes and programs must know of a technique's value, or of all of a layer's values together (``Options``)."""
+    """The facts about a technique's value, or about all values of a layer (``Options``), that the cost model, passes and programs read."""
 
     min_zero: int = 0
-    """The lowest ZeRO stage under which layers may have the value."""
+    """The lowest ZeRO stage that the value allows."""
     recomputes: str = ""
     """What the backward pass recomputes: nothing (empty), a ``part`` of the layer, or ``all`` of it."""
     saved_in: str = ""
@@ -132,12 +132,12 @@ class Mode(Facts):
 
     - ``phrase``: words for it, as in "30 of 34 layers **recomputed**", or empty; ``cell``: its entry in a table.
     - ``gives_up``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
-    - ``max_zero``: the highest ZeRO stage under which layers may have the mode.
+    - ``max_zero``: the highest ZeRO stage that the mode allows.
     - ``unsearched``: why its memory can't be priced; a plan may have such a mode, but no search chooses it.
     - ``counted``: the minimum of the number after its colon (``full:4``); if it is 2, a value without a number means 1.
     - ``fallback``: the value of layers that can't be computed in ``parts``.
     - ``unsplittable``: why microbatches can't be computed in parts with this mode.
-    - ``stale``: the number says by how many updates gradients are late.
+    - ``stale``: the number is the gradients' staleness in updates.
     - ``local_sgd``: the number is local SGD's steps between two averages of the parameters.
     - ``has_server``: one replica has the optimizer states and updates the parameters.
     """
@@ -213,7 +213,7 @@ class Call:
         return replace(self, function=function, arguments=arguments or self.arguments, remark=remark or self.remark)
 
     def inside(self, context: str, remark: str) -> Call:
-        """Return the call inside one more context manager, as the outermost one."""
+        """Return the call inside one more context manager, which becomes the outermost."""
         return replace(self, contexts=(*self.contexts, (remark, context)))
 
     def lines(self, start: str) -> list[str]:
@@ -281,7 +281,7 @@ class Technique:
     rewrite_local: ClassVar[str] = ""
     """The module of ``passes`` that rewrites a layer's local graph for the technique's values (``passes.rewrite``)."""
     adds_work: ClassVar[bool] = False
-    """Whether no other value makes a microbatch faster than the default."""
+    """Whether no value makes a microbatch faster than the default does."""
     advice: ClassVar[str] = ""
     """The hint of the error about a pinned value that layers can't have."""
     share: ClassVar[float] = 0.0
@@ -427,7 +427,7 @@ class Technique:
         yield from ()
 
     def staleness(self, value: str) -> int:
-        """Return by how many updates gradients are late (stale)."""
+        """Return the staleness of gradients in updates; 0 if they are current."""
         return self.split(value)[1] if self.mode(value).stale else 0
 
     def averaging_steps(self, value: str) -> int:

@@ -1,8 +1,8 @@
 """The HTTP server of ``autopar ui`` on 127.0.0.1, protected by a token in its address.
 
 Every request must have the token in its path, this server's name in ``Host``, and no foreign ``Origin``: cross-site requests get 403, also
-with DNS rebinding. The server looks up files by names that it lists itself, and never opens a path from a request; a name has one accepted
-spelling. Reports run in a sandbox without an origin. Connections and waiting jobs are limited.
+with DNS rebinding. The server looks up files by names that it lists itself, and never opens a path from a request; a path has one accepted
+encoding. Reports run in a sandbox without an origin. Connections and waiting jobs are limited.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _STATIC = {
 
 @dataclass(frozen=True)
 class Choices:
-    """What the page offers: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
+    """The page's choices: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
 
     models: Sequence[dict[str, Any]]
     devices: Sequence[dict[str, Any]]
@@ -288,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise UsageError(f"the request is not JSON: {error}", "send a JSON object") from error
 
     def _discard(self, size: int) -> None:
-        """Read and drop a body that is too large, up to ten times the limit: most clients read the answer only once they have sent all."""
+        """Read and drop a body that is too large, up to ten times the limit: most clients send all of it before they read the response."""
         left = min(size, 10 * MOST_BYTES)
         while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
             left -= len(part)

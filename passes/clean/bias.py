@@ -13,7 +13,7 @@ def split_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``linear(x, w, b)`` becomes ``linear(x, w) + b``.
 
     If the contracted dim is sharded, the product is a partial sum, and only one rank may add the bias to it. Megatron adds the bias after
-    the reduction; this pass lets every plan do the same. ``passes.fuse_bias`` joins the two again if no conversion stands between them.
+    the reduction; this pass lets every plan do the same. ``passes.fuse_bias`` joins the two again if no conversion comes between them.
     """
     for node in calls(gm):
         if op_name(node) != "aten.linear" or len(node.args) < 3 or node.args[2] is None:

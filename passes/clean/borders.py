@@ -1,4 +1,4 @@
-"""Rewrites padding with a tensor's values: reflected, repeated at the edges, or taken from the other end."""
+"""Rewrites padding by reflection, replication or circular copies as a concatenation of slices."""
 
 from __future__ import annotations
 

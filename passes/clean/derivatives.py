@@ -1,8 +1,8 @@
 """Replaces derivatives that a forward computes (``torch.autograd.grad``) by ordinary nodes, which are differentiable themselves.
 
-An exported graph has one call of ``autopar::derivative`` for each derivative: its arguments are the tensors to differentiate, and the
-tensors with respect to which to differentiate them. torch's autograd differentiates the nodes between the two on fake tensors; the pass
-copies the ops that autograd calls into the graph, where they read the values of the forward from the nodes that computed them.
+An exported graph has one call of ``autopar::derivative`` for each derivative: its arguments are those of ``torch.autograd.grad`` (outputs,
+inputs, gradients of the outputs). torch's autograd differentiates the nodes between inputs and outputs on fake tensors; the pass copies the
+ops that autograd calls into the graph, where they read the values of the forward from the nodes that computed them.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _traced(
     seeds: list[fx.Node],
     marker: fx.Node,
 ) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a graph from the values of ``given`` to the derivatives, followed by the values of the nodes in ``between`` that are tensors;
-    and the list of these nodes."""
+    """Return a graph whose inputs are the values of ``given``, and whose results are the derivatives, then the tensors that the nodes in
+    ``between`` compute; and the list of these nodes."""
     kept = [node for node in between if isinstance(meta(node)["val"], Tensor)]
 
     def compute(*values: Tensor) -> list[Tensor]:

@@ -63,7 +63,7 @@ class _Region:
 
 
 def _region(node: fx.Node) -> _Region | None:
-    """Return the mixture that ends with ``node``: ``sum(reshape(index((body * w[perm])), [inverse]), [t, k, h]), 1)``; else ``None``."""
+    """Return the mixture that ends with ``node``: ``sum(reshape(index(body * w[perm], [inverse]), [t, k, h]), 1)``; else ``None``."""
     if list(argument(node, 1, "dim") or ()) != [1] or argument(node, 2, "keepdim", False):
         return None
     apart = _is(args_of(node)[0], *_RESHAPES)

@@ -1,10 +1,10 @@
 """Makes the graph functional: every op that writes becomes its functional counterpart, and views of a written tensor are created again.
 
 This is the usual functionalisation: each tensor is a base or a chain of views of one (``passes.clean.views``). An op's schema says which
-argument it writes to. A write to a view is carried back to its base through the chain (a write through ``slice`` is a ``cat`` of the
-unchanged and the new parts), the base gets a new value, and a view that was created before the write is replayed on the new base when it
-is read again. A buffer's last value (batch norm's running statistics, a counter) becomes an output of the graph after the loss;
-``meta["updates"]`` names the buffers in that order.
+argument it writes to. A write to a view is carried back to its base through the chain: a write through ``slice`` is a ``cat`` of the
+unchanged and the new parts. The base gets a new value. A view that was created before the write is replayed on the new base when it is read
+again. A buffer's last value (batch norm's running statistics, a counter) becomes an output of the graph after the loss; ``meta["updates"]``
+names the buffers in that order.
 
 Gradients follow autograd: after a write of a value with a gradient, the base and all its views have a gradient. A write that changes a
 value and leaves its gradient unchanged (under ``no_grad``, or through ``detach``) has no functional form, and is refused; so is a
@@ -70,9 +70,7 @@ class _Functionaliser:
         self.gm = gm
         self.aliases: dict[fx.Node, _Alias] = {}
         self.newest: dict[fx.Node, tuple[fx.Node, int]] = {}
-        self.results: dict[
-            fx.Node, list[tuple[fx.Node, View | None] | None]
-        ] = {}  # origins, of ops with several results
+        self.results: dict[fx.Node, list[tuple[fx.Node, View | None] | None]] = {}  # origins, of multi-result ops
         self.gradients: dict[fx.Node, bool] = {}
         self.detached: list[tuple[fx.Node, set[fx.Node], list[fx.Node]]] = []
 
@@ -280,7 +278,7 @@ class _Functionaliser:
         return new
 
     def _reshape(self, node: fx.Node, alias: _Alias) -> None:
-        """Make the tensor another view of its base (``unsqueeze_`` and similar ops), or take the base's gradient away (``detach_``)."""
+        """Make the tensor another view of its base (``unsqueeze_`` and similar ops), or detach its base from autograd (``detach_``)."""
         if op_name(node) == "aten.detach_":
             if alias.chain or any(other.base is alias.base and other.chain for other in self.aliases.values()):
                 raise _refused(node, "detaches a view, or a tensor with views, in place", "y = y.detach()")

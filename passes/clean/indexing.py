@@ -16,8 +16,8 @@ _DROPPED = -1
 
 
 def indexing_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``index(x, [i0, i1, ...])`` becomes ``unsqueeze``, which inserts dims of size 1 into ``x``, if each ``i`` is an ``arange`` over the
-    full dim of ``x`` that it indexes, and the dims of ``x`` keep their order in the output. ``index(x, [arange, i])`` becomes a
+    """``index(x, [i0, i1, ...])`` becomes ``unsqueeze``, which inserts dims of size 1 into ``x``. Each ``i`` must be an ``arange`` over the
+    full dim of ``x`` that it indexes, and the output must keep the order of the dims of ``x``. ``index(x, [arange, i])`` becomes a
     ``gather`` along dim 1, which does not mix examples."""
     for node in calls(gm, aten.index.Tensor):
         source, indices = args_of(node)

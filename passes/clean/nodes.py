@@ -1,4 +1,4 @@
-"""Functions that the cleaning passes share: they add nodes with the right ``meta["val"]``, and answer queries about nodes.
+"""Functions that the cleaning passes share: they add nodes with the right ``meta["val"]``, and query nodes.
 
 ``autopar.ops.meta`` declares the other keys of a node's ``meta``.
 """
@@ -17,7 +17,7 @@ from autopar.ops.meta import graph_meta, meta
 
 aten = torch.ops.aten
 
-# Meta keys that a node keeps when it is replaced: they say where in the user's model it came from.
+# Meta keys that a node keeps when it is replaced: they locate it in the user's model.
 ORIGIN = ("nn_module_stack", "stack_trace")
 
 
@@ -108,7 +108,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
-    """Let all readers of ``node`` read ``new``; erase ``node``."""
+    """Replace ``node`` by ``new`` in all its readers, and erase ``node``."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
@@ -125,7 +125,7 @@ def returned(gm: fx.GraphModule) -> list[Any]:
 
 
 def ancestors(nodes: Iterable[fx.Node], among: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """Return ``nodes`` and all that they are computed from; a node for which ``among`` is false is left out, with what only it reaches."""
+    """Return ``nodes`` and all nodes that they depend on. The search leaves out a node for which ``among`` is false, and stops there."""
     found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()

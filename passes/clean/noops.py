@@ -21,8 +21,8 @@ _BITWISE = {"aten.__and__": "bitwise_and", "aten.__or__": "bitwise_or", "aten.__
 def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Remove devices from the graph: the program chooses them, not the model.
 
-    Factories lose ``device``, ``pin_memory`` and ``layout``; every form of ``to`` becomes ``to.dtype`` or disappears;
-    ``zeros_like`` and similar ops, which read only a shape, become plain factories of that shape.
+    Factories lose ``device``, ``pin_memory`` and ``layout``; every form of ``to`` becomes ``to.dtype`` or disappears; ``zeros_like`` and
+    similar ops, which read only a shape, become ``full``.
     """
     for node in calls(gm):
         if any(key in node.kwargs for key in _PLACES) and op_name(node) != "aten.to":
@@ -53,8 +53,8 @@ def _like_factory(node: fx.Node) -> Any:
 def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Remove nodes that return their operand unchanged, and assertions about metadata that export has already checked.
 
-    ``contiguous`` and ``clone`` disappear as well: in a functional graph they only change strides, and ``views_pass`` later handles the
-    ops that depend on strides (``view``). Attributes that transpose become ``permute``.
+    ``contiguous`` and ``clone`` disappear as well: in a functional graph they only change strides, and ``views_pass`` later handles the ops
+    that depend on strides (``view``). ``.T`` and ``.mT`` become ``permute``, and ``&``, ``|`` and ``^`` become ``bitwise_and`` etc.
     """
     for node in calls(gm):
         name = op_name(node)

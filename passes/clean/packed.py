@@ -20,7 +20,7 @@ def packed_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         source = args_of(node)[0]
         if not isinstance(source, fx.Node) or source.target is not aten.linear.default:
             continue
-        # the dim of the parts: the first of those into which the view splits the projection's last dim
+        # the dim of the parts: the first of the dims that the view makes of the projection's last dim
         dim = len(shape_of(source)) - 1
         if len(shape_of(node)) < dim + 2 or shape_of(node)[:dim] != shape_of(source)[:dim] or shape_of(node)[dim] < 2:
             continue

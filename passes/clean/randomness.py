@@ -15,7 +15,7 @@ from autopar.ops.source import source_line
 from autopar.program import kernels_random
 from passes.clean.nodes import add, aten, calls, replace
 
-# Dropout and attention have their own seeds; recurrent ops draw for dropout alone, which ``recurrent_pass`` has handled.
+# Dropout and attention have their own seeds; recurrent ops draw only for dropout, which ``recurrent_pass`` has handled.
 _SEEDED = (OpKind.DROPOUT, OpKind.ATTENTION, OpKind.RECURRENCE)
 _TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # position of `train`
 

@@ -1,8 +1,8 @@
 """Keeps batch and sequence as separate dims: a ``reshape`` that flattens them moves down past row-wise ops.
 
-Routers work on ``[batch * sequence, hidden]``. Its rows can be cut along the batch only if the sequence is not sharded, and a layer that
-returns such a tensor has no batch dim to shard. Once moved down, the reshape cancels against one that undoes it, or ends at a sum over
-all rows, which becomes a sum over batch and sequence.
+Routers work on ``[batch * sequence, hidden]``. Its rows can be sharded along the batch only if the sequence is not, and a layer that
+returns such a tensor has no batch dim to shard. Once moved down, the reshape cancels against one that undoes it, or ends at a sum over all
+rows, which becomes a sum over batch and sequence.
 """
 
 from __future__ import annotations

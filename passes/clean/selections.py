@@ -119,12 +119,7 @@ class _Selections:
         args, given = map_arg((args, given), lambda n: self.counts.get(n, self.dense.get(n, n)))
         try:
             new = add(node, node.target, args, given)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            IndexError,
-        ) as error:  # an argument that depends on the number of rows
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # an argument depends on the number of rows
             raise _UnsupportedError from error
         if any(_is_number(each) for each in new.all_input_nodes):
             raise _UnsupportedError

@@ -1,4 +1,4 @@
-"""Handles views: finds whose memory an op's result shares, creates a view again on another base, and turns a write through a view into a
+"""Handles views: finds the operand whose memory a result shares, replays a view on another base, and turns a write through a view into a
 new base.
 
 An op's name does not tell whether its result is a view: ``reshape``, ``contiguous``, ``to`` or dropout in evaluation share their
@@ -54,7 +54,7 @@ class View:
 
 def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
     """Return for each result of ``call`` the operand whose memory it shares, with the result as a view of the operand (``None`` if the
-    result is the operand itself); ``None`` for a result with memory of its own."""
+    result is the operand itself); ``None`` for a result in new memory."""
     value = meta(call).get("val")
     several = isinstance(value, tuple | list)
     operands = _operands(call)
@@ -69,8 +69,8 @@ def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
 
 
 def views_of(value: fx.Node, base: str) -> list[fx.Node] | None:
-    """Return the chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included, in which each node may share the memory
-    of the one before, on some rank or for some strides; ``None`` if there is no such placeholder."""
+    """Return the chain of nodes from a placeholder with ``meta[base]`` to ``value``, both included: each may share the memory of the one
+    before, on some rank or for some strides; ``None`` if there is no such placeholder."""
     path = [value]
     while path[-1].op == "call_function":
         call = path[-1]
@@ -153,8 +153,8 @@ def split_ranges(call: fx.Node) -> list[tuple[int, int, int]] | None:
 
 
 def replay(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """Create the view again, of ``value`` and before ``anchor``; return ``None`` if the view depends on strides, which ``value`` need not
-    share."""
+    """Create the view again, as a view of ``value``, before ``anchor``. Return ``None`` if it depends on strides, which ``value`` may not
+    have."""
     call = view.call
     if view.name in ("aten.as_strided", "aten._reshape_alias"):
         return None

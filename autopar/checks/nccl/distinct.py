@@ -1,9 +1,9 @@
 """Checks large plans by a sample of ranks: all ranks at one pipeline position run the same operations in different groups.
 
 A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline positions, a peer its distance. If the
-rewritten traces at each position are equal, one trace represents the position. Members of a communicator at one position then agree, and
-those at several positions are compared. Every cycle in the order of all ranks' events is also a cycle in the order of the positions'
-events: if the positions can't deadlock, neither can the ranks.
+rewritten traces at each position are equal except for host syncs, one trace represents the position. Ranks at one position then agree, so
+only the positions are compared with each other. Every cycle in the order of all ranks' events is also a cycle in the order of the
+positions' events: if the positions can't deadlock, neither can the ranks.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _syncs(trace: RankTrace) -> set[tuple[int, HostSync]]:
 
 
 def _with_syncs(trace: RankTrace, syncs: set[tuple[int, HostSync]]) -> RankTrace:
-    """Return the trace with ``syncs`` as its host syncs."""
+    """Replace the host syncs of the trace by ``syncs``."""
     after: dict[int, list[HostSync]] = defaultdict(list)
     for count, sync in sorted(syncs, key=lambda pair: (pair[0], pair[1].stream, pair[1].place)):
         after[count].append(sync)

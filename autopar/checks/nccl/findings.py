@@ -89,7 +89,7 @@ def unaligned(traces: Mapping[int, RankTrace]) -> tuple[CollectiveFinding, ...]:
 
 
 def agreed(operation: Operation) -> tuple[Any, ...]:
-    """Return what all members of a communicator must agree on."""
+    """Return the operation's kind, sizes and dtypes, detail and root, on which all members of a communicator must agree."""
     sizes = tuple((math.prod(operand.shape), operand.dtype) for operand in operation.operands)
     return operation.kind, sizes, operation.detail, operation.root
 
@@ -274,7 +274,7 @@ def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFind
 
 
 def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
-    """Return the operations that each thread issues, in order; the order between threads doesn't count."""
+    """Return the operations that each thread issues, in order; the order between threads doesn't matter."""
     found: dict[int, list[Any]] = defaultdict(list)
     for operation in trace.operations:
         found[operation.thread].append((operation.group, agreed(operation)))

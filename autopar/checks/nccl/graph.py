@@ -1,8 +1,8 @@
 """Detects deadlocks of recorded ranks under NCCL's rules, by a happens-before graph.
 
-Nodes are the start and the end of every operation on every rank, and host syncs; edges lead to a node from those that must happen before
-it. An operation starts when the host has issued it, its stream has got what it waits for, and the previous operation on its communicator
-has ended. It ends when it has started on all ranks. Nodes on a cycle, and those after one, never happen: a deadlock.
+Nodes are the start and the end of every operation on every rank, waits and host syncs; edges lead to a node from those that must happen
+before it. An operation starts when the host has issued it, its stream's earlier waits are over, and its communicator's previous operation
+has ended. It ends when it has started on all members. Nodes on a cycle, and those after one, never happen: a deadlock.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Issued:
 
 
 class EventGraph:
-    """The happens-before graph of ``traces`` under a mode; ``before`` has for each node those that must happen before it."""
+    """The happens-before graph of ``traces`` under a mode; ``before[node]`` lists the nodes that must happen before it."""
 
     def __init__(self, traces: Mapping[int, RankTrace], mode: NcclMode) -> None:
         self.nodes: list[GraphEvent] = []

@@ -1,4 +1,4 @@
-"""A process group that records its operations, and computes their results from this rank's operands alone.
+"""A process group that records its operations, and computes their results only from this rank's operands.
 
 The results have the right shapes, not the values of a real run: an all-reduce leaves its tensor as it is, an all-gather repeats this
 rank's shard. Only integer tensors are exchanged with other ranks, through files (``RecordingGroup._exchange``).
@@ -116,7 +116,7 @@ class RecordingGroup(_Group):
         self, kind: str, sent: Sequence[Tensor], combine: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Values | None:
         """Send integer tensors to the other members, and return a function that combines all members' tensors; ``None`` for other tensors.
-        Integers may determine what a program does next, such as how many rows a rank receives, or which rank owns a parameter."""
+        Integers may determine a program's next operations, such as how many rows a rank receives, or which rank owns a parameter."""
         exchanges = self._recorder.objects.exchanges and sent and not any(map(is_fake, sent))
         if not exchanges or any(tensor.is_floating_point() or tensor.is_complex() for tensor in sent):
             return None

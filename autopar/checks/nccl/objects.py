@@ -1,8 +1,8 @@
-"""Collectives of Python objects, which recorded ranks really exchange, through files.
+"""Collectives of Python objects: recorded ranks exchange the real objects, through files.
 
-What a program does next may depend on the other ranks' objects (which rank owns a parameter under Muon, a checkpoint's plan). So ranks
+A program's next operations may depend on the other ranks' objects (which rank owns a parameter under Muon, a checkpoint's plan). So ranks
 that are recorded at the same time write their objects into one temporary folder, and read those of the others. A rank that is recorded
-alone has no such folder, and takes its own object for everyone's.
+alone has no such folder, and uses its own object in place of the others'.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A recording process group: a process acts as any rank of a world of any size, on CPUs, without communication.
 
-``Recorder(rank, world).start()`` makes it the default group and replaces ``torch.cpu``'s streams and events, which do nothing, by recording
-ones. Every collective then becomes an event of the rank's trace, whether the program, FSDP2, DTensor, a functional collective or a pipeline
-issues it. Results are computed from this rank's operands; tensors that it receives are drawn at random.
+``Recorder(rank, world).start()`` makes that group the default and replaces ``torch.cpu``'s streams and events, which do nothing, by
+recording ones. Every collective then becomes an event of the rank's trace, whether the program, FSDP2, DTensor, a functional collective or
+a pipeline issues it. Results are computed from this rank's operands; received tensors are random, or ones for integers.
 
 Async results are *late*: they are NaN from the issue to ``wait``, which checks that neither they nor the operands were written meanwhile.
 With ``late=False`` results are immediate. A late and an immediate run give the same values unless the program reads a result too early.
@@ -65,7 +65,7 @@ class Recorder:
         self.streams = [0]  # numbers of the entered streams; the last is the current one
 
     def start(self) -> None:
-        """Act as rank ``rank`` of ``world``."""
+        """Initialize ``torch.distributed`` as rank ``rank`` of ``world``."""
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, self._make_group, extended_api=True, devices=["cpu"])
         self._replace_streams()
@@ -131,7 +131,7 @@ class Recorder:
         return LateWork(self, index, name, asked.operands, asked.results, lambda: values)
 
     def drawn(self, like: Tensor, source: str) -> Tensor:
-        """Return the random values that ``like`` receives from ``source``: always the same, as a recomputed layer requires."""
+        """Return the values that ``like`` receives from ``source``: random, but equal in every call, as a recomputed layer requires."""
         if not like.is_floating_point():
             return torch.ones_like(like)
         seed = zlib.crc32(f"{source} {tuple(like.shape)}".encode())

@@ -31,7 +31,7 @@ TRANSFERS = ("send", "recv")
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group: torch's name of it and its ranks, in the group's order. ``backend`` is ``"nccl"`` or ``"gloo"``."""
+    """A process group: its name in torch, and its ranks in the group's order. ``backend`` is ``"nccl"`` or ``"gloo"``."""
 
     name: str
     members: tuple[int, ...]
@@ -59,8 +59,8 @@ class Operation:
     """The issue of a collective or a transfer.
 
     ``operands`` are the tensors on which all members must agree (a reduce-scatter's result, an all-gather's operand). ``detail`` is the
-    reduce op; for a transfer that ``distinct.by_position`` has rewritten, it is the distance of the two ranks on the mesh's axes. ``root``
-    is a rank of the group (for a transfer, the peer), or -1. ``splits`` are the rows that an uneven all-to-all sends and receives.
+    reduce op, an uneven all-to-all's dtype, or, after ``distinct.by_position``, a transfer's distance on the mesh's axes. ``root`` is a
+    rank of the group (for a transfer, the peer), or -1. ``splits`` are the rows (or elements) that an uneven all-to-all sends and receives.
     ``batch`` is the number of the ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
     """
 
@@ -97,7 +97,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """The host waits for a stream: ``item``, ``tolist``, ``bool`` and the like of a tensor, or a stream's ``synchronize``."""
+    """The host waits for a stream: a tensor's ``item``, ``tolist``, ``bool`` etc., or a stream's ``synchronize``."""
 
     stream: int
     place: str
