@@ -226,8 +226,8 @@ def _prepared(
                 taken.close(remove=True)
         raise
     held, others, keys = states[0]
-    alike = tuple(training.world.coordinates)
-    written = [p for p in training.written() if writes(p, alike, training.program, training.world)]
+    replicated_axes = tuple(training.world.coordinates)
+    written = [p for p in training.written() if writes(p, replicated_axes, training.program, training.world)]
     facts = {
         **_facts(training),
         **counters,

@@ -276,7 +276,7 @@ def class_name(made: torch.optim.Optimizer) -> str:
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
     """Return stand-ins on the meta device for the user's parameters, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
-    dtypes = {layout.original: program.placement(layout).wide for layout in program.layouts}
+    dtypes = {layout.original: program.placement(layout).master_dtype for layout in program.layouts}
     entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _own(e)]
     for name, shape, trainable in entries or [(x.original, x.original_shape, x.trainable) for x in program.layouts]:
         tensor = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.float32), device="meta")

@@ -66,7 +66,7 @@ class StateStorage:
             holder.grad = None if gradient is None else gradient[here]
             offloaded = Offloaded(place, holder, values[here])
             tensor = nn.Parameter(whole.tensor.detach()[here])
-            yield Master(whole.layout, tensor, whole.alike, whole.first + start, offloaded)
+            yield Master(whole.layout, tensor, whole.replicated_axes, whole.first + start, offloaded)
 
     def updates(
         self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, at_once: bool

@@ -353,7 +353,8 @@ class Trainer:
         if self._late is not None:
             self._late.place()
         masters = [master for group in self._groups for master in group.masters]
-        counted = [m for m in masters if self.world.first_on(m.alike) and self.program.is_first_copy(m.layout)]
+        first_on, is_first_copy = self.world.first_on, self.program.is_first_copy
+        counted = [m for m in masters if first_on(m.replicated_axes) and is_first_copy(m.layout)]
         grads = [grad for master in counted if (grad := master.gradient) is not None]
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()

@@ -72,7 +72,7 @@ class WholeTensors:
     def __init__(self, masters: Sequence[Master], program: LoadedProgram, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
-        apart = program.parted(list(program.spec.mesh))[1]
+        apart = program.split_local_sgd_axes(list(program.spec.mesh))[1]
         replica = tuple(world.coordinates[axis][0] for axis in apart)
         layouts = {(layout.stage, layout.original): layout for layout in reversed(program.layouts) if layout.trainable}
         names = sorted(layouts)
@@ -84,12 +84,12 @@ class WholeTensors:
             layout = layouts[key.stage, key.original]
             shape = layout.original_shape
             device = torch.device("cpu") if program.placement(layout).place else world.device
-            tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).wide, device=device))
+            tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).master_dtype, device=device))
             layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
             self._owned[key] = Master(layout, tensor, ())
         self.masters += self._owned.values()
         held = [
-            _Transfer(key, dist.get_rank(), owners[key], box, world.first_on(master.alike), index, number)
+            _Transfer(key, dist.get_rank(), owners[key], box, world.first_on(master.replicated_axes), index, number)
             for index, master in enumerate(self._held)
             if (key := _Key(replica, master.layout.stage, master.layout.original)) in owners
             for number, (box, _) in enumerate(_boxes(master, master.tensor.detach(), world))
@@ -174,7 +174,7 @@ def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_N
 
 def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
     """Assign each parameter, from the largest to the smallest, to the rank of its stage that owns the fewest elements so far."""
-    names, apart = list(world.coordinates), program.parted(list(program.spec.mesh))[1]
+    names, apart = list(world.coordinates), program.split_local_sgd_axes(list(program.spec.mesh))[1]
     replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
     loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks
     owners: dict[_Key, int] = {}
@@ -202,7 +202,7 @@ def _rounds(
     sums: Counter[tuple[int, str]] = Counter()
     for key in sorted(owners):
         layout = layouts[key.stage, key.original]
-        dtype = program.placement(layout).wide
+        dtype = program.placement(layout).master_dtype
         dtypes[str(dtype)] = dtype
         place = owners[key], str(dtype)
         found.setdefault((str(dtype), sums[place] // ROUND_BYTES), set()).add(key)

@@ -50,7 +50,7 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
     apart = program.local_steps and trainer.steps % program.local_steps
     for layout in program.layouts:
         own = program.placement(layout)
-        axes = program.parted(own.axes)[0] if apart else own.axes
+        axes = program.split_local_sgd_axes(own.axes)[0] if apart else own.axes
         if layout.stage not in trainer.stages or own.zero >= 2 or not axes:
             continue
         values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()
