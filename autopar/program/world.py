@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .mesh_axes import on_mesh
-from .processes import ProcessGroups, StartError, check_node, device_of, place_of, set_rendezvous
+from .processes import ProcessGroups, StartError, check_node, device_of, ranks_from_environment, set_rendezvous
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
 
@@ -388,20 +388,20 @@ def start(
         raise RuntimeError(f"{stages} stages cannot be placed on devices that run {chunks} each")
     line = stages // chunks
     shape, names = (line, *axes.values()), ("pipeline", *axes)
-    place = place_of(os.environ)
+    ranks = ranks_from_environment(os.environ)
     if not dist.is_initialized():
-        _check_world(place.size, axes, shape)
-    here = device_of(place, device)
+        _check_world(ranks.size, axes, shape)
+    here = device_of(ranks, device)
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
             # tensors of varying sizes would fragment the memory; CUDA's allocator reads this when it is first used
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if place.size == math.prod(shape):  # otherwise a single process stands for one of the plan's devices
-            check_node(place, program.plan, dict(zip(names, shape, strict=True)))
+        if ranks.size == math.prod(shape):  # otherwise a single process stands for one of the plan's devices
+            check_node(ranks, program.plan, dict(zip(names, shape, strict=True)))
         torch.cuda.set_device(here)
     if not dist.is_initialized():
-        set_rendezvous(os.environ, place)
+        set_rendezvous(os.environ, ranks)
         # without device_id: with it NCCL would run all transfers of a pipeline on one communicator, where they block each other
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=timeout)
     _check_world(dist.get_world_size(), axes, shape)
