@@ -359,7 +359,7 @@ class Trainer:
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()
         if self.loss_scale is not None and self.world.replica is None:
-            squares = self.loss_scale.agree(squares)
+            squares = self.loss_scale.reduce_overflow(squares)
         else:
             dist.all_reduce(squares, group=self.world.replica)
         norm = squares.sqrt()

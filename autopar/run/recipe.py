@@ -219,7 +219,7 @@ class TrainingRecipe:
         optimizer, scheduler = list(_DEFAULT_OPTIMIZER), ["make_scheduler = None"]
         if self.optimizer is not None:
             assert made is not None
-            parts = [writer.optimizer(model, made) for model in made.models]
+            parts = [writer.optimizer(model, made) for model in made.optimizers]
             body = parts[0] if len(parts) == 1 else _call("", parts, "[]")
             optimizer = [_OPTIMIZER_HEAD, *_indented(f"return {body}")]
         if make is not None:
@@ -485,9 +485,9 @@ def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
     if train.LR is None:
         rebuilt: Any = train.make_optimizer(dict(made.stand_ins), 0.0, None)
         own = list(rebuilt) if isinstance(rebuilt, list) else [rebuilt]
-        if len(own) != len(made.models):
-            raise _UnwritableError(f"{len(own)} optimizers were written, and there are {len(made.models)}")
-        for mine, its in zip(made.models, own, strict=True):
+        if len(own) != len(made.optimizers):
+            raise _UnwritableError(f"{len(own)} optimizers were written, and there are {len(made.optimizers)}")
+        for mine, its in zip(made.optimizers, own, strict=True):
             if differs := difference(mine, its):
                 raise _UnwritableError(f"{type(mine).__name__}, made by its constructor alone, has another {differs}")
     if schedule is None:
