@@ -337,7 +337,7 @@ def on_every_rank(
         mine = [work()]
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
         found = explained(error, folder, writing, replaces)
-        mine, first = [(found.message, found.hint, found.half_read)], rank
+        mine, first = [(found.message, found.hint, found.partially_loaded)], rank
     on_gpu = dist.get_backend(group) == "nccl"
     number = torch.tensor(first, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN, group=group)

@@ -156,7 +156,7 @@ def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: s
 def read_values(reads: Reads, found: StoredCheckpoint) -> None:
     """Read the values that were ``planned`` into this rank's pieces, and check every block's checksum. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
-        with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:
+        with explained_damage(found.path, partially_loaded=True), (found.path / name).open("rb", buffering=0) as file:
             whole: tuple[MetadataIndex, Tensor] | None = None
             for read in theirs:
                 if read.entry is not None:
@@ -173,15 +173,15 @@ def read_values(reads: Reads, found: StoredCheckpoint) -> None:
 
 
 @contextmanager
-def explained_damage(path: Path, half_read: bool = False) -> Iterator[None]:
-    """Raise a ``CheckpointError`` for a damaged file inside this context; ``half_read`` says that values may have been replaced."""
+def explained_damage(path: Path, partially_loaded: bool = False) -> Iterator[None]:
+    """Raise a ``CheckpointError`` for a damaged file inside this context; with ``partially_loaded`` values may have been replaced."""
     try:
         yield
     except DamageError as error:
         hint = "load an earlier one" + (
-            " before training continues: some parameters have been replaced" if half_read else ""
+            " before training continues: some parameters have been replaced" if partially_loaded else ""
         )
-        raise CheckpointError(f"the checkpoint {path} is damaged: its file {error}", hint, half_read) from error
+        raise CheckpointError(f"the checkpoint {path} is damaged: its file {error}", hint, partially_loaded) from error
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:

@@ -200,16 +200,16 @@ class TrainingRecipe:
     def _numbers(self) -> list[str]:
         lr = None if self.optimizer is not None else self.lr
         return [
-            f"LR: float | None = {_CodeWriter().text(lr)}  # where --lr gives none; None: the optimizer has its own",
-            f"MAX_NORM: float | None = {_CodeWriter().text(self.max_norm)}  # of the gradients, where --clip gives none; None: no clipping",
-            f"SEED = {self.seed!r}  # where --seed gives none",
+            f"LR: float | None = {_CodeWriter().text(lr)}  # if --lr is not given; None: the optimizer has its own",
+            f"MAX_NORM: float | None = {_CodeWriter().text(self.max_norm)}  # of the gradients, if --clip is not given; None: no clipping",
+            f"SEED = {self.seed!r}  # if --seed is not given",
             *self._start(),
         ]
 
     def _start(self) -> list[str]:
         """Return the lines that say which values the training starts from."""
         return [
-            f"INIT: str | None = {self.init!r}  # where --init gives none; None: initial.safetensors",
+            f"INIT: str | None = {self.init!r}  # if --init is not given; None: initial.safetensors",
             f"DRAW_INIT = {self.draw_init!r}  # draw initial values where there are none",
         ]
 
