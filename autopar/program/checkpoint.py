@@ -489,7 +489,7 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
     sentences = [
         sentence("it has no", [name for name in own if name not in theirs]),
         sentence("the model has no", [name for name in theirs if name not in own]),
-        sentence("of another shape is", shapes),
+        sentence("wrong shape:", shapes),
     ]
     if any(sentences):
         raise CheckpointError(

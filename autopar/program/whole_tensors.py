@@ -95,7 +95,7 @@ class WholeTensors:
             for number, (box, _) in enumerate(_boxes(master, master.tensor.detach(), world))
         ]
         numbers = {_Key(replica, *name): number for number, name in enumerate(names)}
-        owned = _told(held, numbers, world)
+        owned = _exchange_box_lists(held, numbers, world)
         self._rounds = [
             (dtype, [t for t in held if t.key in keys], [t for t in owned if t.key in keys])
             for dtype, keys in _rounds(owners, layouts, program)
@@ -210,18 +210,19 @@ def _rounds(
     return [(dtypes[name], frozenset(found[name, number])) for name, number in sorted(found)]
 
 
-def _told(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) -> list[_Transfer]:
-    """Tell the owners which boxes this rank holds; return the transfers of the parameters that this rank owns, in each holder's order.
-    ``numbers`` has the numbers of this replica's parameters."""
+def _exchange_box_lists(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) -> list[_Transfer]:
+    """Send each owner the list of its parameters' boxes that this rank holds; return the transfers of the parameters that this rank owns,
+    in each holder's order. ``numbers`` has the numbers of this replica's parameters."""
     keys = list(numbers)
-    told: dict[int, list[int]] = {}
+    lists: dict[int, list[int]] = {}
     for t in held:
-        told.setdefault(t.owner, []).extend((numbers[t.key], t.counted, len(t.box.sizes), *t.box.offsets, *t.box.sizes))
+        row = numbers[t.key], t.counted, len(t.box.sizes), *t.box.offsets, *t.box.sizes
+        lists.setdefault(t.owner, []).extend(row)
     ranks = range(dist.get_world_size())
-    sizes = torch.tensor([len(told.get(rank, ())) for rank in ranks], device=world.device)
+    sizes = torch.tensor([len(lists.get(rank, ())) for rank in ranks], device=world.device)
     others = torch.empty_like(sizes)
     dist.all_to_all_single(others, sizes)
-    sending = torch.tensor([n for rank in ranks for n in told.get(rank, ())], dtype=torch.int64, device=world.device)
+    sending = torch.tensor([n for rank in ranks for n in lists.get(rank, ())], dtype=torch.int64, device=world.device)
     taken = others.tolist()
     coming = torch.empty(sum(taken), dtype=torch.int64, device=world.device)
     dist.all_to_all_single(coming, sending, taken, sizes.tolist())
