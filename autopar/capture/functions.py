@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autopar.capture.opaque import Shapes, call, described, register, shapes, without_values
 from autopar.capture.storage import copied
 from autopar.errors import CaptureError
-from autopar.program.opaque import Applied
+from autopar.program.opaque import AutogradFunctionModule
 
 Functions = dict[Any, "RecordedFunction | None"]
 """Function class -> its observed calls, which become ops; ``None`` if the function is traced like plain code."""
@@ -47,7 +47,7 @@ class RecordedFunction:
         if (text, shapes(tensors)) not in self.given:
             return None
         if text not in self.ops:
-            module = Applied(self.function, [None if isinstance(arg, Tensor) else [arg] for arg in args])
+            module = AutogradFunctionModule(self.function, [None if isinstance(arg, Tensor) else [arg] for arg in args])
             self.ops[text] = register(module, functools.partial(self._blank, text)), module
         return call(*self.ops[text], *tensors)
 

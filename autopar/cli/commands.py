@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from autopar.cli.console import Messages, output_file, show
-from autopar.cli.load import GivenSizes, is_pretrained, load_model, names_code
+from autopar.cli.load import SizeOptions, is_pretrained, load_model, names_code
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.compile import emit_program
@@ -38,7 +38,7 @@ def plan_command(request: PlanRequest, output: str | None, as_json: bool) -> Non
     """Print the plan, or why the request is infeasible, as tables or as one JSON object."""
     file = output_file(output, "-o") if output else None
     try:
-        _, cluster, graph, plan = planned(request, price_pins=True)
+        _, cluster, graph, plan = make_plan(request, price_pins=True)
     except InfeasibleError as error:
         if not as_json:
             raise
@@ -66,7 +66,7 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
     folder = folder_for_program(output)
     torch.manual_seed(0)
     init = init_of(request)
-    workload, cluster, graph, plan = planned(request, device="meta" if init else None)
+    workload, cluster, graph, plan = make_plan(request, device="meta" if init else None)
     with Messages() as messages:
         state = None if init else workload.model.state_dict()
         emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
@@ -96,7 +96,7 @@ def check_pins(request: PlanRequest, *others: str) -> None:
         )
 
 
-def planned(
+def make_plan(
     request: PlanRequest, device: str | None = "meta", price_pins: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
     """Load the model, capture it, and search for the plan or read it from ``--plan``.
@@ -121,7 +121,7 @@ def planned(
             recapture=recapture(request, cluster),
             progress=messages,
         )
-    return workload, cluster, graph, replace(plan, request=plan.request or recorded(request))
+    return workload, cluster, graph, replace(plan, request=plan.request or recorded_options(request))
 
 
 def _worth_values(workload: Workload) -> bool:
@@ -149,7 +149,7 @@ def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = Non
     """Load the model of a request, with its batch."""
     if messages is not None:
         messages("load", request.model)
-    sizes = GivenSizes(request.seq, request.global_batch, request.precision)
+    sizes = SizeOptions(request.seq, request.global_batch, request.precision)
     workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
     model = with_buffer_values(workload.model, init_of(request))
     return replace(workload, model=model, precision=request.precision, local_batch_norm=request.local_batch_norm)
@@ -181,7 +181,7 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
     return capture_sized
 
 
-def captured(
+def capture_request(
     request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Messages
 ) -> tuple[Graph, Recapture]:
     """Return the graph of a request, and a function that captures it again with other sizes. Both deviate from exact training in the same
@@ -199,10 +199,11 @@ def captured(
     except BatchError:
         if written is None or written.request or request.global_batch is None:
             raise
-        return captured(replace(request, global_batch=None), cluster, written, messages)  # with the factory's batch
+        with_factory_batch = replace(request, global_batch=None)
+        return capture_request(with_factory_batch, cluster, written, messages)
 
 
-def recorded(request: PlanRequest) -> dict[str, Any]:
+def recorded_options(request: PlanRequest) -> dict[str, Any]:
     """Return the options of a request that determine the plan and aren't empty, as ``Plan.request`` records them."""
     unrecorded = ("calibration", "plan_file", "capture_check", "type_check", "init")
     given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autopar.cli.commands import planned
+from autopar.cli.commands import make_plan
 from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import parse
@@ -55,7 +55,7 @@ def write_program(elastic: Elastic, nodes: int) -> None:
     torch.manual_seed(elastic.seed)
     request = PlanRequest(**{**elastic.request, "devices": devices_of(elastic, nodes)})
     try:
-        workload, _, graph, plan = planned(request, device="cpu")
+        workload, _, graph, plan = make_plan(request, device="cpu")
         emit_program(graph, plan, part, type_check=request.type_check, state=workload.model.state_dict())
     except AutoparError as error:
         print(f"there is no plan for {nodes} nodes: {error.message}", file=sys.stderr, flush=True)

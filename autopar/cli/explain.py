@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.commands import (
-    captured,
+    capture_request,
     cluster_and_options,
     factory_of,
-    planned,
+    make_plan,
     print_infeasible,
-    recorded,
+    recorded_options,
     with_recorded_options,
 )
 from autopar.cli.console import Messages, plain_table, show
@@ -39,7 +39,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     check_named(target, request, written)
     try:
         if written is None and request.allow:  # which of the allowed deviations are made is known only with a plan
-            written = planned(request)[-1]
+            written = make_plan(request)[-1]
         found = explained(request, written)
     except InfeasibleError as error:
         if not as_json:
@@ -86,7 +86,7 @@ def explained(request: PlanRequest, written: Plan | None) -> Explanation:
     """Return the explanation of ``written``, or of the best plan for the request."""
     cluster, options = cluster_and_options(request)
     with Messages() as messages:
-        graph, again = captured(request, cluster, written, messages)
+        graph, again = capture_request(request, cluster, written, messages)
         study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
         plan = None
         if written is not None:
@@ -101,7 +101,7 @@ def explained(request: PlanRequest, written: Plan | None) -> Explanation:
                 best = find_plan(graph, cluster, options, pricer=study.pricer(), progress=messages)
             except InfeasibleError as error:
                 raise suggest(study, error, lambda text: messages("explain", text)) from None
-        best = replace(best, request=recorded(request))
+        best = replace(best, request=recorded_options(request))
         return explain(study, plan or best, best, lambda text: messages("explain", text))
 
 

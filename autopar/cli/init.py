@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.cli.commands import default_precision
 from autopar.cli.console import Messages, show
-from autopar.cli.load import GivenSizes, called_factory, config_file, is_pretrained, load_model
+from autopar.cli.load import SizeOptions, call_factory, config_file, is_pretrained, load_model
 from autopar.cli.options import PlanRequest
 from autopar.devices import Cluster, parse
 from autopar.errors import ModelError, UsageError
@@ -61,7 +61,7 @@ def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
                 f"{home / name} exists, and init does not overwrite files", "name another folder with -o DIR"
             )
     words, cluster = _cluster(request.devices)
-    sizes = GivenSizes(request.seq, request.global_batch)
+    sizes = SizeOptions(request.seq, request.global_batch)
     workload = load_model(request.model, sizes, default_precision=default_precision(cluster))
     texts = {CLUSTER: words, SCRIPT: _script(request.model, cluster, workload, sizes)}
     try:
@@ -107,7 +107,7 @@ def _command(cluster: Cluster, script: Path) -> str:
     return f"torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} {script}"
 
 
-def _script(model: str, cluster: Cluster, workload: Workload, sizes: GivenSizes) -> str:
+def _script(model: str, cluster: Cluster, workload: Workload, sizes: SizeOptions) -> str:
     """Return the text of the script, which makes the model and the batch, calls ``autopar.compile``, and trains."""
     modules, own, make, keywords = (
         _factory(model, sizes) if ":" in model else _described(model, default_precision(cluster), workload)
@@ -128,9 +128,9 @@ _Parts = tuple[list[str], list[str], list[str], str]
 ``batch``, keywords of ``autopar.compile``."""
 
 
-def _factory(model: str, sizes: GivenSizes) -> _Parts:
+def _factory(model: str, sizes: SizeOptions) -> _Parts:
     """Return the script's parts for a factory."""
-    result, arguments = called_factory(model, sizes)
+    result, arguments = call_factory(model, sizes)
     count = len(result) if isinstance(result, (tuple, list)) else 1
     if count == 1:
         raise ModelError(f"{model} returns no batch, and the script needs one", "return (module, batch)")

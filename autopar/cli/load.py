@@ -30,7 +30,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 
 @dataclass(frozen=True)
-class GivenSizes:
+class SizeOptions:
     """The sizes and the precision that the command line gives, or ``None``. Raises ``BatchError`` for a size below 1."""
 
     seq: int | None = None
@@ -45,7 +45,9 @@ class GivenSizes:
                 )
 
 
-def load_model(model: str, sizes: GivenSizes, *, device: str = "meta", default_precision: str = "bfloat16") -> Workload:
+def load_model(
+    model: str, sizes: SizeOptions, *, device: str = "meta", default_precision: str = "bfloat16"
+) -> Workload:
     """Load the model that ``model`` names, with its batch.
 
     Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device, and gets
@@ -98,7 +100,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def called_factory(model: str, sizes: GivenSizes) -> tuple[Any, dict[str, int | str]]:
+def call_factory(model: str, sizes: SizeOptions) -> tuple[Any, dict[str, int | str]]:
     """Call the factory ``model`` with those ``sizes`` that it has parameters for; return its result and these arguments.
 
     Raises ``ModelError`` if there is no such factory, or the user's code raised.
@@ -116,8 +118,8 @@ def called_factory(model: str, sizes: GivenSizes) -> tuple[Any, dict[str, int | 
     return _guarded(model, function, **arguments), arguments
 
 
-def _from_factory(model: str, sizes: GivenSizes, device: str) -> Workload:
-    result, arguments = called_factory(model, sizes)
+def _from_factory(model: str, sizes: SizeOptions, device: str) -> Workload:
+    result, arguments = call_factory(model, sizes)
     workload = _unpack(model, result)
     if workload.batch is None:
         return replace(workload, batch=batch_of(model, workload.model, sizes, device))
@@ -178,7 +180,7 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         ) from error
 
 
-def _arguments(function: Callable[..., Any], sizes: GivenSizes) -> dict[str, Any]:
+def _arguments(function: Callable[..., Any], sizes: SizeOptions) -> dict[str, Any]:
     """Return those ``sizes`` that the factory has parameters for, by name, without ``None``."""
     parameters = inspect.signature(function).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -218,7 +220,7 @@ def _title(model: str, module: nn.Module) -> str:
     return Path(source).stem if source.endswith(".py") else source.rpartition(".")[2]
 
 
-def batch_of(model: str, module: nn.Module, sizes: GivenSizes, device: str) -> Any:
+def batch_of(model: str, module: nn.Module, sizes: SizeOptions, device: str) -> Any:
     """Return a batch for a transformers model, made from its configuration. Raises ``BatchError`` for other modules."""
     config = getattr(module, "config", None)
     if not hasattr(config, "model_type"):

@@ -23,7 +23,7 @@ from typing import Any
 import click
 
 from autopar.cli.app import cli
-from autopar.cli.commands import cluster_and_options, load, recapture, recorded
+from autopar.cli.commands import cluster_and_options, load, recapture, recorded_options
 from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import Cluster
@@ -54,7 +54,7 @@ class Planner:
         request, cluster, options, graph = self._captured(arguments)
         options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
         graph, plan = plan_graph(graph, cluster, options, recapture(request, cluster), progress=self._tell)
-        plan = dataclasses.replace(plan, request=recorded(request))
+        plan = dataclasses.replace(plan, request=recorded_options(request))
         self._tell("report", "")
         step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
         subject = PlanFigures(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Group
 
-from autopar.cli.commands import captured, check_pins, cluster_and_options, with_recorded_options
+from autopar.cli.commands import capture_request, check_pins, cluster_and_options, with_recorded_options
 from autopar.cli.console import Messages, output_file, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
@@ -54,7 +54,7 @@ def price_command(
     request = with_recorded_options(given, request)
     cluster, options = cluster_and_options(request)
     with Messages() as messages:
-        graph, _ = captured(request, cluster, given, messages)
+        graph, _ = capture_request(request, cluster, given, messages)
         messages("price")
         pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = given or write_plan(graph, cluster, options, microbatch=microbatch, sequence=sequence)

@@ -80,7 +80,7 @@ def _table(calibration: Calibration) -> Table:
                 f"{wait_s * 1e6:,.0f} us",
             )
         elif f.name == "overlap":
-            row = "hidden communication costs", f"{f.median:.0%} of it"
+            row = "slowdown from overlapped communication", f"{f.median:.0%} of its time"
         if row:
             rows.setdefault(row[0], {})[f.device, f.processes] = row[1]
     for name, values in rows.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.cli.commands import planned
+from autopar.cli.commands import make_plan
 from autopar.cli.console import console, plain_table, progress_bar
 from autopar.cli.options import PlanRequest
 from autopar.cli.pricing import price_plan
@@ -33,7 +33,7 @@ def rehearse_command(
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("this machine has no GPU to rehearse on", "leave --device out, or write --device cpu")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _, cluster, graph, plan = planned(request)
+    _, cluster, graph, plan = make_plan(request)
     check_ranks(plan, ranks)
     ranks = ranks or rank_of_each_position(plan)
     free = with_free_communication(cluster)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from autopar.cli.commands import captured, cluster_and_options, with_recorded_options
+from autopar.cli.commands import capture_request, cluster_and_options, with_recorded_options
 from autopar.cli.console import Messages, console, output_file, plain_table
 from autopar.cli.explain import check_named, explained, missing_options, same_prices
 from autopar.cli.options import PlanRequest
@@ -111,7 +111,7 @@ def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster
     """Return the predicted step of ``plan`` for the model and the devices of ``request``, and the cluster of these devices."""
     cluster, _ = cluster_and_options(request)
     with Messages() as messages:
-        graph, _ = captured(request, cluster, plan, messages)
+        graph, _ = capture_request(request, cluster, plan, messages)
         check_model(plan, graph)
         check_devices(plan, cluster, may_be_idle=True)
         messages("price")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.cli.commands import init_of, planned
+from autopar.cli.commands import init_of, make_plan
 from autopar.cli.console import Messages
 from autopar.cli.elastic import become_node
-from autopar.cli.load import GivenSizes, batch_of
+from autopar.cli.load import SizeOptions, batch_of
 from autopar.cli.options import PlanRequest
 from autopar.compile import start_program
 from autopar.devices import parse
@@ -70,7 +70,7 @@ def _train(
     claim = checkpoints.claim()
     torch.manual_seed(training.seed)
     init = init_of(request)
-    workload, cluster, graph, plan = planned(request, device="meta" if init else "cpu")
+    workload, cluster, graph, plan = make_plan(request, device="meta" if init else "cpu")
     with Messages() as messages:
         program = start_program(
             graph,
@@ -84,7 +84,7 @@ def _train(
         )
     batch = workload.batch
     if init and ":" not in request.model:  # the batch is on meta, like the model
-        sizes = GivenSizes(request.seq, request.global_batch, request.precision)
+        sizes = SizeOptions(request.seq, request.global_batch, request.precision)
         batch = batch_of(request.model, workload.model, sizes, "cpu")
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
         done = begun = checkpoints.load(program)

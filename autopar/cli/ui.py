@@ -29,7 +29,9 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     server = Server(choices(model), WORKER, port)
     try:
         click.echo(server.address)
-        click.echo("only this machine can open the address, and who has it can plan here; Ctrl-C ends", err=True)
+        click.echo(
+            "only this machine can open the address, and anyone with it can use this server; Ctrl-C ends it", err=True
+        )
         if browser:
             webbrowser.open(server.door().as_uri())
         server.serve()

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.cli.commands import allowed
 from autopar.cli.console import plain_table, progress_bar, show
-from autopar.cli.load import GivenSizes, config_file, load_model, names_code, read_config
+from autopar.cli.load import SizeOptions, config_file, load_model, names_code, read_config
 from autopar.cli.options import PlanRequest
 from autopar.graph import Graph
 from autopar.measure import EXACT
@@ -40,7 +40,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
     ``collectives``, exit with 1 if nothing was recorded or there are findings."""
     limit = parse_size(request.memory_limit or "")
     plan = read_plan(request.plan_file) if request.plan_file else None
-    sizes, allow = GivenSizes(request.seq, request.global_batch), allowed(request.allow)
+    sizes, allow = SizeOptions(request.seq, request.global_batch), allowed(request.allow)
     if plan is None or not collectives:
         check_count(processes)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
         else:
             # with a plan, --seq and --global-batch are those of the full-size model, not of the shrunken one
             workload, notes = _load(
-                request.model, processes, sizes if plan is None or names_code(request.model) else GivenSizes()
+                request.model, processes, sizes if plan is None or names_code(request.model) else SizeOptions()
             )
             if collectives:
                 report = verify_collectives(workload, processes, allow=allow, progress=progress)
@@ -70,7 +70,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
         sys.exit(1)
 
 
-def _load(model: str, devices: int, sizes: GivenSizes) -> tuple[Workload, list[str]]:
+def _load(model: str, devices: int, sizes: SizeOptions) -> tuple[Workload, list[str]]:
     """Return the model with its batch, on the CPU, and notes that say to which sizes it was shrunk."""
     if names_code(model):
         return load_model(model, sizes, device="cpu", default_precision="float32"), []
@@ -90,7 +90,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     """Return the graph of the full-size model for which the plan was made, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
-        loaded = load_model(model, GivenSizes(seq, global_batch, plan.precision), device="meta")
+        loaded = load_model(model, SizeOptions(seq, global_batch, plan.precision), device="meta")
         return dataclasses.replace(loaded, precision=plan.precision).capture()
 
     return with_numerics(again(global_batch=plan.global_batch), again, Numerics.of(plan))
@@ -152,7 +152,7 @@ def verdict(report: Report) -> str:
             f"exact: {count}, the loss and every gradient within {report.max_relative_difference:.1e} of one device's"
         )
     if report.agrees:
-        return f"agrees, and is not exact: {count}, within {report.max_relative_difference:.1e} of {report.reference}"
+        return f"matches its reference (not exact): {count}, within {report.max_relative_difference:.1e} of {report.reference}"
     if not report.checked and not report.failures:
         return f"nothing was checked: no plan for {report.devices} processes is valid for {report.model}"
     return f"not exact: {len(report.failures)} failures in {count}"

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ProgramError
 from autopar.graph import Graph
 from autopar.precision import name_of
-from autopar.program.opaque import Applied, TorchOp
+from autopar.program.opaque import AutogradFunctionModule, TorchOp
 
 # modules of the program's folder, which shadow a user's modules of the same name
 TAKEN = frozenset({"model", "train", "runtime"})
 
-_APPLIED = f":{Applied.__qualname__}"
-_OURS = {Applied: _APPLIED, TorchOp: f":{TorchOp.__qualname__}"}
+_FUNCTION = f":{AutogradFunctionModule.__qualname__}"
+_OURS = {AutogradFunctionModule: _FUNCTION, TorchOp: f":{TorchOp.__qualname__}"}
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described separately
 
 
@@ -38,7 +38,7 @@ def imported_modules(descriptions: dict[str, list[dict[str, Any]]]) -> list[str]
     """Return the names of the Python modules that define the described classes, except torch's."""
     everything = [record for records in descriptions.values() for record in records]
     classes = [record["class"] for record in everything if record["class"] not in _OURS.values()]
-    classes += [record["attributes"]["function"]["class"] for record in everything if record["class"] == _APPLIED]
+    classes += [record["attributes"]["function"]["class"] for record in everything if record["class"] == _FUNCTION]
     names = {name.partition(":")[0] for name in classes}
     return sorted(name for name in names if name.partition(".")[0] != "torch")
 

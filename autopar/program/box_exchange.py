@@ -54,11 +54,11 @@ def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: Wo
     by_group: dict[Axes, list[MasterValues]] = {axes: [] for axes in _zero_axes(program, world)}
     for tensor in tensors:
         axes = program.placement(tensor.master.layout).shards
-        if axes in by_group and not set(axes) <= set(tensor.master.alike):
+        if axes in by_group and not set(axes) <= set(tensor.master.replicated_axes):
             by_group[axes].append(tensor)
             continue
         for piece in tensor.pieces(world):
-            yield from (part for part in divided(piece) if writes(part, tensor.master.alike, program, world))
+            yield from (part for part in divided(piece) if writes(part, tensor.master.replicated_axes, program, world))
     problems = []
     for axes, sharded in sorted(by_group.items()):
         try:
@@ -69,16 +69,16 @@ def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: Wo
         raise problems[0]
 
 
-def writes(piece: Piece, alike: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Return whether this rank is the one that writes a piece which is replicated along the axes ``alike``."""
-    index, count = copy_index(alike, program, world)
+def writes(piece: Piece, replicated_axes: Sequence[str], program: LoadedProgram, world: World) -> bool:
+    """Return whether this rank is the one that writes a piece which is replicated along the axes ``replicated_axes``."""
+    index, count = copy_index(replicated_axes, program, world)
     # with a parameter server, only the server has masters; otherwise the ranks with copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
-def copy_index(alike: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same values (those along ``alike`` in its local SGD replica), and their number."""
-    return world.place_on(program.parted(list(alike))[0])
+def copy_index(replicated_axes: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
+    """Return this rank's index among the ranks with the same values (those along ``replicated_axes`` in its local SGD replica), and their number."""
+    return world.place_on(program.split_local_sgd_axes(list(replicated_axes))[0])
 
 
 def _zero_axes(program: LoadedProgram, world: World) -> set[Axes]:
@@ -234,9 +234,9 @@ def _group_tensors(
         if _end_of_consecutive(ranges.values()) != elements:
             raise UnequalStatesError(f"the ranks' parts of {layout.original} are not consecutive")
         paths = tuple(((what, layout.original, *key), getattr(torch, dtype)) for (what, *key), dtype in states.pop())
-        alike = [axis for axis in world.coordinates if axis not in axes and axis not in dict(layout.sharded)]
+        replicated_axes = [axis for axis in world.coordinates if axis not in axes and axis not in dict(layout.sharded)]
         row = math.prod(extent for _, extent in window[1:])
-        found.append(GroupTensors(index, paths, elements, row, ranges, *copy_index(alike, program, world)))
+        found.append(GroupTensors(index, paths, elements, row, ranges, *copy_index(replicated_axes, program, world)))
     return found
 
 

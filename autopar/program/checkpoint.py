@@ -226,8 +226,8 @@ def _prepared(
                 taken.close(remove=True)
         raise
     held, others, keys = states[0]
-    alike = tuple(training.world.coordinates)
-    written = [p for p in training.written() if writes(p, alike, training.program, training.world)]
+    replicated_axes = tuple(training.world.coordinates)
+    written = [p for p in training.written() if writes(p, replicated_axes, training.program, training.world)]
     facts = {
         **_facts(training),
         **counters,
@@ -337,7 +337,7 @@ def on_every_rank(
         mine = [work()]
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
         found = explained(error, folder, writing, replaces)
-        mine, first = [(found.message, found.hint, found.half_read)], rank
+        mine, first = [(found.message, found.hint, found.partially_loaded)], rank
     on_gpu = dist.get_backend(group) == "nccl"
     number = torch.tensor(first, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
@@ -489,7 +489,7 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
     sentences = [
         sentence("it has no", [name for name in own if name not in theirs]),
         sentence("the model has no", [name for name in theirs if name not in own]),
-        sentence("of another shape is", shapes),
+        sentence("wrong shape:", shapes),
     ]
     if any(sentences):
         raise CheckpointError(

@@ -46,12 +46,12 @@ _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``half_read`` whether a load failed
+    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``partially_loaded`` whether a load failed
     after it had overwritten a part of the training state."""
 
-    def __init__(self, message: str, hint: str, half_read: bool = False) -> None:
+    def __init__(self, message: str, hint: str, partially_loaded: bool = False) -> None:
         super().__init__(f"{message}; {hint}")
-        self.message, self.hint, self.half_read = message, hint, half_read
+        self.message, self.hint, self.partially_loaded = message, hint, partially_loaded
 
 
 @dataclass(frozen=True)
@@ -408,17 +408,17 @@ def _is_at(descriptor: int, path: Path) -> bool:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def explained(error: BaseException, folder: Path, writing: bool, half_read: bool = False) -> CheckpointError:
-    """Convert any error to a ``CheckpointError``; ``half_read`` says that a part of the training state may have been overwritten."""
+def explained(error: BaseException, folder: Path, writing: bool, partially_loaded: bool = False) -> CheckpointError:
+    """Convert any error to a ``CheckpointError``; ``partially_loaded`` says that a part of the training state may have been overwritten."""
     if isinstance(error, CheckpointError):
         return error
     system = _system_error(error)
     text = f"{type(error).__name__}: {error}".splitlines()[0] if system is None else str(system)
     if not writing:
         hint = "load another one" + (
-            " before training continues: some parameters have been replaced" if half_read else ""
+            " before training continues: some parameters have been replaced" if partially_loaded else ""
         )
-        return CheckpointError(f"the checkpoint {folder} could not be read: {text}", hint, half_read)
+        return CheckpointError(f"the checkpoint {folder} could not be read: {text}", hint, partially_loaded)
     kept = "the training state and earlier checkpoints are unchanged"
     if system is not None and system.errno in _FULL:
         return CheckpointError(f"there is no room for a checkpoint in {folder.parent}: {text}", f"{kept}; make room")

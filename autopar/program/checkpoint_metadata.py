@@ -156,7 +156,7 @@ def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: s
 def read_values(reads: Reads, found: StoredCheckpoint) -> None:
     """Execute the reads of ``planned``: fill this rank's pieces, and check the checksums of the blocks. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
-        with explained_damage(found.path, half_read=True), (found.path / name).open("rb", buffering=0) as file:
+        with explained_damage(found.path, partially_loaded=True), (found.path / name).open("rb", buffering=0) as file:
             whole: tuple[MetadataIndex, Tensor] | None = None
             for read in theirs:
                 if read.entry is not None:
@@ -173,15 +173,15 @@ def read_values(reads: Reads, found: StoredCheckpoint) -> None:
 
 
 @contextmanager
-def explained_damage(path: Path, half_read: bool = False) -> Iterator[None]:
-    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``half_read``: training state may have been overwritten."""
+def explained_damage(path: Path, partially_loaded: bool = False) -> Iterator[None]:
+    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``partially_loaded``: training state may have been overwritten."""
     try:
         yield
     except DamageError as error:
         hint = "load an earlier one" + (
-            " before training continues: some parameters have been replaced" if half_read else ""
+            " before training continues: some parameters have been replaced" if partially_loaded else ""
         )
-        raise CheckpointError(f"the checkpoint {path} is damaged: its file {error}", hint, half_read) from error
+        raise CheckpointError(f"the checkpoint {path} is damaged: its file {error}", hint, partially_loaded) from error
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
-from .parameters import Master, ParameterGroup, alike, set_parameter
+from .parameters import Master, ParameterGroup, replicated_axes, set_parameter
 from .world import MIRROR, Layout, LoadedProgram
 
 
@@ -31,7 +31,7 @@ class ShardedGroup(ParameterGroup):
 
     def _allocate(self, program: LoadedProgram) -> None:
         stage, layouts, world, placement = self._module, self.layouts, self._world, self.placement
-        child, shards, wide, compute = placement.layer, placement.shards, placement.wide, placement.compute
+        child, shards, master_dtype = placement.layer, placement.shards, placement.master_dtype
         self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same one
         copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # ``start_copies`` sums over MIRROR
@@ -42,14 +42,17 @@ class ShardedGroup(ParameterGroup):
         ignored = {param for param in module.parameters() if not param.is_meta}
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
-            values = torch.empty(shape, dtype=program.placement(layout).wide, device="meta")
+            values = torch.empty(shape, dtype=program.placement(layout).master_dtype, device="meta")
             set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+        mp_policy = MixedPrecisionPolicy()
+        if master_dtype != placement.compute_dtype:
+            mp_policy = MixedPrecisionPolicy(placement.compute_dtype, master_dtype, None, False)
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
             mesh=self.mesh,
             reshard_after_forward=placement.zero == 3,
-            mp_policy=MixedPrecisionPolicy(compute, wide, None, False) if wide != compute else MixedPrecisionPolicy(),
+            mp_policy=mp_policy,
             ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
@@ -69,7 +72,7 @@ class ShardedGroup(ParameterGroup):
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
-            shard, same = shard_of(param), alike(layout, shards, world)
+            shard, same = shard_of(param), replicated_axes(layout, shards, world)
             if placement.place and layout.trainable:
                 shard = shard.view(-1)
                 owned = nn.Parameter(world.places.zeros(placement.place, shard.shape, shard.dtype))
@@ -117,7 +120,7 @@ class ShardedGroup(ParameterGroup):
         """Return this rank's shard of a gradient, with zeros in the padding; all zeros if there is no gradient."""
         grad = torch.zeros_like(shard_of(param)) if param.grad is None else shard_of(param.grad)
         first, last = rows_of(param, param.shape[0])
-        for dim, start, length in layout.beyond(self._world.coordinates):
+        for dim, start, length in layout.local_padding(self._world.coordinates):
             inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
             grad.movedim(dim, 0)[inner] = 0
         return grad

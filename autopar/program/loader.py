@@ -123,12 +123,12 @@ class Synthetic(Tensors):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """This rank's rows of the batch at ``begin`` (epoch, row), or the error; ``asked``: the check that all ranks read the same batch."""
+    """This rank's rows of the batch at ``begin`` (epoch, row), or the error; ``check``: the check that all ranks read the same batch."""
 
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None
     problem: str
-    asked: Later
+    check: Later
 
 
 class Loader:
@@ -263,7 +263,7 @@ class Loader:
         fetched, self._fetched = self._fetched, None
         if fetched is None or fetched.begin != begin:
             fetched = self._fetch(begin)
-        self._share.agree(fetched.asked, fetched.problem)
+        self._share.finish_check(fetched.check, fetched.problem)
         assert fetched.tensors is not None
         after = begin[0], begin[1] + self.batch
         if ahead:
@@ -288,7 +288,7 @@ class Loader:
             what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
             problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
         self._next = None if problem else self._begin(begin[0], begin[1] + self.batch)
-        return _Fetched(begin, tensors, problem, self._share.ask(tensors, (*begin, self.rows), problem))
+        return _Fetched(begin, tensors, problem, self._share.start_check(tensors, (*begin, self.rows), problem))
 
     def ends(self, position: Sequence[int]) -> bool:
         """Return whether the epoch has no batch after ``position``."""

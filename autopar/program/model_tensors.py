@@ -63,7 +63,7 @@ class TrainingTensors:
         parameter's elements only by its first copy."""
         for held in self.held(of):
             layout = held.master.layout
-            if not once or self.world.first_on(held.master.alike) and self.program.is_first_copy(layout):
+            if not once or self.world.first_on(held.master.replicated_axes) and self.program.is_first_copy(layout):
                 yield from ((layout, piece) for piece in held.pieces(self.world))
 
     def written(self, *, copies: bool = False) -> Iterator[Piece]:
@@ -84,7 +84,7 @@ class TrainingTensors:
 
     def replica(self) -> tuple[int, int]:
         """Return the index of this rank's local SGD replica, and the number of replicas."""
-        return self.world.place_on(self.program.parted(list(self.program.spec.mesh))[1])
+        return self.world.place_on(self.program.split_local_sgd_axes(list(self.program.spec.mesh))[1])
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
@@ -143,7 +143,7 @@ class TrainingTensors:
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
         if dist.get_rank() == 0:
-            shapes = {x.original: (x.original_shape, self.program.placement(x).wide) for x in layouts}
+            shapes = {x.original: (x.original_shape, self.program.placement(x).master_dtype) for x in layouts}
             found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
             averaged = {layout.original for layout in layouts if layout.trainable and self.replica()[1] > 1}
         for piece in gathered(own, self.world):

@@ -24,7 +24,7 @@ OPAQUE = "runtime/opaque.json"
 """The file in a program's folder that describes the modules."""
 
 
-class Applied(nn.Module):
+class AutogradFunctionModule(nn.Module):
     """An ``autograd.Function`` as a module. ``template`` has ``None`` for each tensor argument, and ``[value]`` for any other one."""
 
     def __init__(self, function: Any, template: list[list[Any] | None]) -> None:
@@ -37,7 +37,8 @@ class Applied(nn.Module):
 
 
 class TorchOp(nn.Module):
-    """An op of torch as a module. ``name`` is such as ``"istft.default"``; ``template`` is that of ``Applied``, by argument name."""
+    """An op of torch as a module. ``name`` is such as ``"istft.default"``; ``template`` is as for ``AutogradFunctionModule``, by argument
+    name."""
 
     def __init__(self, name: str, template: dict[str, list[Any] | None]) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def call_all(
             if (actual := [(tuple(t.shape), t.dtype) for t in found]) != expected:
                 raise ValueError(f"{op} returned {_text(actual)}, not {_text(expected)}")
             if versions != [t._version for t in tensors]:
-                raise ValueError(f"{op} changed a parameter or a buffer of its own, which another run would repeat")
+                raise ValueError(f"{op} modified its parameters or buffers in place")
             if not all(map(torch.equal, rng_states, _rng_states(inputs[0].device))):
                 raise ValueError(f"{op} drew random numbers, which differ between ranks and between runs")
             # a type belongs to a tensor object, and a result may be an operand

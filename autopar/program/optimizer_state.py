@@ -79,7 +79,8 @@ def saved(
                 held.append(MasterValues(_path(master, key), master, value.detach().contiguous()))
                 continue
             piece = _whole(master, key, value)
-            if writes(piece, master.alike, program, world) if piece.shape else _has_first(master, program, world):
+            axes = master.replicated_axes
+            if writes(piece, axes, program, world) if piece.shape else _has_first(master, program, world):
                 others.append(piece)
     return held, others, kinds
 
@@ -92,7 +93,7 @@ def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
     """Return whether this rank is the first with the parameter's first element: that rank writes the numbers of the parameter's state."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
-    return not any(begins) and copy_index(master.alike, program, world)[0] == 0
+    return not any(begins) and copy_index(master.replicated_axes, program, world)[0] == 0
 
 
 def _kind(master: Master, key: Any, value: Any) -> str:

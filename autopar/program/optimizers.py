@@ -7,7 +7,7 @@ the same class is created with the same options and these groups.
 
 Elementwise optimizers are exact on shards of parameters. If the plan shards parameters, optimizers that read one full tensor at a time get
 full tensors (``whole_tensors``): torch's Muon and Adafactor, and a user's class with ``per_tensor = True``. Any other class without
-``elementwise = True`` may read all tensors together: it is refused if the plan divides a trained parameter or has several stages.
+``elementwise = True`` may read all parameters at once: it is refused if the plan divides a trained parameter or has several stages.
 """
 
 from __future__ import annotations
@@ -120,32 +120,32 @@ def make(
     Raises ``RefusedOptimizerError`` on every rank if training would differ from training on one device.
     """
     user = checked(optimizer, program, scheduler)
-    looking = {
+    needs_full = {
         user.names[id(param)]
-        for model in user.models
-        if not _is_elementwise(model)
-        for group in model.param_groups
+        for part in user.optimizers
+        if not _is_elementwise(part)
+        for group in part.param_groups
         for param in group["params"]
     }
     whole: TensorGatherer | None = None
-    if looking and program.spec.whole_tensors is not None:  # ``None`` if the plan divides no parameter
-        looked_at = [master for master in masters if master.layout.original in looking]
-        whole = program.spec.whole_tensors(looked_at, program, world)
-        masters = [*(m for m in masters if m.layout.original not in looking), *whole.masters]
-    mine: dict[str, list[nn.Parameter]] = {}
+    if needs_full and program.spec.whole_tensors is not None:  # ``None`` if the plan divides no parameter
+        full_masters = [master for master in masters if master.layout.original in needs_full]
+        whole = program.spec.whole_tensors(full_masters, program, world)
+        masters = [*(m for m in masters if m.layout.original not in needs_full), *whole.masters]
+    tensors: dict[str, list[nn.Parameter]] = {}
     for master in masters:
-        mine.setdefault(master.layout.original, []).append(master.tensor)
-    made = user.over(mine)
-    at_once = not all(_of_torch(model) for model in user.models)
-    offloaded = world.places and world.places.updates(made, masters, world.device, at_once)
+        tensors.setdefault(master.layout.original, []).append(master.tensor)
+    made = user.over(tensors)
+    single_chunk = not all(_of_torch(part) for part in user.optimizers)
+    offloaded = world.places and world.places.updates(made, masters, world.device, single_chunk)
     return Updates(made, None if scheduler is None else scheduled(scheduler, made), masters, whole, offloaded)
 
 
 @dataclass(frozen=True)
 class CheckedRecipe:
-    """The optimizers (``models``) that the user's callable made over meta tensors, the stand-ins for the parameters."""
+    """The optimizers that the user's callable made over meta tensors, the stand-ins for the parameters."""
 
-    models: list[torch.optim.Optimizer]
+    optimizers: list[torch.optim.Optimizer]
     stand_ins: Mapping[str, nn.Parameter]  # by name, in the model's order
 
     @property
@@ -155,7 +155,7 @@ class CheckedRecipe:
 
     def over(self, masters: Mapping[str, list[nn.Parameter]]) -> torch.optim.Optimizer:
         """Return optimizers of the same classes with the same options over ``masters``, combined into one."""
-        return _joined([_rebuilt(model, self.names, masters) for model in self.models])
+        return _joined([_rebuilt(part, self.names, masters) for part in self.optimizers])
 
     def again(self) -> torch.optim.Optimizer:
         """Return the optimizers, rebuilt over the stand-ins."""
@@ -169,23 +169,23 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
     """
     stand_ins = _stand_ins(program)
     made: Any = optimizer(list(stand_ins.items()) if _wants_names(optimizer) else list(stand_ins.values()))
-    models: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
-    for model in models:
-        if not isinstance(model, torch.optim.Optimizer):
+    optimizers: list[torch.optim.Optimizer] = list(made) if isinstance(made, list | tuple) else [made]
+    for part in optimizers:
+        if not isinstance(part, torch.optim.Optimizer):
             raise RefusedOptimizerError(
-                f"the optimizer's function returned {type(model).__name__}",
+                f"the optimizer's function returned {type(part).__name__}",
                 "it returns a torch.optim.Optimizer, or a list of them",
             )
-    if not models:
+    if not optimizers:
         raise RefusedOptimizerError("the optimizer's function returned an empty list", "it returns an optimizer")
-    user = CheckedRecipe(models, stand_ins)
+    user = CheckedRecipe(optimizers, stand_ins)
     names = user.names
     taken: set[int] = set()
-    for model in models:
-        own = [param for group in model.param_groups for param in group["params"]]
+    for part in optimizers:
+        own = [param for group in part.param_groups for param in group["params"]]
         if any(id(param) not in names for param in own):
             raise RefusedOptimizerError(
-                f"{_name(model)} has tensors that are no parameters of the model",
+                f"{_name(part)} has tensors that are no parameters of the model",
                 "its groups hold the tensors that the function was called with, not others made of them",
             )
         if twice := [names[id(param)] for param in own if id(param) in taken]:
@@ -193,8 +193,8 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
                 f"two optimizers have {twice[0]}", "give each parameter to one of the optimizers in the list"
             )
         taken |= {id(param) for param in own}
-        _refuse_pieces(model, [names[id(param)] for param in own], program)
-        _rebuilt(model, names, {})  # try to construct it without parameters: a rank may have none
+        _refuse_pieces(part, [names[id(param)] for param in own], program)
+        _rebuilt(part, names, {})  # try to construct it without parameters: a rank may have none
     # try on the meta tensors whether the classes can be constructed again
     again = user.again()
     if scheduler is not None:
@@ -222,20 +222,20 @@ def patterns_of(name: str) -> list[str]:
     return [".".join("*" if i in place else part for i, part in enumerate(parts)) for place in places]
 
 
-def difference(mine: torch.optim.Optimizer, its: torch.optim.Optimizer) -> str:
+def difference(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> str:
     """Return the first difference of two optimizers over the same parameters, or an empty string. ``param_names`` aren't compared."""
-    if type(mine) is not type(its):
+    if type(first) is not type(second):
         return "class"
-    if len(mine.param_groups) != len(its.param_groups):
+    if len(first.param_groups) != len(second.param_groups):
         return "number of groups"
-    for own, other in zip(mine.param_groups, its.param_groups, strict=True):
+    for own, other in zip(first.param_groups, second.param_groups, strict=True):
         if list(map(id, own["params"])) != list(map(id, other["params"])):
             return "order of parameters"
         for key in (own.keys() | other.keys()) - {"params", "param_names"}:
             if not same(own.get(key), other.get(key)):
                 return f"value of {key}"
-    for name in vars(mine).keys() | vars(its).keys():
-        a, b = vars(mine).get(name), vars(its).get(name)
+    for name in vars(first).keys() | vars(second).keys():
+        a, b = vars(first).get(name), vars(second).get(name)
         if name not in ("param_groups", "state") and not callable(a) and _plain(a) and not same(a, b):
             return f"attribute {name}"
     return ""
@@ -276,7 +276,7 @@ def class_name(made: torch.optim.Optimizer) -> str:
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
     """Return stand-ins on the meta device for the user's parameters, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
-    dtypes = {layout.original: program.placement(layout).wide for layout in program.layouts}
+    dtypes = {layout.original: program.placement(layout).master_dtype for layout in program.layouts}
     entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _own(e)]
     for name, shape, trainable in entries or [(x.original, x.original_shape, x.trainable) for x in program.layouts]:
         tensor = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.float32), device="meta")
@@ -321,20 +321,18 @@ def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], progr
         )
     if _is_elementwise(optimizer) or torchs in _PER_TENSOR or getattr(optimizer, "per_tensor", False):
         return
-    hint = (
-        "give its class per_tensor = True if it looks at one tensor at a time, or elementwise = True if at one element"
-    )
+    hint = "give its class per_tensor = True if it reads one tensor at a time, or elementwise = True if one element"
     trained = set(names)
     for layout in program.layouts:
         how = cut(layout, program) if layout.trainable and layout.original in trained else None
         if how is not None:
             raise RefusedOptimizerError(
-                f"{_name(optimizer)} may look at all tensors together, and no rank has the whole of {layout.original}: {how}",
+                f"{_name(optimizer)} may read all parameters at once, but no rank has the full {layout.original}: {how}",
                 hint,
             )
     if len(program.spec.stages) > 1:
         raise RefusedOptimizerError(
-            f"{_name(optimizer)} may look at all tensors together, and the pipeline's stages each have some", hint
+            f"{_name(optimizer)} may read all parameters at once, but each pipeline stage has only some of them", hint
         )
 
 
@@ -376,9 +374,9 @@ def _rebuilt(
         rebuilt: torch.optim.Optimizer = kind(groups, **defaults)
     except Exception as error:
         raise _not_rebuilt(optimizer, f"its class raised {type(error).__name__}: {error}") from error
-    for mine, its in zip(optimizer.param_groups, rebuilt.param_groups, strict=True):
-        for key in mine.keys() - {"params", "param_names"}:
-            if not same(mine[key], its.get(key)):
+    for before, after in zip(optimizer.param_groups, rebuilt.param_groups, strict=True):
+        for key in before.keys() - {"params", "param_names"}:
+            if not same(before[key], after.get(key)):
                 raise _not_rebuilt(optimizer, f"its class changes the option {key} of a group")
     _copy_attributes(optimizer, rebuilt)
     return rebuilt

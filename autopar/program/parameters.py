@@ -38,13 +38,13 @@ class Offloaded:
 class Master:
     """A tensor that the optimizer owns: this rank's slice of a parameter, or under ZeRO its piece of that slice.
 
-    ``alike`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice. ``offloaded`` has the
-    device tensors of a master that is not on the device.
+    ``replicated_axes`` are the axes whose ranks all have the same values; ``first`` is the piece's first element in the slice.
+    ``offloaded`` has the device tensors of a master that is not on the device.
     """
 
     layout: Layout
     tensor: nn.Parameter
-    alike: tuple[str, ...]
+    replicated_axes: tuple[str, ...]
     first: int = 0
     offloaded: Offloaded | None = None
 
@@ -90,12 +90,12 @@ class ParameterGroup:
     def _allocate(self, program: LoadedProgram) -> None:
         """Allocate the parameters as zeros, and create their masters."""
         for layout in self.layouts:
-            dtype = program.placement(layout).wide
+            dtype = program.placement(layout).master_dtype
             values = torch.zeros(self._module.get_parameter(layout.name).shape, dtype=dtype, device=self._world.device)
             param = nn.Parameter(values, layout.trainable)
             set_parameter(self._module, layout.name, param)
             mine = self.masters if layout.trainable else self.frozen
-            mine.append(Master(layout, param, alike(layout, (), self._world)))
+            mine.append(Master(layout, param, replicated_axes(layout, (), self._world)))
             self.adders[id(param)] = functools.partial(_add, param)
 
     def zero_grad(self) -> None:
@@ -112,7 +112,7 @@ class ParameterGroup:
             param = master.tensor
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            for dim, start, length in master.layout.beyond(self._world.coordinates):
+            for dim, start, length in master.layout.local_padding(self._world.coordinates):
                 param.grad.narrow(dim, start, length).zero_()
 
     def gradients(self) -> list[Tensor]:
@@ -136,7 +136,7 @@ def _add(param: nn.Parameter, gradient: Tensor) -> None:
     param.grad = gradient if param.grad is None else param.grad.add_(gradient)
 
 
-def alike(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
+def replicated_axes(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
     """Return the axes on which neither the parameter nor ZeRO shards a master copy: their ranks all have the same values."""
     spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
     return tuple(axis for axis in world.coordinates if axis not in spread)
@@ -170,7 +170,7 @@ class Slot:
     stop: int
 
 
-class Arrivals:
+class GradientCounter:
     """Counts the gradients that a group still lacks in a step: one for each parameter and microbatch.
 
     A parameter's hook references this object, not the group: the garbage collector does not see a parameter's hooks, so a group that they
@@ -207,11 +207,11 @@ class FlatGroup(ParameterGroup):
 
     def _allocate(self, program: LoadedProgram) -> None:
         layouts, world, placement = self.layouts, self._world, self.placement
-        wide, compute, trainable = placement.wide, placement.compute, layouts[0].trainable
+        master_dtype, compute_dtype, trainable = placement.master_dtype, placement.compute_dtype, layouts[0].trainable
         # frozen parameters stay unsharded
         self._scattered = placement.zero == 1 and trainable and placement.shards != ()
         self._shards = placement.shards if self._scattered else ()
-        axes, self._apart = program.parted(placement.axes)
+        axes, self._apart = program.split_local_sgd_axes(placement.axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
         self._replicas = world.group(self._apart) if self._apart and trainable else None
         self._copies = world.group(placement.copies) if self._scattered and placement.copies else None
@@ -219,19 +219,19 @@ class FlatGroup(ParameterGroup):
         self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [self._module.get_parameter(layout.name).shape for layout in layouts]
-        unit = ALIGNMENT_BYTES // min(wide.itemsize, compute.itemsize)
+        unit = ALIGNMENT_BYTES // min(master_dtype.itemsize, compute_dtype.itemsize)
         starts = [0, *itertools.accumulate(aligned(shape.numel(), unit) for shape in shapes)]
         piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
         index = dist.get_rank(self._group) if self._scattered else 0
         self._own = slice(index * piece, (index + 1) * piece)
         self._place = placement.place if trainable and self._updates else ""
-        self._mixed = trainable and self._updates and (wide != compute or self._place != "")
-        self._values = torch.zeros(piece * self._parts, dtype=compute, device=world.device)
-        self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=wide, device=world.device)
+        self._mixed = trainable and self._updates and (master_dtype != compute_dtype or self._place != "")
+        self._values = torch.zeros(piece * self._parts, dtype=compute_dtype, device=world.device)
+        self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=master_dtype, device=world.device)
         if self._place:
-            self._owned = world.places.zeros(self._place, (piece,), wide)
+            self._owned = world.places.zeros(self._place, (piece,), master_dtype)
         elif self._mixed:
-            self._owned = torch.zeros(piece, dtype=wide, device=world.device)
+            self._owned = torch.zeros(piece, dtype=master_dtype, device=world.device)
         else:
             self._owned = self._values[self._own]
         self._work: Work | None = None  # the running reduction
@@ -239,7 +239,7 @@ class FlatGroup(ParameterGroup):
         self._over_copies = False  # whether the sum over the copies has started
         self._sending: dist.Work | None = None  # the running publication
         self._source: Tensor | None = None  # its operand under ZeRO 1
-        self.arrivals = Arrivals(len(layouts) * program.passes)
+        self.gradient_counter = GradientCounter(len(layouts) * program.passes)
         self._slots: list[Slot] = []
         self._unwritten: set[str] = set()  # the parameters whose gradients in the buffer are from an earlier step
         for layout, shape, start in zip(layouts, shapes, starts, strict=False):
@@ -250,12 +250,12 @@ class FlatGroup(ParameterGroup):
             if trainable:
                 self._add_master(self._slots[-1])
             else:
-                self.frozen.append(Master(layout, param, alike(layout, (), world)))
+                self.frozen.append(Master(layout, param, replicated_axes(layout, (), world)))
 
     def _add_master(self, slot: Slot) -> None:
         grad = self._grads[slot.start : slot.stop].view(slot.param.shape)
-        # the hook must not hold self: see Arrivals
-        name, unwritten, arrivals = slot.layout.name, self._unwritten, self.arrivals
+        # the hook must not hold self: see GradientCounter
+        name, unwritten, gradient_counter = slot.layout.name, self._unwritten, self.gradient_counter
 
         def add(gradient: Tensor) -> None:
             if name in unwritten:
@@ -263,7 +263,7 @@ class FlatGroup(ParameterGroup):
                 grad.copy_(gradient)
             else:
                 grad.add_(gradient)
-            arrivals.count()
+            gradient_counter.count()
 
         def accumulate(param: Tensor) -> None:
             if param.grad is not None:
@@ -277,7 +277,7 @@ class FlatGroup(ParameterGroup):
         low, high = self._overlap(slot)
         if low == high or not self._updates:
             return
-        same = alike(slot.layout, (*self._shards, *self._apart), self._world)
+        same = replicated_axes(slot.layout, (*self._shards, *self._apart), self._world)
         piece = self._owned[low - self._own.start : high - self._own.start]
         tensor = nn.Parameter(piece if self._scattered or self._place else piece.view(slot.param.shape))
         master, grads = Master(slot.layout, tensor, same, low - slot.start), self._grads[low:high]
@@ -299,9 +299,9 @@ class FlatGroup(ParameterGroup):
         """Mark all gradients as old: the first gradient of a step overwrites the last step's, so the buffer is not filled with zeros."""
         if self._grads.numel():
             self._unwritten.update(slot.layout.name for slot in self._slots)
-        self.arrivals.reset()
+        self.gradient_counter.reset()
 
-    def settle(self) -> None:
+    def zero_missing_gradients(self) -> None:
         """Set the gradients of parameters that got none in this step to zero."""
         for slot in self._slots:
             if slot.layout.name in self._unwritten:
@@ -347,9 +347,9 @@ class FlatGroup(ParameterGroup):
 
     def start_reduction(self) -> None:
         """Start to sum the gradients over the data axes, with zeros in the padding. With parameter servers, only they get the sum."""
-        self.settle()
+        self.zero_missing_gradients()
         for slot in self._slots if self._grads.numel() else ():
-            for dim, start, length in slot.layout.beyond(self._world.coordinates):
+            for dim, start, length in slot.layout.local_padding(self._world.coordinates):
                 self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
         if self._scattered:
             self._sum = torch.empty_like(self._grads[self._own])
@@ -470,7 +470,8 @@ def kind_of(layout: Layout, program: LoadedProgram) -> str:
     if own.zero >= 2:
         return "fsdp"
     offloaded = layout.trainable and own.place != ""
-    return "flat" if own.axes or layout.shared is not None or own.wide != own.compute or offloaded else "local"
+    mixed = own.master_dtype != own.compute_dtype
+    return "flat" if own.axes or layout.shared is not None or mixed or offloaded else "local"
 
 
 def _group_of(layout: Layout, program: LoadedProgram) -> Callable[..., ParameterGroup]:

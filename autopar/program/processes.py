@@ -32,7 +32,7 @@ class StartError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ProcessPlace:
+class ProcessRanks:
     """This process's rank among all ``size`` processes, and among the ``local_size`` of its node; the local values are ``None`` if the
     launcher doesn't set them."""
 
@@ -54,7 +54,7 @@ def nvme_folder(named: str) -> str:
     return folder
 
 
-def place_of(environment: Mapping[str, str]) -> ProcessPlace:
+def ranks_from_environment(environment: Mapping[str, str]) -> ProcessRanks:
     """Return this process's ranks, from the variables of torchrun or ``srun``.
 
     If a launcher sets ``RANK`` and ``WORLD_SIZE`` but not the local variables, those of the ``srun`` step are used, if there is one.
@@ -65,12 +65,12 @@ def place_of(environment: Mapping[str, str]) -> ProcessPlace:
     else:
         rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     if size == 1:
-        return ProcessPlace(rank, size, int(environment.get("LOCAL_RANK", "0")), 1)
+        return ProcessRanks(rank, size, int(environment.get("LOCAL_RANK", "0")), 1)
     local_rank, local_size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
     if local_rank is None and step and int(environment["SLURM_STEP_NUM_TASKS"]) == size:
         local_rank = environment.get("SLURM_LOCALID")
         local_size = local_size or _tasks_of_node(environment)
-    return ProcessPlace(
+    return ProcessRanks(
         rank, size, None if local_rank is None else int(local_rank), None if local_size is None else int(local_size)
     )
 
@@ -87,27 +87,27 @@ def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
     return environment.get("SLURM_NTASKS_PER_NODE")
 
 
-def set_rendezvous(environment: MutableMapping[str, str], place: ProcessPlace) -> None:
+def set_rendezvous(environment: MutableMapping[str, str], ranks: ProcessRanks) -> None:
     """Set the variables of torch's rendezvous that the launcher has not set.
 
     Raises:
         StartError: there are several nodes, and rank 0's address is unknown.
     """
-    if place.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
+    if ranks.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
         if environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
             raise StartError(
-                f"srun has started {place.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR, the address of "
+                f"srun has started {ranks.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR, the address of "
                 "the first node, is not set",
                 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun, or start torchrun on every '
                 "node (autopar dev launch writes such a file)",
             )
         environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000))
-    defaults = {"RANK": place.rank, "WORLD_SIZE": place.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    defaults = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in defaults.items():
         environment.setdefault(name, str(value))
 
 
-def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
+def device_of(ranks: ProcessRanks, kind: str | None) -> torch.device:
     """Return the device of this process; ``kind`` is ``"cuda"``, ``"cpu"``, or ``None`` for GPUs if the node has any.
 
     A process that sees one GPU uses it: launchers may give each process its own. Otherwise the node's processes see the same GPUs, and each
@@ -130,19 +130,19 @@ def device_of(place: ProcessPlace, kind: str | None) -> torch.device:
         return torch.device("cpu")
     if seen == 1:
         return torch.device("cuda", 0)
-    if place.local_rank is None:
+    if ranks.local_rank is None:
         raise StartError(
             f"this process sees {seen} GPUs, and LOCAL_RANK does not say which of them is its own",
             "start with torchrun or srun, or set LOCAL_RANK and LOCAL_WORLD_SIZE in every process; --device cpu trains on the CPUs",
         )
-    if place.local_rank >= seen or (place.local_size or 0) > seen:
-        processes = place.local_size or place.local_rank + 1
+    if ranks.local_rank >= seen or (ranks.local_size or 0) > seen:
+        processes = ranks.local_size or ranks.local_rank + 1
         raise StartError(
             f"this node has {processes} processes of the program, and each of them sees {seen} GPUs",
             f"start {seen} processes on every node with a plan for such nodes, make one GPU visible to each process, or train on the CPUs "
             "with --device cpu",
         )
-    return torch.device("cuda", place.local_rank)
+    return torch.device("cuda", ranks.local_rank)
 
 
 def _has_gpus() -> bool:
@@ -152,18 +152,18 @@ def _has_gpus() -> bool:
     return any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
-def check_node(place: ProcessPlace, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
+def check_node(ranks: ProcessRanks, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
     """Raise ``StartError`` if the number of the program's processes on this node isn't the plan's number of GPUs per node.
 
     The plan's prices assume which groups of ranks are inside a node. A plan without ``gpus_per_node`` may run on any nodes.
     """
     gpus_per_node, devices = int(plan.get("gpus_per_node", 0)), plan["devices"]
-    if gpus_per_node in (0, place.local_size) or place.local_size is None:
+    if gpus_per_node in (0, ranks.local_size) or ranks.local_size is None:
         return
     mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
-    wanted, found = (f"{count} GPU{'s' if count != 1 else ''}" for count in (gpus_per_node, place.local_size))
+    wanted, found = (f"{count} GPU{'s' if count != 1 else ''}" for count in (gpus_per_node, ranks.local_size))
     raise StartError(
-        f"the plan is for nodes of {wanted} ({devices}: {mesh}), and this node has {place.local_size} of the program's {place.size} "
+        f"the plan is for nodes of {wanted} ({devices}: {mesh}), and this node has {ranks.local_size} of the program's {ranks.size} "
         "processes: the plan's groups of ranks would cross nodes where it priced them inside of one",
         f"start {gpus_per_node} on every node, or plan for nodes of {found} and emit again; a program of any plan resumes from the same "
         "checkpoints",

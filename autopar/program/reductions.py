@@ -48,7 +48,7 @@ class Reductions:
         self._started = 0  # the number of early groups whose reductions have started
         self._running: list[FlatGroup] = []
         for group in self._early:
-            group.arrivals.complete = weakref.WeakMethod(self._advance)
+            group.gradient_counter.complete = weakref.WeakMethod(self._advance)
 
     def clear(self) -> None:
         """Forget the last step's gradients, before another step."""
@@ -65,7 +65,7 @@ class Reductions:
 
     def _advance(self) -> None:
         """Start the reductions of the next groups, in order, as long as their gradients are complete."""
-        while self._started < len(self._early) and self._early[self._started].arrivals.missing == 0:
+        while self._started < len(self._early) and self._early[self._started].gradient_counter.missing == 0:
             self._start(self._early[self._started])
             self._started += 1
 
@@ -106,7 +106,7 @@ class Reductions:
         self._started = len(self._early)
         copies: dict[str, list[FlatGroup]] = {}
         for group in self._late:
-            group.settle()
+            group.zero_missing_gradients()
             if group.shared is not None:
                 copies.setdefault(group.shared, []).append(group)
         for key in sorted(copies):  # one order on every rank

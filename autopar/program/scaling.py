@@ -29,7 +29,8 @@ _LIMITS = torch.finfo(torch.float32)  # GradScaler's scale is a tensor of this d
 
 
 class LossScale:
-    """The loss scale. Each step calls ``scaled`` and ``unscale``, may call ``agree``, reads ``overflowed``, and calls ``update`` with it.
+    """The loss scale. Each step calls ``scaled`` and ``unscale``, may call ``reduce_overflow``, reads ``overflowed``, and calls ``update``
+    with it.
 
     The arguments are those of ``torch.amp.GradScaler``. Factors that are powers of two are exact for gradients that neither overflow
     nor underflow.
@@ -48,8 +49,8 @@ class LossScale:
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval, self._good_steps = growth_interval, 0  # consecutive steps without an overflow
         self._device = device
-        self._found = torch.zeros((), dtype=torch.float64, device=device)
-        self._agreed = True
+        self._overflows = torch.zeros((), dtype=torch.float64, device=device)
+        self._reduced = True
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, in float32 or wider: the scale itself is beyond float16."""
@@ -64,20 +65,20 @@ class LossScale:
             if gradient.numel():
                 finite &= torch.stack(torch.aminmax(gradient)).isfinite().all()
                 gradient.mul_(inverse)
-        self._found, self._agreed = finite.logical_not().double(), False
+        self._overflows, self._reduced = finite.logical_not().double(), False
 
-    def agree(self, beside: Tensor | None = None) -> Tensor:
-        """Sum the overflow flags of all ranks in one all-reduce, together with the float64 scalar ``beside``; return the sum of that."""
-        both = torch.stack((self._found, torch.zeros_like(self._found) if beside is None else beside))
+    def reduce_overflow(self, extra: Tensor | None = None) -> Tensor:
+        """Sum the overflow flags of all ranks in one all-reduce, together with the float64 scalar ``extra``; return the sum of that."""
+        both = torch.stack((self._overflows, torch.zeros_like(self._overflows) if extra is None else extra))
         dist.all_reduce(both)
-        self._found, self._agreed = both[0], True
+        self._overflows, self._reduced = both[0], True
         return both[1]
 
     def overflowed(self) -> Tensor:
         """Return the number of ranks with a non-finite gradient in this step, a scalar on the device; the same on every rank."""
-        if not self._agreed:
-            self.agree()
-        return self._found
+        if not self._reduced:
+            self.reduce_overflow()
+        return self._overflows
 
     def update(self, overflowed: bool) -> None:
         """Set the next step's scale.

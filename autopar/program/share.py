@@ -160,8 +160,8 @@ class Share:
 
     # -- agreement --
 
-    def ask(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> Later:
-        """Start to check that all ranks read rows of the same batch: one small all-reduce, which ``agree`` awaits.
+    def start_check(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> Later:
+        """Start to check that all ranks read rows of the same batch: one small all-reduce, which ``finish_check`` awaits.
 
         ``tensors`` are the rank's rows, or ``None`` if ``problem`` says why there are none. ``state`` identifies the rows that were read.
         Ranks that read the same row of an input must have the same values of it.
@@ -180,20 +180,20 @@ class Share:
     def _names(self) -> list[str]:
         return sorted({*self.program.inputs, *self._scalar_inputs})
 
-    def agree(self, asked: Later, problem: str = "") -> None:
-        """Finish the check that ``ask`` started with this rank's ``problem``.
+    def finish_check(self, started: Later, problem: str = "") -> None:
+        """Finish the check that ``start_check`` started with this rank's ``problem``.
 
         Raises:
             DataError: on every rank, if some rank has a problem, or the ranks differ.
         """
-        high, low = asked.read().view(2, -1)
+        high, low = started.read().view(2, -1)
         names, head = self._names(), len(high) - len(self._names()) * self.batch
         if int(high[0]):
-            said: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, problem)
-            rank = next(rank for rank, text in enumerate(said) if text)
+            problems: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+            rank = next(rank for rank, text in enumerate(problems) if text)
             raise DataError(
-                f"rank {rank}: {said[rank]}", "nothing was trained with this batch, and training can continue"
+                f"rank {rank}: {problems[rank]}", "nothing was trained with this batch, and training can continue"
             )
         differs = (high != _ABSENT) & (high != -low)
         if differs[:head].any():

@@ -96,30 +96,30 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
     sentences = [
         sentence("it has no", [names[0] for names in needed if not any(name in given for name in names)]),
         sentence("the model has no", [name for name in given if name not in known]),
-        sentence("no tensor is", [name for name, value in given.items() if not isinstance(value, Tensor)]),
+        sentence("not a tensor:", [name for name, value in given.items() if not isinstance(value, Tensor)]),
     ]
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and name in known}
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     sentences += [
-        sentence("on meta, without values, is", [name for name, value in tensors.items() if value.is_meta]),
+        sentence("on the meta device, without values:", [name for name, value in tensors.items() if value.is_meta]),
         sentence(
-            "of another shape is",
+            "wrong shape:",
             [f"{name} ({shape}, in the model {known[name]})" for name, shape in shapes.items() if shape != known[name]],
         ),
     ]
     if not any(sentences):
-        sentences.append(_torn(needed, tensors))
+        sentences.append(_conflicting_ties(needed, tensors))
     return "; ".join(sentence for sentence in sentences if sentence)
 
 
-def _torn(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
+def _conflicting_ties(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:
     """Return a sentence that lists the tied parameters whose names (``needed``) have different values; ``""`` if there are none."""
     found = []
     for names in needed:
         values = [tensors[name] for name in names if name in tensors]
         if any(not _same(values[0], other) for other in values[1:]):
             found.append(" and ".join(name for name in names if name in tensors))
-    return sentence("one parameter in the model, and two values here, have", found)
+    return sentence("tied in the model, but with different values here:", found)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -66,21 +66,21 @@ class StateStorage:
             holder.grad = None if gradient is None else gradient[here]
             offloaded = Offloaded(place, holder, values[here])
             tensor = nn.Parameter(whole.tensor.detach()[here])
-            yield Master(whole.layout, tensor, whole.alike, whole.first + start, offloaded)
+            yield Master(whole.layout, tensor, whole.replicated_axes, whole.first + start, offloaded)
 
     def updates(
-        self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, at_once: bool
+        self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, single_chunk: bool
     ) -> OffloadedUpdates | None:
         """Return the object that updates ``masters``, or ``None`` if all of them are on the device."""
         if all(master.offloaded is None for master in masters):
             return None
-        return OffloadedUpdates(optimizer, masters, self, device, at_once)
+        return OffloadedUpdates(optimizer, masters, self, device, single_chunk)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in the file."""
         return self._file is not None and self._file.has(tensor)
 
-    def adopt(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
+    def move_to_file(self, optimizer: torch.optim.Optimizer, master: Master) -> None:
         """Move the states that an optimizer created for a master into the file, if the master's place is NVMe."""
         if master.offloaded is None or master.offloaded.place != NVME:
             return  # the optimizer has created them in the right place: where the parameter is
@@ -89,7 +89,7 @@ class StateStorage:
             if isinstance(value, Tensor) and value.shape == master.tensor.shape and not self.has(value):
                 state[key] = self.zeros(NVME, value.shape, value.dtype).copy_(value)
 
-    def expect(self, tensors: Iterable[Tensor]) -> None:
+    def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """Begin to read tensors from the file that will be needed soon."""
         if self._file is not None:
             self._file.advise(tensors, mmap.MADV_WILLNEED)
@@ -174,8 +174,8 @@ def pieces_of(elements: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 class OffloadedUpdates:
     """Updates this rank's masters; those that are not on the device are updated chunk by chunk.
 
-    An optimizer skips parameters without a gradient: while it updates a chunk, only the chunk's masters have gradients. ``at_once`` is for
-    optimizers that may count the calls of ``step``: all masters, including those on the device, are then one chunk.
+    An optimizer skips parameters without a gradient: while it updates a chunk, only the chunk's masters have gradients. With
+    ``single_chunk``, for optimizers that may count the calls of ``step``, all masters, including those on the device, are one chunk.
     """
 
     def __init__(
@@ -184,17 +184,17 @@ class OffloadedUpdates:
         masters: Sequence[Master],
         places: StateStorage,
         device: torch.device,
-        at_once: bool,
+        single_chunk: bool,
     ) -> None:
-        self._optimizer, self._places, self._at_once = optimizer, places, at_once
+        self._optimizer, self._places = optimizer, places
         offloaded = [master for master in masters if master.offloaded is not None]
-        self._here = [] if at_once else [master for master in masters if master.offloaded is None]
-        self._chunks = [offloaded] if at_once else list(_chunks(offloaded))
+        self._here = [] if single_chunk else [master for master in masters if master.offloaded is None]
+        self._chunks = [offloaded] if single_chunk else list(_chunks(offloaded))
         size = max(sum(master.tensor.nbytes for master in chunk) for chunk in self._chunks)
-        self._lanes = [_Lane(size, device) for _ in self._chunks[:2]]
+        self._buffers = [_TransferBuffers(size, device) for _ in self._chunks[:2]]
         self._threads = _threads() if device.type == "cuda" else 0
         for master in masters:
-            places.adopt(optimizer, master)  # Adagrad creates its states in its constructor
+            places.move_to_file(optimizer, master)  # Adagrad creates its states in its constructor
 
     @torch.no_grad()
     def step(self) -> None:
@@ -208,23 +208,23 @@ class OffloadedUpdates:
     def _stream(self) -> None:
         self._fetch(0)
         for number, chunk in enumerate(self._chunks):
-            lane = self._lanes[number % 2]
+            buffers = self._buffers[number % 2]
             if number + 1 < len(self._chunks):
                 self._fetch(number + 1)
-            for master, gradient in zip(chunk, lane.arrived(), strict=True):
+            for master, gradient in zip(chunk, buffers.arrived(), strict=True):
                 master.tensor.grad = gradient
             self._optimizer.step()
             for master in chunk:
                 master.tensor.grad = None
-                self._places.adopt(self._optimizer, master)
-            lane.send(chunk)
+                self._places.move_to_file(self._optimizer, master)
+            buffers.send(chunk)
             self._places.release(self._tensors(chunk))
-        for lane in self._lanes:
-            lane.finish()
+        for buffers in self._buffers:
+            buffers.finish()
 
     def _fetch(self, number: int) -> None:
-        self._places.expect(self._tensors(self._chunks[number]))
-        self._lanes[number % 2].fetch(self._chunks[number])
+        self._places.prefetch(self._tensors(self._chunks[number]))
+        self._buffers[number % 2].fetch(self._chunks[number])
 
     def _tensors(self, chunk: Sequence[Master]) -> Iterator[Tensor]:
         """Yield the masters of a chunk, and their states on the CPU."""
@@ -277,7 +277,7 @@ def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
         yield chunk
 
 
-class _Lane:
+class _TransferBuffers:
     """The transfer buffers of a chunk, pinned on GPUs: for gradients from the device, and for values to the device."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -285,8 +285,8 @@ class _Lane:
         self._down, self._up = (torch.empty(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(2))
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
         self._gradients: list[Tensor] = []
-        self._came: torch.cuda.Event | None = None
-        self._went: torch.cuda.Event | None = None
+        self._gradients_ready: torch.cuda.Event | None = None
+        self._values_copied: torch.cuda.Event | None = None
 
     def fetch(self, chunk: Sequence[Master]) -> None:
         """Begin to copy the chunk's gradients from the device."""
@@ -298,7 +298,7 @@ class _Lane:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._copy_down(chunk)
-        self._came = stream.record_event()
+        self._gradients_ready = stream.record_event()
 
     def _copy_down(self, chunk: Sequence[Master]) -> None:
         for master, there in zip(chunk, self._gradients, strict=True):
@@ -309,14 +309,14 @@ class _Lane:
 
     def arrived(self) -> list[Tensor]:
         """Wait for the gradients, and return them."""
-        if self._came is not None:
-            self._came.synchronize()
+        if self._gradients_ready is not None:
+            self._gradients_ready.synchronize()
         return self._gradients
 
     def send(self, chunk: Sequence[Master]) -> None:
         """Begin to copy the chunk's new values to the device."""
-        if self._went is not None:
-            self._went.synchronize()  # until the last values of this buffer have been copied
+        if self._values_copied is not None:
+            self._values_copied.synchronize()  # until the last values of this buffer have been copied
         targets = [master.offloaded.values for master in chunk if master.offloaded is not None]
         for master, there in zip(chunk, staged := _views(self._up, targets), strict=True):
             there.copy_(master.tensor.view(there.shape))  # converts to the dtype of the parameters
@@ -326,12 +326,12 @@ class _Lane:
         with torch.cuda.stream(self._streams[1]) if self._cuda else nullcontext():
             for target, values in zip(targets, staged, strict=True):
                 target.copy_(values, non_blocking=True)
-        self._went = self._streams[1].record_event() if self._cuda else None
+        self._values_copied = self._streams[1].record_event() if self._cuda else None
 
     def finish(self) -> None:
         """Make the device's current stream wait for the values."""
-        if self._went is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._went)
+        if self._values_copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._values_copied)
 
 
 def _views(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

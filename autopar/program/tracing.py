@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+WORDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 STEP = "step"
 COMPUTATION, COMMUNICATION = 0, 1
 _TRACKS = ("computation", "communication")

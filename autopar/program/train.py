@@ -35,10 +35,10 @@ KEEP = 2  # the number of newest checkpoints to keep; --keep
 # -- the recipe: yours to edit ----------------------------------------------------------------------------------------
 
 REFUSED = ""  # why there is no recipe
-LR: float | None = 3e-4  # where --lr gives none; None: the optimizer has its own
-MAX_NORM: float | None = None  # of the gradients, where --clip gives none; None: no clipping
-SEED = 0  # where --seed gives none
-INIT: str | None = None  # where --init gives none; None: initial.safetensors
+LR: float | None = 3e-4  # if --lr is not given; None: the optimizer has its own
+MAX_NORM: float | None = None  # of the gradients, if --clip is not given; None: no clipping
+SEED = 0  # if --seed is not given
+INIT: str | None = None  # if --init is not given; None: initial.safetensors
 DRAW_INIT = False  # draw initial values where there are none
 
 

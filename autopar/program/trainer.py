@@ -75,9 +75,7 @@ class ModeError(RuntimeError):
     """Raised by ``evaluate`` if the model behaves differently in training mode."""
 
     def __init__(self, does: str) -> None:
-        self.message = (
-            f"the program is of the model in training mode, in which {does}, so its losses are not those of evaluation"
-        )
+        self.message = f"the model was captured in training mode, where {does}, so the program's losses are not those of evaluation"
         self.hint = "compile model.eval() into a program of its own, and give it the state dict of this one"
         super().__init__(f"{self.message}; {self.hint}")
 
@@ -112,7 +110,7 @@ class Trainer:
             raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
         self.program, self.world, self.max_norm = program, world, max_norm
         set_tf32("tf32" in program.plan.get("allow", ()))
-        self._half_read = False  # whether a load failed after replacing some of the values
+        self._partially_loaded = False  # whether a load failed after replacing some of the values
         same_options({"the seed": seed, "max_norm": max_norm}, world.device)
         self.stages, self._by_stage, self._buffers = build_stages(program, world)
         self._groups = [group for groups in self._by_stage.values() for group in groups]
@@ -129,7 +127,6 @@ class Trainer:
             self._set(lambda tensors: tensors.fill(values))
         elif resume is None:
             self._set(lambda tensors: tensors.draw(seed))
-        spec = program.spec
         self.loss_scale = spec.loss_scale and spec.loss_scale(world.device)
         scaled = self.loss_scale and self.loss_scale.scaled
         self._schedule = spec.schedule(program, world, self.stages, self._by_stage, self._reductions, scale=scaled)
@@ -164,7 +161,7 @@ class Trainer:
             elif self._from_checkpoint and dist.get_rank() == 0:
                 before = ", ".join(self._from_checkpoint)
                 print(
-                    f"the checkpoint was trained with {before}, and these data are {loader.key}: they are read from their first row",
+                    f"the checkpoint was trained with {before}, and this data set is {loader.key}: reading starts at row 0",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -201,7 +198,7 @@ class Trainer:
             *values, value = torch.stack((*before, loss)).tolist()
             self._refuse_late(values)
             if not math.isfinite(value):
-                self._leave_out(batch, value, on_nan)
+                self._skip_or_stop(batch, value, on_nan)
                 return float(value)
         if self.max_norm is not None:
             self.gradient_norm = self._clip(self.max_norm)
@@ -251,7 +248,7 @@ class Trainer:
         """Call ``step``, a function that runs a step of this trainer; trace it as ``trace`` does, and return its result."""
         return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
 
-    def _leave_out(self, batch: Batch, loss: float, on_nan: str) -> None:
+    def _skip_or_stop(self, batch: Batch, loss: float, on_nan: str) -> None:
         self._forget_buffers()
         if on_nan == "stop":
             self.finish_update()
@@ -334,7 +331,7 @@ class Trainer:
         Raises ``ModeError`` if the model computes something else in evaluation mode, as with dropout or batch norm: the program always
         runs in the mode in which the model was captured.
         """
-        if changes := in_training_alone(self.program):
+        if changes := training_only_behaviour(self.program):
             raise ModeError(changes)
         self.finish_update()
         self._schedule.share.check(batch)
@@ -353,12 +350,13 @@ class Trainer:
         if self._late is not None:
             self._late.place()
         masters = [master for group in self._groups for master in group.masters]
-        counted = [m for m in masters if self.world.first_on(m.alike) and self.program.is_first_copy(m.layout)]
+        first_on, is_first_copy = self.world.first_on, self.program.is_first_copy
+        counted = [m for m in masters if first_on(m.replicated_axes) and is_first_copy(m.layout)]
         grads = [grad for master in counted if (grad := master.gradient) is not None]
         norms = [_norm(grad) for grad in grads] or [torch.zeros((), dtype=torch.float64, device=self.world.device)]
         squares = torch.stack(norms).square().sum()
         if self.loss_scale is not None and self.world.replica is None:
-            squares = self.loss_scale.agree(squares)
+            squares = self.loss_scale.reduce_overflow(squares)
         else:
             dist.all_reduce(squares, group=self.world.replica)
         norm = squares.sqrt()
@@ -385,7 +383,7 @@ class Trainer:
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
         self._set(lambda tensors: tensors.fill(source_of(state), state))
-        self._half_read = False
+        self._partially_loaded = False
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = None, wait: bool = True) -> Path:
         """Write a checkpoint, ``folder/step-N``, that any plan of this model can load; keep only the last ``keep`` ones (``None``: all).
@@ -460,12 +458,12 @@ class Trainer:
         try:
             yield
         except CheckpointError as error:
-            self._half_read = self._half_read or error.half_read
+            self._partially_loaded = self._partially_loaded or error.partially_loaded
             raise
-        self._half_read = False
+        self._partially_loaded = False
 
     def _check_whole(self) -> None:
-        if self._half_read:
+        if self._partially_loaded:
             raise CheckpointError(
                 "parameters and buffers are of two states: some files could not be read",
                 "load a complete checkpoint, or complete weights",
@@ -477,7 +475,7 @@ class Trainer:
         return TrainingTensors(self.program, self.world, self._groups, self._buffers, self._updates)
 
 
-def in_training_alone(program: LoadedProgram) -> str:
+def training_only_behaviour(program: LoadedProgram) -> str:
     """Describe what the model does only in training mode, or return an empty string."""
     if any(stage.SPEC.random for stage in program.spec.stages):
         return "it draws random numbers, as dropout does"

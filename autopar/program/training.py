@@ -178,7 +178,7 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
     """Return the options, with the recipe's values for those that were left out; exits if they contradict each other."""
     for old, new in (("data", "dataset"), ("log", "log_file")):
         if (given := getattr(args, f"old_{old}")) is not None:
-            hint(f"--{old} is now called --{new.replace('_', '-')}, and will go")
+            hint(f"--{old} is deprecated; use --{new.replace('_', '-')}")
             setattr(args, new, given)
     if args.dataset is None:
         args.dataset = "synthetic"
@@ -271,7 +271,7 @@ def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
     loader = trainer.loader(dataset(args, trainer.program), order)
     if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
         raise SystemExit(
-            f"the checkpoint was trained with {', '.join(trainer.positions)}, and these data are {loader.key}: resume with the same "
+            f"the checkpoint was trained with {', '.join(trainer.positions)}, and this data set is {loader.key}: resume with the same "
             "--dataset, --shuffle and --seed"
         )
     return loader

@@ -258,7 +258,7 @@ def _check_stage(
     for name in spec.scalars:
         inputs[name] = _declare(torch.empty((), device="meta"), everywhere)
     for layer in layers_of(stage).values():
-        _follow_once(layer, seen)
+        _memoise_forward(layer, seen)
     with torch.compiler.set_stance("force_eager"), typecheck(local=False):
         result = stage(*activations, **inputs)
         if spec.loss:
@@ -268,7 +268,7 @@ def _check_stage(
                 _assert(value, border.types)
 
 
-def _follow_once(layer: nn.Module, seen: _Seen) -> None:
+def _memoise_forward(layer: nn.Module, seen: _Seen) -> None:
     """Make a layer's forward return the result of an earlier equal call, without checking its ops again."""
     forward, own = layer.forward, _described_module(layer)
     if own is None:
@@ -285,7 +285,7 @@ def _follow_once(layer: nn.Module, seen: _Seen) -> None:
                 return result
             seen[own, given] = found
             return result
-        return _made(seen[own, given])
+        return _value_from(seen[own, given])
 
     layer.forward = once
 
@@ -332,10 +332,10 @@ def _described(value: Any) -> Any:
 _TENSOR, _PLAIN = "tensor", "plain"
 
 
-def _made(description: Any) -> Any:
+def _value_from(description: Any) -> Any:
     """Return a value with this description."""
     if description[0] is tuple:
-        return tuple(_made(item) for item in description[1])
+        return tuple(_value_from(item) for item in description[1])
     if description[0] == _PLAIN:
         return description[2]
     _, shape, stride, dtype, requires_grad, local, partition = description

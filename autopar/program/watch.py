@@ -72,8 +72,8 @@ def interval_s(nodes: int, lost_after_s: float) -> float:
     return max(min(1.0, lost_after_s / 6), nodes / BEATS_PER_S)
 
 
-class Machine:
-    """The ranks of one node, which send each other datagrams; the lowest live rank is the node's speaker.
+class NodeHeartbeats:
+    """Exchanges the heartbeats of one node's ranks as datagrams; the lowest live rank is the node's speaker.
 
     ``index`` (of the node), ``count`` (of nodes) and ``ranks`` come from torchrun's environment. Under another launcher each rank is its
     own node, because its processes may be unable to reach each other by a local socket.
@@ -86,7 +86,7 @@ class Machine:
             self.index, self.count, local, size = (int(os.environ[name]) for name in names)
             # torchrun numbers a node's ranks one after the other
             self.ranks = list(range(rank - local, rank - local + size))
-        self.said: dict[int, list[Any]] = {}
+        self.reports: dict[int, list[Any]] = {}
         self.problem: str | None = None  # the problem that another rank of the node has noticed
         self.ended = False  # whether another rank has reported, so that this one must exit
         self._heard = dict.fromkeys(self.ranks, time.monotonic())
@@ -99,10 +99,10 @@ class Machine:
     def _address(self, rank: int) -> str:
         return f"\0autopar-watch/{self._token}/{rank}"  # Linux's abstract names need no file
 
-    def tell(self, said: list[Any], problem: str | None, ended: bool = False) -> None:
+    def send(self, report: list[Any], problem: str | None, ended: bool = False) -> None:
         """Send the other ranks of the node a heartbeat: this rank's report, the problem that it noticed, and whether they must exit."""
-        self.said[self.rank], self._heard[self.rank] = said, time.monotonic()
-        message = json.dumps([self.rank, said, problem, ended]).encode()
+        self.reports[self.rank], self._heard[self.rank] = report, time.monotonic()
+        message = json.dumps([self.rank, report, problem, ended]).encode()
         for rank in self.ranks:
             if rank != self.rank:
                 with contextlib.suppress(OSError):  # the other rank has ended, or hangs and its queue is full
@@ -112,8 +112,8 @@ class Machine:
         """Read the heartbeats of the node's other ranks."""
         with contextlib.suppress(BlockingIOError):
             while len(self.ranks) > 1:
-                rank, said, problem, ended = json.loads(self._socket.recv(1 << 16))
-                self.said[rank], self._heard[rank] = said, time.monotonic()
+                rank, report, problem, ended = json.loads(self._socket.recv(1 << 16))
+                self.reports[rank], self._heard[rank] = report, time.monotonic()
                 self.problem, self.ended = self.problem or problem, self.ended or ended
 
     def silent(self, patience_s: float) -> list[int]:
@@ -154,7 +154,7 @@ class Watch:
         self._asked: Later | None = None  # the signal that some rank had received at the last step
         self._heard = time.monotonic()  # when the store last answered
         self._ended = threading.Event()
-        self._node: Machine | None = None  # set by ``join``
+        self._node: NodeHeartbeats | None = None  # set by ``join``
         self._store: Any = None  # only on a node's speaker
         self._handlers: dict[int, Any] = {}
         self._waking = socket.socketpair()
@@ -194,7 +194,7 @@ class Watch:
             return
         token = [secrets.token_hex(8) if dist.get_rank() == 0 else ""]  # torchrun's restarts have one store
         dist.broadcast_object_list(token, 0, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
-        node = Machine(token[0], dist.get_rank(), dist.get_world_size())
+        node = NodeHeartbeats(token[0], dist.get_rank(), dist.get_world_size())
         self._interval_s = interval_s(node.count, self._lost_after_s)
         self._lost_after_s = max(self._lost_after_s, 6 * self._interval_s)
         self._token = token[0]
@@ -256,7 +256,7 @@ class Watch:
             return
         if isinstance(error, dist.DistError) or is_consequence(str(error)):
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            self._failed_at = place_of(frame, self._layer)
+            self._failed_at = stack_position(frame, self._layer)
             self._problem = next(
                 (f"a collective failed ({sign})" for sign in _CONSEQUENCES if sign in str(error)), text
             )
@@ -278,23 +278,23 @@ class Watch:
             if self._problem is None and now - began > limit:
                 self._problem = f"{name} takes longer than {limit:g} s"
                 if self._node is None:
-                    self._end(f"{self._problem}: this rank is {self._place()[0]}")
+                    self._end(f"{self._problem}: this rank is {self._position()[0]}")
             if self._store is not None and now - max(self._heard, began) > self._lost_after_s:
                 self._end(
                     f"rank {dist.get_rank()} has had no answer from the ranks' store at {_address()} for {self._lost_after_s:g} s in "
-                    f"{self._now[1]} ({self._place()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
+                    f"{self._now[1]} ({self._position()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
                 )
 
-    def _beat(self, node: Machine) -> None:
+    def _beat(self, node: NodeHeartbeats) -> None:
         """Send a heartbeat to the node and, as its speaker, to the store."""
         self._beats += 1
-        node.tell([self._beats, self._now[1], *self._place()], self._problem)
+        node.send([self._beats, self._now[1], *self._position()], self._problem)
         node.listen()
         if self._store is not None:
-            self._store.set(_key(node.index), json.dumps(node.said))
+            self._store.set(_key(node.index), json.dumps(node.reports))
             self._heard = time.monotonic()
 
-    def _watch(self, node: Machine) -> None:
+    def _watch(self, node: NodeHeartbeats) -> None:
         """Send heartbeats, and check whether this node and the next one are alive and whether anything has failed."""
         seen, changed = "", time.monotonic()
         while not self._ended.is_set():
@@ -310,28 +310,27 @@ class Watch:
                     if self._open().check(["stop"]):
                         problem = problem or "another rank has failed"
                     elif silent := node.silent(patience_s):
-                        problem = (
-                            problem or f"{_ranks(silent)} {'give' if len(silent) > 1 else 'gives'} no sign of life"
-                        )
+                        have = "have" if len(silent) > 1 else "has"
+                        problem = problem or f"{_ranks(silent)} {have} sent no heartbeat for {patience_s:g} s"
                     elif node.count > 1:
                         following = (node.index + 1) % node.count
                         last = self._store.get(_key(following)).decode()
                         seen, changed = (last, time.monotonic()) if last != seen else (seen, changed)
                         # give another rank of that node time to take over
-                        if time.monotonic() - changed > patience_s + (_HANDOVER + 1) * self._interval_s:
-                            problem = problem or f"node {following} gives no sign of life"
+                        if (quiet_s := time.monotonic() - changed) > patience_s + (_HANDOVER + 1) * self._interval_s:
+                            problem = problem or f"node {following} has sent no heartbeat for {quiet_s:.0f} s"
                     if problem is not None:
                         self._report(node, problem)
             except (dist.DistError, RuntimeError) as error:
                 if not self._ended.is_set():
-                    where = f"in {self._now[1]} ({self._place()[0]})"
+                    where = f"in {self._now[1]} ({self._position()[0]})"
                     self._end(f"rank {node.rank} has lost the ranks' store at {_address()} {where}: {_first(error)}")
             self._ended.wait(self._interval_s)
 
-    def _report(self, node: Machine, problem: str) -> None:
+    def _report(self, node: NodeHeartbeats, problem: str) -> None:
         """Let the first speaker that gets here report for all. Until it has, the others send heartbeats, or they would seem dead."""
         store = self._open()
-        first = store.add("said", 1) == 1
+        first = store.add("reporter", 1) == 1
         store.set("stop", "")
         before = self._nodes(node) if first else []
         began = time.monotonic()
@@ -342,30 +341,33 @@ class Watch:
             # wait for a second heartbeat of every node, at most as long as another rank of the node needs to take over
             if first and waited > max(4 * self._interval_s, 1.0):
                 pairs = zip(before, self._nodes(node), strict=True)
-                if all(any(said[0] != old[rank][0] for rank, said in new.items() if rank in old) for old, new in pairs):
+                if all(
+                    any(report[0] != old[rank][0] for rank, report in new.items() if rank in old) for old, new in pairs
+                ):
                     break
             time.sleep(self._interval_s / 2)
         sentence = ""
         if first:
             cause = store.get("cause").decode() if store.check(["cause"]) else ""
-            sentence = cause or told(problem, _merged(before), _merged(self._nodes(node)))
+            sentence = cause or explain_hang(problem, _merged(before), _merged(self._nodes(node)))
             store.set("done", "")
         self._end(sentence)
 
-    def _nodes(self, node: Machine) -> list[dict[int, list[Any]]]:
+    def _nodes(self, node: NodeHeartbeats) -> list[dict[int, list[Any]]]:
         """Return the last heartbeat of each node's ranks: its number, the section, the position, and whether it is in a collective."""
         keys = [_key(index) for index in range(node.count)]
         blocks = [self._store.multi_get(keys[start : start + _BLOCK]) for start in range(0, len(keys), _BLOCK)]
-        return [{int(rank): said for rank, said in json.loads(value).items()} for block in blocks for value in block]
+        values = (json.loads(value) for block in blocks for value in block)
+        return [{int(rank): report for rank, report in reports.items()} for reports in values]
 
-    def _place(self) -> tuple[str, bool]:
+    def _position(self) -> tuple[str, bool]:
         frame = sys._current_frames().get(self._main or 0)
-        return self._failed_at or (("at its end", False) if frame is None else place_of(frame, self._layer))
+        return self._failed_at or (("at its end", False) if frame is None else stack_position(frame, self._layer))
 
     def _end(self, sentence: str) -> None:
         """End the process and the other ranks of its node, which would otherwise report the same."""
         if self._node is not None and not self._node.ended:
-            self._node.tell(self._node.said[self._node.rank], None, ended=True)
+            self._node.send(self._node.reports[self._node.rank], None, ended=True)
         if sentence:
             print(f"the training ends: {sentence}", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -377,7 +379,7 @@ class Watch:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
+def stack_position(frame: FrameType, layer: str) -> tuple[str, bool]:
     """Return a thread's position from its innermost frame, such as ``"in all_reduce of layer_1 (Layer), model.py:48"``, and whether it is
     in a collective."""
     call, line, backward = "", "", False
@@ -394,7 +396,7 @@ def place_of(frame: FrameType, layer: str) -> tuple[str, bool]:
     return f"in {at}{', backward pass' if backward else ''}{', ' + line if line else ''}", call != ""
 
 
-def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
+def explain_hang(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list[Any]]) -> str:
     """Explain a hanging training from two heartbeats of each rank: name the rank that keeps the others waiting.
 
     A rank is silent if it sent nothing in between. If none is silent, the ranks that are in no collective are late.
@@ -407,22 +409,22 @@ def told(problem: str, before: Mapping[int, list[Any]], after: Mapping[int, list
     parts = [problem]
     if silent:
         verb = "no longer answer" if len(silent) > 1 else "no longer answers"
-        parts.append(f"{_ranks(silent)} {verb} (dead, stopped or cut off), last seen {_places(silent, after)}")
+        parts.append(f"{_ranks(silent)} {verb} (dead, stopped or cut off), last seen {_positions(silent, after)}")
     elif late:
-        parts.append(f"the others wait for {_ranks(late)}, {_places(late, after)}")
+        parts.append(f"the others wait for {_ranks(late)}, {_positions(late, after)}")
     if rest:
-        parts.append(f"{_ranks(rest)} {'waits' if len(rest) == 1 else 'wait'} {_places(rest, after)}")
+        parts.append(f"{_ranks(rest)} {'waits' if len(rest) == 1 else 'wait'} {_positions(rest, after)}")
     return "; ".join(parts)
 
 
-def _places(ranks: Iterable[int], said: Mapping[int, list[Any]]) -> str:
+def _positions(ranks: Iterable[int], reports: Mapping[int, list[Any]]) -> str:
     """Return the ranks' positions, grouped by position."""
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for rank in ranks:
-        places.setdefault(f"in {said[rank][1]} {said[rank][2]}", []).append(rank)
-    if len(places) == 1:
-        return next(iter(places))
-    return ", ".join(f"{_ranks(found)} {place}" for place, found in list(places.items())[:4])
+        positions.setdefault(f"in {reports[rank][1]} {reports[rank][2]}", []).append(rank)
+    if len(positions) == 1:
+        return next(iter(positions))
+    return ", ".join(f"{_ranks(found)} {position}" for position, found in list(positions.items())[:4])
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -431,7 +433,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _merged(nodes: Iterable[Mapping[int, list[Any]]]) -> dict[int, list[Any]]:
-    return dict(sorted((rank, said) for node in nodes for rank, said in node.items()))
+    return dict(sorted((rank, report) for node in nodes for rank, report in node.items()))
 
 
 def _key(node: int) -> str:

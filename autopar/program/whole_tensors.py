@@ -72,7 +72,7 @@ class WholeTensors:
     def __init__(self, masters: Sequence[Master], program: LoadedProgram, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
-        apart = program.parted(list(program.spec.mesh))[1]
+        apart = program.split_local_sgd_axes(list(program.spec.mesh))[1]
         replica = tuple(world.coordinates[axis][0] for axis in apart)
         layouts = {(layout.stage, layout.original): layout for layout in reversed(program.layouts) if layout.trainable}
         names = sorted(layouts)
@@ -84,18 +84,18 @@ class WholeTensors:
             layout = layouts[key.stage, key.original]
             shape = layout.original_shape
             device = torch.device("cpu") if program.placement(layout).place else world.device
-            tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).wide, device=device))
+            tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).master_dtype, device=device))
             layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
             self._owned[key] = Master(layout, tensor, ())
         self.masters += self._owned.values()
         held = [
-            _Transfer(key, dist.get_rank(), owners[key], box, world.first_on(master.alike), index, number)
+            _Transfer(key, dist.get_rank(), owners[key], box, world.first_on(master.replicated_axes), index, number)
             for index, master in enumerate(self._held)
             if (key := _Key(replica, master.layout.stage, master.layout.original)) in owners
             for number, (box, _) in enumerate(_boxes(master, master.tensor.detach(), world))
         ]
         numbers = {_Key(replica, *name): number for number, name in enumerate(names)}
-        owned = _told(held, numbers, world)
+        owned = _exchange_box_lists(held, numbers, world)
         self._rounds = [
             (dtype, [t for t in held if t.key in keys], [t for t in owned if t.key in keys])
             for dtype, keys in _rounds(owners, layouts, program)
@@ -174,7 +174,7 @@ def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_N
 
 def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
     """Assign each parameter, from the largest to the smallest, to the rank of its stage that owns the fewest elements so far."""
-    names, apart = list(world.coordinates), program.parted(list(program.spec.mesh))[1]
+    names, apart = list(world.coordinates), program.split_local_sgd_axes(list(program.spec.mesh))[1]
     replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
     loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks
     owners: dict[_Key, int] = {}
@@ -202,7 +202,7 @@ def _rounds(
     sums: Counter[tuple[int, str]] = Counter()
     for key in sorted(owners):
         layout = layouts[key.stage, key.original]
-        dtype = program.placement(layout).wide
+        dtype = program.placement(layout).master_dtype
         dtypes[str(dtype)] = dtype
         place = owners[key], str(dtype)
         found.setdefault((str(dtype), sums[place] // ROUND_BYTES), set()).add(key)
@@ -210,18 +210,19 @@ def _rounds(
     return [(dtypes[name], frozenset(found[name, number])) for name, number in sorted(found)]
 
 
-def _told(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) -> list[_Transfer]:
-    """Tell the owners which boxes this rank holds; return the transfers of the parameters that this rank owns, in each holder's order.
-    ``numbers`` has the numbers of this replica's parameters."""
+def _exchange_box_lists(held: Sequence[_Transfer], numbers: Mapping[_Key, int], world: World) -> list[_Transfer]:
+    """Send each owner the list of its parameters' boxes that this rank holds; return the transfers of the parameters that this rank owns,
+    in each holder's order. ``numbers`` has the numbers of this replica's parameters."""
     keys = list(numbers)
-    told: dict[int, list[int]] = {}
+    lists: dict[int, list[int]] = {}
     for t in held:
-        told.setdefault(t.owner, []).extend((numbers[t.key], t.counted, len(t.box.sizes), *t.box.offsets, *t.box.sizes))
+        row = numbers[t.key], t.counted, len(t.box.sizes), *t.box.offsets, *t.box.sizes
+        lists.setdefault(t.owner, []).extend(row)
     ranks = range(dist.get_world_size())
-    sizes = torch.tensor([len(told.get(rank, ())) for rank in ranks], device=world.device)
+    sizes = torch.tensor([len(lists.get(rank, ())) for rank in ranks], device=world.device)
     others = torch.empty_like(sizes)
     dist.all_to_all_single(others, sizes)
-    sending = torch.tensor([n for rank in ranks for n in told.get(rank, ())], dtype=torch.int64, device=world.device)
+    sending = torch.tensor([n for rank in ranks for n in lists.get(rank, ())], dtype=torch.int64, device=world.device)
     taken = others.tolist()
     coming = torch.empty(sum(taken), dtype=torch.int64, device=world.device)
     dist.all_to_all_single(coming, sending, taken, sizes.tolist())

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .mesh_axes import on_mesh
-from .processes import ProcessGroups, StartError, check_node, device_of, place_of, set_rendezvous
+from .processes import ProcessGroups, StartError, check_node, device_of, ranks_from_environment, set_rendezvous
 from .spec import LayerSpec, ProgramSpec, TensorSpec, layers_of
 from .state import read_constants
 
@@ -94,7 +94,7 @@ class Layout:
             window[dim] = (start + index * (extent // size), extent // size)
         return window
 
-    def beyond(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
+    def local_padding(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int]]:
         """Return the padding in this rank's slice: for each padded dim, the dim, and the start and length within the slice."""
         found = []
         for dim, (start, extent) in enumerate(self.window(coordinates)):
@@ -110,8 +110,8 @@ class Placement:
 
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
-    the axes over which HSDP replicates. Masters and gradient sums have the dtype ``wide``, the stage's arithmetic has
-    ``compute``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
+    the axes over which HSDP replicates. Masters and gradient sums have the dtype ``master_dtype``, the stage's arithmetic has
+    ``compute_dtype``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
     """
 
     layer: str
@@ -119,8 +119,8 @@ class Placement:
     axes: tuple[str, ...]
     copies: tuple[str, ...]
     shards: tuple[str, ...]
-    wide: torch.dtype
-    compute: torch.dtype
+    master_dtype: torch.dtype
+    compute_dtype: torch.dtype
     place: str
 
 
@@ -174,7 +174,7 @@ class LoadedProgram:
         """The steps between two averages of the local SGD replicas' parameters; 0 without local SGD."""
         return self.spec.apart
 
-    def parted(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def split_local_sgd_axes(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Divide ``axes`` into those inside a local SGD replica, and those between replicas, which are data axes in every layer."""
         roles = [layer["roles"] for layer in self.plan["layers"]] if self.local_steps else []
         apart = {
@@ -238,15 +238,15 @@ class LoadedProgram:
             axes=axes,
             copies=tuple(axis for axis in axes if axis in replicating),
             shards=tuple(axis for axis in axes if axis not in replicating),
-            wide=torch.float32 if narrow else layout.dtype,
-            compute=layout.dtype,
+            master_dtype=torch.float32 if narrow else layout.dtype,
+            compute_dtype=layout.dtype,
             place=max(layer.options.get("states", "") for layer in layers),  # "" < "host" < "nvme"
         )
 
     def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
         """Return the axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
         own = self.placement(layout)
-        inside, apart = self.parted(own.axes)
+        inside, apart = self.split_local_sgd_axes(own.axes)
         sharded = own.zero >= 2 or (own.zero == 1 and layout.trainable)
         copies = tuple(
             axis for axis in own.copies if axis != MIRROR or own.zero < 2
@@ -388,20 +388,20 @@ def start(
         raise RuntimeError(f"{stages} stages cannot be placed on devices that run {chunks} each")
     line = stages // chunks
     shape, names = (line, *axes.values()), ("pipeline", *axes)
-    place = place_of(os.environ)
+    ranks = ranks_from_environment(os.environ)
     if not dist.is_initialized():
-        _check_world(place.size, axes, shape)
-    here = device_of(place, device)
+        _check_world(ranks.size, axes, shape)
+    here = device_of(ranks, device)
     timeout = datetime.timedelta(seconds=timeout_s)
     if here.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
             # tensors of varying sizes would fragment the memory; CUDA's allocator reads this when it is first used
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        if place.size == math.prod(shape):  # otherwise a single process stands for one of the plan's devices
-            check_node(place, program.plan, dict(zip(names, shape, strict=True)))
+        if ranks.size == math.prod(shape):  # otherwise a single process stands for one of the plan's devices
+            check_node(ranks, program.plan, dict(zip(names, shape, strict=True)))
         torch.cuda.set_device(here)
     if not dist.is_initialized():
-        set_rendezvous(os.environ, place)
+        set_rendezvous(os.environ, ranks)
         # without device_id: with it NCCL would run all transfers of a pipeline on one communicator, where they block each other
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo", timeout=timeout)
     _check_world(dist.get_world_size(), axes, shape)
@@ -487,7 +487,7 @@ def _axis_groups(
 def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor) -> dist.ProcessGroup | None:
     """Return the group of this rank's local SGD replica, over all pipeline stages; ``None`` without local SGD."""
     names = list(program.spec.mesh)
-    apart = [1 + names.index(axis) for axis in program.parted(names)[1]]
+    apart = [1 + names.index(axis) for axis in program.split_local_sgd_axes(names)[1]]
     if not apart:
         return None
     return groups.rows(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))

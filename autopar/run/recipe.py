@@ -200,16 +200,16 @@ class TrainingRecipe:
     def _numbers(self) -> list[str]:
         lr = None if self.optimizer is not None else self.lr
         return [
-            f"LR: float | None = {_CodeWriter().text(lr)}  # where --lr gives none; None: the optimizer has its own",
-            f"MAX_NORM: float | None = {_CodeWriter().text(self.max_norm)}  # of the gradients, where --clip gives none; None: no clipping",
-            f"SEED = {self.seed!r}  # where --seed gives none",
+            f"LR: float | None = {_CodeWriter().text(lr)}  # if --lr is not given; None: the optimizer has its own",
+            f"MAX_NORM: float | None = {_CodeWriter().text(self.max_norm)}  # of the gradients, if --clip is not given; None: no clipping",
+            f"SEED = {self.seed!r}  # if --seed is not given",
             *self._start(),
         ]
 
     def _start(self) -> list[str]:
         """Return the lines that set ``INIT`` and ``DRAW_INIT``: the source of the initial values."""
         return [
-            f"INIT: str | None = {self.init!r}  # where --init gives none; None: initial.safetensors",
+            f"INIT: str | None = {self.init!r}  # if --init is not given; None: initial.safetensors",
             f"DRAW_INIT = {self.draw_init!r}  # draw initial values where there are none",
         ]
 
@@ -219,7 +219,7 @@ class TrainingRecipe:
         optimizer, scheduler = list(_DEFAULT_OPTIMIZER), ["make_scheduler = None"]
         if self.optimizer is not None:
             assert made is not None
-            parts = [writer.optimizer(model, made) for model in made.models]
+            parts = [writer.optimizer(model, made) for model in made.optimizers]
             body = parts[0] if len(parts) == 1 else _call("", parts, "[]")
             optimizer = [_OPTIMIZER_HEAD, *_indented(f"return {body}")]
         if make is not None:
@@ -485,9 +485,9 @@ def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
     if train.LR is None:
         rebuilt: Any = train.make_optimizer(dict(made.stand_ins), 0.0, None)
         own = list(rebuilt) if isinstance(rebuilt, list) else [rebuilt]
-        if len(own) != len(made.models):
-            raise _UnwritableError(f"{len(own)} optimizers were written, and there are {len(made.models)}")
-        for mine, its in zip(made.models, own, strict=True):
+        if len(own) != len(made.optimizers):
+            raise _UnwritableError(f"{len(own)} optimizers were written, and there are {len(made.optimizers)}")
+        for mine, its in zip(made.optimizers, own, strict=True):
             if differs := difference(mine, its):
                 raise _UnwritableError(f"{type(mine).__name__}, made by its constructor alone, has another {differs}")
     if schedule is None:

@@ -53,9 +53,9 @@ class PlanKind:
 
     def _fitted(self, graph: Graph) -> dict[str, Any]:
         wanted, copies = self.options.get("microbatches", 1), copies_of(self.options.get("schedule"))
-        return self.options | {"microbatches": microbatches(graph, wanted, self._ways(), copies)}
+        return self.options | {"microbatches": microbatches(graph, wanted, self._batch_shards(), copies)}
 
-    def _ways(self) -> int:
+    def _batch_shards(self) -> int:
         """Return the number of shards of a microbatch's batch dim under the roles."""
         mesh = self.options.get("mesh")
         if mesh is None:
@@ -67,13 +67,13 @@ class PlanKind:
         )
 
 
-def microbatches(graph: Graph, wanted: int, ways: int = 1, copies: int = 1) -> int:
-    """Return the largest number of microbatches up to ``wanted`` that divides the rows of each of ``ways`` data-parallel devices, and that
-    the ``copies`` of a stage can share equally."""
+def microbatches(graph: Graph, wanted: int, batch_shards: int = 1, copies: int = 1) -> int:
+    """Return the largest number of microbatches up to ``wanted`` that divides the rows of each of ``batch_shards`` data-parallel devices,
+    and that the ``copies`` of a stage can share equally."""
     if graph.unmicrobatchable:
         return graph.accumulated
     tried = (m for m in range(wanted, 1, -1) if m % copies == 0)
-    return next((m for m in tried if graph.batch_size % (m * ways) == 0), 1)
+    return next((m for m in tried if graph.batch_size % (m * batch_shards) == 0), 1)
 
 
 def kind(name: str, **options: Any) -> PlanKind:

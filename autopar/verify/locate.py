@@ -151,8 +151,8 @@ class _Search:
             return None
         types = types if what == "value" else tuple(t.dual for t in types)
         sizes = [axis.size for axis in self.program.plan.mesh]
-        got, apart = _assemble(parts, [self.program.plan.microbatches, *sizes], types)
-        difference = max(apart, _difference(got, want.detach()))
+        got, replica_difference = _assemble(parts, [self.program.plan.microbatches, *sizes], types)
+        difference = max(replica_difference, _difference(got, want.detach()))
         if difference <= EXACT:
             return None
         axes = ("microbatch", *(axis.name for axis in self.program.plan.mesh))
@@ -217,7 +217,7 @@ def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
 def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tuple[Tensor, float]:
     """Assemble a value from the ranks' shards (outermost axis slowest); also return the difference between ranks that should agree."""
     assert len(parts) == math.prod(sizes), (len(parts), sizes)
-    current, apart = list(parts), 0.0
+    current, replica_difference = list(parts), 0.0
     for size, t in zip(reversed(sizes), reversed(types), strict=True):
         groups = [current[i : i + size] for i in range(0, len(current), size)]
         if t.dim is not None:
@@ -225,9 +225,10 @@ def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tu
         elif t.kind == "P":
             current = [torch.stack(group).sum(0) for group in groups]
         else:
-            apart = max(apart, *(_difference(other, group[0]) for group in groups for other in group))
+            differences = (_difference(other, group[0]) for group in groups for other in group)
+            replica_difference = max(replica_difference, *differences)
             current = [group[0] for group in groups]
-    return current[0], apart
+    return current[0], replica_difference
 
 
 def _difference(got: Tensor, want: Tensor) -> float:

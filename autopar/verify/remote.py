@@ -47,10 +47,10 @@ def _updated(trainer: Any) -> dict[str, Tensor]:
         trainer.update()
     trainer.finish_update()
     program, world = trainer.program, trainer.world
-    apart = program.local_steps and trainer.steps % program.local_steps
+    replicas_differ = program.local_steps and trainer.steps % program.local_steps
     for layout in program.layouts:
         own = program.placement(layout)
-        axes = program.parted(own.axes)[0] if apart else own.axes
+        axes = program.split_local_sgd_axes(own.axes)[0] if replicas_differ else own.axes
         if layout.stage not in trainer.stages or own.zero >= 2 or not axes:
             continue
         values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()

@@ -86,10 +86,10 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     strategies = {i: _strategy(plan, _relative_index(i, count, len(plan.layers)), mesh, kept) for i in range(count)}
     if len(mesh) == 1 and mesh[0].size == 1:
         strategies = {i: Strategy((Role.DATA,), options=_without_zero(s.options)) for i, s in strategies.items()}
-    ways = max(
+    batch_shards = max(
         math.prod(a.size for a, r in zip(mesh, s.roles, strict=True) if r.shards_batch) for s in strategies.values()
     )
-    parts = microbatches(graph, min(plan.microbatches, 2 * pipeline), ways)
+    parts = microbatches(graph, min(plan.microbatches, 2 * pipeline), batch_shards)
     chunks = min(plan.chunks, count // pipeline) if pipeline > 1 else 1
     stages = pipeline * chunks
     cuts = [

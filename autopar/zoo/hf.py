@@ -77,7 +77,7 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return raw.view(like.dtype).view(like.shape).requires_grad_(like.requires_grad)
 
 
-class _Moved:
+class _MetaParameters:
     """Replaces parameters by meta parameters; parameters that share memory share it on meta, too."""
 
     def __init__(self) -> None:
@@ -105,10 +105,10 @@ class _Moved:
 
 
 @contextlib.contextmanager
-def _on_meta() -> Iterator[_Moved]:
+def _on_meta() -> Iterator[_MetaParameters]:
     """The context of ``_EmptyOnMeta``, in which large parameters that were created without ``torch.empty`` move to meta, too, when a module
     registers them."""
-    moved = _Moved()
+    moved = _MetaParameters()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or parameter.numel() < _LARGE or not has_storage(parameter):
@@ -123,7 +123,7 @@ def _on_meta() -> Iterator[_Moved]:
         handle.remove()
 
 
-def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
+def _unified(model: nn.Module, moved: _MetaParameters) -> nn.Module:
     """Replace parameters over the same elements (``head.weight.data = embedding.weight.data``) by one parameter; return the model.
 
     Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them in another shape.
@@ -147,8 +147,8 @@ def _unified(model: nn.Module, moved: _Moved) -> nn.Module:
         for (_, end, name), (begin, _, other) in itertools.pairwise(ordered):
             if begin < end:
                 raise ModelError(
-                    f"{name} and {other} of the model share memory without being one parameter",
-                    "give each memory of its own, or tie whole parameters of one shape",
+                    f"{name} and {other} of the model overlap in memory but are not tied",
+                    "give each its own storage, or tie whole parameters of one shape",
                 )
     return model
 
@@ -212,7 +212,7 @@ def _limited() -> Iterator[None]:
         made += parameter is not None
         if made > _MOST_TENSORS:
             raise ModelError(
-                f"the configuration makes more than {_MOST_TENSORS:,} parameters: autopar plans for no such model",
+                f"the configuration makes over {_MOST_TENSORS:,} parameters, more than autopar supports",
                 "check its numbers of layers and experts",
             )
 
@@ -320,7 +320,7 @@ def _names_code(key: str, value: Any) -> bool:
 
 def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     try:
-        with _on_meta() if device == "meta" else contextlib.nullcontext(_Moved()) as moved:
+        with _on_meta() if device == "meta" else contextlib.nullcontext(_MetaParameters()) as moved:
             model: nn.Module = auto.from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except AutoparError:
         raise
@@ -347,7 +347,7 @@ def _build_plain(
         )
     dtype = torch_dtype(precision)
     try:
-        with _on_meta() if device == "meta" else contextlib.nullcontext(_Moved()) as moved:
+        with _on_meta() if device == "meta" else contextlib.nullcontext(_MetaParameters()) as moved:
             module, batch = module_and_batch(config, seq, global_batch, dtype, device)
     except TypeError as error:
         raise ModelError(

@@ -18,8 +18,8 @@ from places import ROOT
 from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 
 from autopar.cli.app import cli
-from autopar.cli.commands import recorded, with_recorded_options
-from autopar.cli.load import GivenSizes, load_model
+from autopar.cli.commands import recorded_options, with_recorded_options
+from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.options import PlanRequest
 from autopar.data_files import MOST_BYTES, MOST_LEVELS, MalformedFileError, parse_json, read_json
 from autopar.devices import calibration, parse
@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Plan]:
 
     file = tmp_path_factory.mktemp("victim") / "victim.py"
     file.write_text(FACTORY)
-    workload = load_model(f"{file}:model", GivenSizes())
+    workload = load_model(f"{file}:model", SizeOptions())
     graph = annotate(workload.capture())
     plan = manual_plan(graph, data=2, zero=2)
     request = {"model": "victim.py:model", "devices": "2", "global_batch": 8}
@@ -233,9 +233,9 @@ def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[An
     found = with_recorded_options(plan, PlanRequest(pins=("tensor=1",)))
     assert found.pins == ("recompute=full", "head.zero=3", "tensor=1") and list(found.allow) == ["fp8"]
     assert with_recorded_options(
-        dataclasses.replace(plan, request=recorded(found)), PlanRequest()
+        dataclasses.replace(plan, request=recorded_options(found)), PlanRequest()
     ) == dataclasses.replace(found, allow=["fp8"])
-    check_plan(dataclasses.replace(plan, request=recorded(found)).to_json())
+    check_plan(dataclasses.replace(plan, request=recorded_options(found)).to_json())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_json_has_limits(tmp_path: Path, text: bytes, words: str):
         parse_json(text)
     file = tmp_path / "a.json"
     file.write_bytes(text)
-    for read in (lambda: calibration.read(file), lambda: load_model(str(file), GivenSizes()), lambda: read_plan(file)):
+    for read in (lambda: calibration.read(file), lambda: load_model(str(file), SizeOptions()), lambda: read_plan(file)):
         with pytest.raises(UsageError, match=words) as refused:
             read()
         assert refused.value.hint

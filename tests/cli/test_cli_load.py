@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.cli.load import GivenSizes, load_model
+from autopar.cli.load import SizeOptions, load_model
 from autopar.errors import BatchError, ModelError, UsageError
 
 FACTORIES = """
@@ -59,10 +59,10 @@ def factories(tmp_path):
 
 
 def test_a_factory_in_a_file(factories):
-    loaded = load_model(f"{factories}:pair", GivenSizes())
+    loaded = load_model(f"{factories}:pair", SizeOptions())
     assert isinstance(loaded.model, torch.nn.Linear) and loaded.name == "pair"
     assert loaded.batch[0].shape == (8, 4) and loaded.loss_fn is None
-    assert load_model(f"{factories}:triple", GivenSizes()).loss_fn(torch.ones(3)) == 3
+    assert load_model(f"{factories}:triple", SizeOptions()).loss_fn(torch.ones(3)) == 3
 
 
 def test_a_factory_in_a_package(tmp_path, monkeypatch):
@@ -72,7 +72,7 @@ def test_a_factory_in_a_package(tmp_path, monkeypatch):
     (package / "models.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert load_model("package_for_test.models:pair", GivenSizes()).batch[0].shape == (8, 4)
+    assert load_model("package_for_test.models:pair", SizeOptions()).batch[0].shape == (8, 4)
 
 
 TITLES = """
@@ -97,13 +97,13 @@ def test_a_plan_has_a_title_that_says_something(tmp_path):
     path = tmp_path / "titles_for_test.py"
     path.write_text(TITLES)
     names = {"model": "Forecaster", "build_model": "titles_for_test", "small_model": "small_model"}
-    assert {factory: load_model(f"{path}:{factory}", GivenSizes()).name for factory in names} == names
+    assert {factory: load_model(f"{path}:{factory}", SizeOptions()).name for factory in names} == names
 
 
 def test_sizes_reach_the_factory(factories):
-    assert load_model(f"{factories}:pair", GivenSizes(global_batch=6)).batch[0].shape == (6, 4)
+    assert load_model(f"{factories}:pair", SizeOptions(global_batch=6)).batch[0].shape == (6, 4)
     with pytest.raises(BatchError, match="no parameter seq"):
-        load_model(f"{factories}:pair", GivenSizes(seq=16))
+        load_model(f"{factories}:pair", SizeOptions(seq=16))
 
 
 @pytest.mark.parametrize(
@@ -122,19 +122,19 @@ def test_sizes_reach_the_factory(factories):
 )
 def test_what_a_factory_can_do_wrong(factories, factory, error, words):
     with pytest.raises(error, match=words):
-        load_model(f"{factories}:{factory}", GivenSizes())
+        load_model(f"{factories}:{factory}", SizeOptions())
 
 
 def test_a_file_without_a_factory_names_the_candidates(factories):
     with pytest.raises(ModelError) as caught:
-        load_model(factories, GivenSizes())
+        load_model(factories, SizeOptions())
     assert f"{factories}:pair" in caught.value.hint and "_hidden" not in caught.value.hint
 
 
 def test_a_misspelt_factory_is_answered_in_the_users_spelling(factories, monkeypatch):
     monkeypatch.chdir(Path(factories).parent)
     with pytest.raises(ModelError) as caught:
-        load_model("factories_for_test.py:numbr", GivenSizes())
+        load_model("factories_for_test.py:numbr", SizeOptions())
     assert caught.value.hint.startswith("did you mean factories_for_test.py:number or ")
 
 
@@ -142,7 +142,7 @@ def test_a_file_that_does_not_parse(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text("def f(:\n")
     with pytest.raises(ModelError, match=r"wrong.py:1: "):
-        load_model(f"{path}:f", GivenSizes())
+        load_model(f"{path}:f", SizeOptions())
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_a_file_that_does_not_parse(tmp_path):
 )
 def test_models_that_are_not_there(model, words):
     with pytest.raises(ModelError, match=words):
-        load_model(model, GivenSizes())
+        load_model(model, SizeOptions())
 
 
 def test_a_module_that_is_not_there_inside_the_users_package(tmp_path):
     path = tmp_path / "needs_more.py"
     path.write_text("import a_package_that_is_missing\n")
     with pytest.raises(ModelError, match=r"needs_more.py:1: .*a_package_that_is_missing"):
-        load_model(f"{path}:f", GivenSizes())
+        load_model(f"{path}:f", SizeOptions())
 
 
 def test_configuration_files(tmp_path):
@@ -172,7 +172,7 @@ def test_configuration_files(tmp_path):
     path = tmp_path / "small.json"
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 1, "n_head": 2}
     path.write_text(json.dumps(config))
-    loaded = load_model(str(path), GivenSizes(seq=32, global_batch=4, precision="fp32"))
+    loaded = load_model(str(path), SizeOptions(seq=32, global_batch=4, precision="fp32"))
     assert loaded.name == "small" and loaded.batch["input_ids"].shape == (4, 32)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
     for text, words in (
@@ -182,7 +182,7 @@ def test_configuration_files(tmp_path):
     ):
         path.write_text(text)
         with pytest.raises(ModelError, match=words):
-            load_model(str(path), GivenSizes())
+            load_model(str(path), SizeOptions())
 
 
 def test_a_transformers_module_gets_a_batch(tmp_path):
@@ -192,11 +192,11 @@ def test_a_transformers_module_gets_a_batch(tmp_path):
         "from transformers import GPT2Config, GPT2LMHeadModel\n"
         "def model():\n    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=31))\n"
     )
-    loaded = load_model(f"{path}:model", GivenSizes(global_batch=2), device="cpu")
+    loaded = load_model(f"{path}:model", SizeOptions(global_batch=2), device="cpu")
     assert loaded.batch["input_ids"].shape == (2, 1024) and loaded.batch["input_ids"].max() < 31
 
 
 @pytest.mark.parametrize("sizes", [{"seq": 0}, {"global_batch": -1}, {"precision": "int3"}, {"precision": "float8"}])
 def test_sizes_that_make_no_sense(sizes):
     with pytest.raises(UsageError):
-        load_model("gpt2", GivenSizes(**sizes))
+        load_model("gpt2", SizeOptions(**sizes))

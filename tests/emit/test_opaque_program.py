@@ -229,6 +229,6 @@ def test_a_module_that_writes_to_its_buffer_fails(tmp_path: Path) -> None:
     model, graph, plan = program(Counting(), tmp_path, tensor=2)
     with (
         Program(plan, tmp_path, graph, state=model.state_dict()) as running,
-        pytest.raises(LaunchError, match="changed a parameter or a buffer"),
+        pytest.raises(LaunchError, match="modified its parameters or buffers"),
     ):
         running.gradients(batch(1))

@@ -159,10 +159,10 @@ def test_every_kind_of_overflow_is_found(value: float) -> None:
     scale = LossScale(torch.device("cpu"), scale=4.0)
     gradients = [torch.full((3000,), 8.0), torch.empty(0), torch.full((7, 5), -8.0)]
     scale.unscale(gradients)
-    assert not scale._found and gradients[0].eq(2.0).all() and gradients[2].eq(-2.0).all()
+    assert not scale._overflows and gradients[0].eq(2.0).all() and gradients[2].eq(-2.0).all()
     gradients[2][3, 4] = value
     scale.unscale(gradients)
-    assert scale._found
+    assert scale._overflows
 
 
 def test_a_scale_that_no_gradient_survives_is_an_error() -> None:

@@ -77,7 +77,10 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "no sum over the copies": (1, ("parameters.py", r"if self\._copies is not None and", "if False and")),
     "two sums over the copies": (1, ("parameters.py", r" and not self\._over_copies:", ":")),
     "copies that do not count as alike": (
-        1, ("parameters.py", r" alike\(slot\.layout, \(\*self\._shards, \*self\._apart\),", " alike(slot.layout, slot.layout.replicated,"),
+        1, (
+            "parameters.py", r" replicated_axes\(slot\.layout, \(\*self\._shards, \*self\._apart\),",
+            " replicated_axes(slot.layout, slot.layout.replicated,",
+        ),
     ),
     "FSDP without copies": (3, ("world.py", r"if not copies:", "if True:")),
 }  # fmt: skip

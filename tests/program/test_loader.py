@@ -23,7 +23,7 @@ from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Synthetic, Tensors
 from autopar.program.metrics import Meter
 from autopar.program.spec import StageSpec, TensorSpec
-from autopar.program.trainer import DataError, in_training_alone
+from autopar.program.trainer import DataError, training_only_behaviour
 from autopar.program.weights import write_file
 from autopar.run import Program
 from autopar.shard import annotate
@@ -123,7 +123,7 @@ def test_a_resume_with_other_data_of_the_same_size_is_refused(tmp_path: Path, wo
     losses, talk = train(2)
     assert not losses and "Traceback" not in talk
     assert re.search(
-        r"trained with 30 rows in order, with checksum (\w{8}), and these data are 30 rows in order, with checksum (?!\1)",
+        r"trained with 30 rows in order, with checksum (\w{8}), and this data set is 30 rows in order, with checksum (?!\1)",
         talk,
     )
     # read by name: another column changes nothing
@@ -226,10 +226,10 @@ def test_rows_are_padding_where_the_graph_proves_that_the_loss_leaves_them_out(k
 def test_evaluation_in_training_mode_is_refused() -> None:
     quiet, random = (SimpleNamespace(SPEC=StageSpec(random=random)) for random in (False, True))
     several, one = (SimpleNamespace(stages=stages) for stages in ((quiet, random), (quiet,)))
-    assert "as dropout does" in in_training_alone(SimpleNamespace(spec=several, buffers=()))  # type: ignore[arg-type]
+    assert "as dropout does" in training_only_behaviour(SimpleNamespace(spec=several, buffers=()))  # type: ignore[arg-type]
     written = (SimpleNamespace(original="norm.running_mean"),)
-    assert "norm.running_mean" in in_training_alone(SimpleNamespace(spec=one, buffers=written))  # type: ignore[arg-type]
-    assert not in_training_alone(SimpleNamespace(spec=one, buffers=()))  # type: ignore[arg-type]
+    assert "norm.running_mean" in training_only_behaviour(SimpleNamespace(spec=one, buffers=written))  # type: ignore[arg-type]
+    assert not training_only_behaviour(SimpleNamespace(spec=one, buffers=()))  # type: ignore[arg-type]
 
 
 def changed(odd: str) -> dict[str, Tensor]:

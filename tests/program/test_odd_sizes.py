@@ -108,7 +108,7 @@ def train(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[list[float
         values = values.full_tensor() if isinstance(values, DTensor) else values
         padding += [
             values.narrow(dim, start, length).flatten()
-            for dim, start, length in layout.beyond(trainer.world.coordinates)
+            for dim, start, length in layout.local_padding(trainer.world.coordinates)
         ]
     beyond = torch.cat([*padding, torch.zeros(1, dtype=torch.float64)])
     return losses, trainer.state_dict(), beyond.numel() - 1, float(beyond.abs().max())

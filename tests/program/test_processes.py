@@ -15,7 +15,14 @@ import torch
 from programs import Shape, write_mlp
 
 from autopar.program import processes, world
-from autopar.program.processes import ProcessPlace, StartError, check_node, device_of, place_of, set_rendezvous
+from autopar.program.processes import (
+    ProcessRanks,
+    StartError,
+    check_node,
+    device_of,
+    ranks_from_environment,
+    set_rendezvous,
+)
 from autopar.program.watch import dump_collectives
 from autopar.run.folder import program_modules
 
@@ -45,22 +52,26 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_places() -> None:
-    assert place_of(TORCHRUN) == place_of(TORCHRUN | STEP) == ProcessPlace(9, 16, 1, 8)
-    assert place_of(STEP) == ProcessPlace(9, 11, 1, 3)
-    assert place_of(STEP | {"SLURM_NODEID": "1"}).local_size == 4
+    assert ranks_from_environment(TORCHRUN) == ranks_from_environment(TORCHRUN | STEP) == ProcessRanks(9, 16, 1, 8)
+    assert ranks_from_environment(STEP) == ProcessRanks(9, 11, 1, 3)
+    assert ranks_from_environment(STEP | {"SLURM_NODEID": "1"}).local_size == 4
     by_hand = {"RANK": "9", "WORLD_SIZE": "11"}
-    assert place_of(by_hand | STEP) == ProcessPlace(9, 11, 1, 3)  # srun, with some variables exported
-    assert place_of(by_hand) == ProcessPlace(9, 11, None, None)
-    assert place_of({"RANK": "1", "WORLD_SIZE": "2"} | STEP) == ProcessPlace(
+    assert ranks_from_environment(by_hand | STEP) == ProcessRanks(9, 11, 1, 3)  # srun, with some variables exported
+    assert ranks_from_environment(by_hand) == ProcessRanks(9, 11, None, None)
+    assert ranks_from_environment({"RANK": "1", "WORLD_SIZE": "2"} | STEP) == ProcessRanks(
         1, 2, None, None
     )  # of another launcher inside the step
     # a batch script itself is no step, however many tasks its job has
-    assert place_of({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == place_of({}) == ProcessPlace(0, 1, 0, 1)
+    assert (
+        ranks_from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
+        == ranks_from_environment({})
+        == ProcessRanks(0, 1, 0, 1)
+    )
 
 
 def test_processes_meet() -> None:
     one_node: dict[str, str] = STEP | {"SLURM_STEP_NUM_NODES": "1"}
-    set_rendezvous(one_node, place_of(one_node))
+    set_rendezvous(one_node, ranks_from_environment(one_node))
     assert [one_node[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")] == [
         "9",
         "11",
@@ -70,42 +81,42 @@ def test_processes_meet() -> None:
     with pytest.raises(
         StartError, match="11 processes on 3 nodes, and MASTER_ADDR, the address of the first node, is not set"
     ) as caught:
-        set_rendezvous(dict(STEP), place_of(STEP))
+        set_rendezvous(dict(STEP), ranks_from_environment(STEP))
     assert "scontrol show hostnames" in caught.value.hint
     given = STEP | {"MASTER_ADDR": "node0", "MASTER_PORT": "5"}
-    set_rendezvous(given, place_of(given))
+    set_rendezvous(given, ranks_from_environment(given))
     assert given["MASTER_ADDR"] == "node0" and given["RANK"] == "9"
 
 
 def test_each_process_takes_a_gpu_of_its_own(gpus: Any) -> None:
     gpus(8)
-    assert device_of(ProcessPlace(9, 16, 1, 8), None) == torch.device("cuda", 1)
-    assert device_of(ProcessPlace(9, 16, 1, 8), "cpu") == torch.device("cpu")
+    assert device_of(ProcessRanks(9, 16, 1, 8), None) == torch.device("cuda", 1)
+    assert device_of(ProcessRanks(9, 16, 1, 8), "cpu") == torch.device("cpu")
     gpus(1)  # one for each process, as srun --gpus-per-task=1 and CUDA_VISIBLE_DEVICES give them
-    for place in (ProcessPlace(9, 16, 1, 8), ProcessPlace(9, 16, None, None), ProcessPlace(0, 1, 0, 1)):
-        assert device_of(place, None) == device_of(place, "cuda") == torch.device("cuda", 0)
+    for ranks in (ProcessRanks(9, 16, 1, 8), ProcessRanks(9, 16, None, None), ProcessRanks(0, 1, 0, 1)):
+        assert device_of(ranks, None) == device_of(ranks, "cuda") == torch.device("cuda", 0)
     gpus(0)
-    assert device_of(ProcessPlace(1, 2, 1, 2), None) == torch.device("cpu")
+    assert device_of(ProcessRanks(1, 2, 1, 2), None) == torch.device("cpu")
 
 
 def test_gpus_are_not_left_unused(gpus: Any) -> None:
     gpus(4)
     with pytest.raises(StartError, match="8 processes of the program, and each of them sees 4 GPUs") as caught:
-        device_of(ProcessPlace(9, 16, 1, 8), None)
+        device_of(ProcessRanks(9, 16, 1, 8), None)
     assert "--device cpu" in caught.value.hint
     with pytest.raises(StartError, match="sees 4 GPUs, and LOCAL_RANK does not say"):
-        device_of(ProcessPlace(9, 16, None, None), None)
+        device_of(ProcessRanks(9, 16, None, None), None)
     with pytest.raises(StartError, match="6 processes of the program"):
-        device_of(ProcessPlace(9, 16, 5, None), None)
+        device_of(ProcessRanks(9, 16, 5, None), None)
     gpus(0, files=True)
     with pytest.raises(
         StartError, match=r"this node has GPUs, and torch .* sees none .* CUDA_VISIBLE_DEVICES is not set"
     ):
-        device_of(ProcessPlace(0, 1, 0, 1), None)
-    assert device_of(ProcessPlace(0, 1, 0, 1), "cpu") == torch.device("cpu")
+        device_of(ProcessRanks(0, 1, 0, 1), None)
+    assert device_of(ProcessRanks(0, 1, 0, 1), "cpu") == torch.device("cpu")
     gpus(0)
     with pytest.raises(StartError, match=r"^torch .* sees none"):
-        device_of(ProcessPlace(0, 1, 0, 1), "cuda")
+        device_of(ProcessRanks(0, 1, 0, 1), "cuda")
 
 
 def test_hidden_gpus_are_not_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,11 +132,11 @@ def test_hidden_gpus_are_not_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_other_nodes_than_the_plans_are_refused() -> None:
     axes = {"pipeline": 1, "data": 2, "tensor": 8}
     plan: dict[str, Any] = {"gpus_per_node": 8, "devices": "2x8xH100-80GB"}
-    check_node(ProcessPlace(9, 16, 1, 8), plan, axes)
-    check_node(ProcessPlace(9, 16, None, None), plan, axes)
-    check_node(ProcessPlace(9, 16, 1, 4), plan | {"gpus_per_node": 0}, axes)
+    check_node(ProcessRanks(9, 16, 1, 8), plan, axes)
+    check_node(ProcessRanks(9, 16, None, None), plan, axes)
+    check_node(ProcessRanks(9, 16, 1, 4), plan | {"gpus_per_node": 0}, axes)
     with pytest.raises(StartError, match="nodes of 8 GPUs") as caught:
-        check_node(ProcessPlace(9, 16, 1, 4), plan, axes)
+        check_node(ProcessRanks(9, 16, 1, 4), plan, axes)
     assert "(2x8xH100-80GB: pipeline 1 x data 2 x tensor 8), and this node has 4 of the program's 16" in str(
         caught.value
     )

@@ -242,7 +242,7 @@ def test_whole_tensors_of_two_axes(workers4: WorkerPool, tmp_path: Path, shape: 
     check(workers4, tmp_path, shape, ["adafactor", "pair"])
 
 
-# -- optimizers that look at all tensors together: on an emitted program whose projections are not fused -----------------
+# -- optimizers that read all parameters at once: on an emitted program whose projections are not fused -----------------
 
 
 def emitted(folder: Path, **options: Any) -> Path:
@@ -279,10 +279,10 @@ def why(folder: Path, make: Any) -> RefusedOptimizerError:
 
 
 CUTS = [
-    ({"data": 2, "zero": 1}, "no rank has the whole of .*: ZeRO 1 divides it over data"),
-    ({"data": 2, "zero": 3}, "no rank has the whole of .*: ZeRO 3 divides it over data"),
-    ({"tensor": 2}, "no rank has the whole of layers.0.0.weight: the axis tensor shards it"),
-    ({"pipeline": 2, "microbatches": 2}, "the pipeline's stages each have some"),
+    ({"data": 2, "zero": 1}, "no rank has the full .*: ZeRO 1 divides it over data"),
+    ({"data": 2, "zero": 3}, "no rank has the full .*: ZeRO 3 divides it over data"),
+    ({"tensor": 2}, "no rank has the full layers.0.0.weight: the axis tensor shards it"),
+    ({"pipeline": 2, "microbatches": 2}, "each pipeline stage has only some of them"),
 ]
 
 
@@ -291,12 +291,12 @@ def test_unknown_ones_are_refused_by_name_where_ranks_have_parts_of_the_model(
     tmp_path: Path, options: dict[str, int], message: str
 ) -> None:
     refused = why(emitted(tmp_path, **options), lamb)
-    assert re.search(f"Lamb may look at all tensors together, and {message}", refused.message)
+    assert re.search(f"Lamb may read all parameters at once, but {message}", refused.message)
     assert "per_tensor = True" in refused.hint and "elementwise = True" in refused.hint
 
 
 def test_parts_of_a_fused_projection_are_refused_by_name(tmp_path: Path) -> None:
-    message = "no rank has the whole of layers.0.gate_up.weight: it is a fused projection"
+    message = "no rank has the full layers.0.gate_up.weight: it is a fused projection"
     assert message in why(write_mlp(tmp_path, Shape()), lamb).message
 
 
@@ -435,7 +435,7 @@ def test_a_learning_rate_that_is_a_tensor_has_a_schedule(tmp_path: Path) -> None
     """The check makes a scheduler too, which writes into its own learning rate alone."""
     folder = emitted(tmp_path, data=2)
     with program_modules(folder):
-        (model,) = checked(with_tensor, load(folder), warm_cosine).models
+        (model,) = checked(with_tensor, load(folder), warm_cosine).optimizers
     assert float(model.param_groups[0]["lr"]) == 0.5
 
 
@@ -465,7 +465,7 @@ def test_a_program_trains_by_schedule_and_goes_on(tmp_path: Path) -> None:
 def test_program_refuses_before_a_process_starts(tmp_path: Path) -> None:
     shape = Shape(data=2, zero=(1, 1))
     cases = [
-        (lamb, "Lamb may look at all tensors together"),
+        (lamb, "Lamb may read all parameters at once"),
         ("nothing:here", "no optimizer"),
         (raises, "ValueError: as it likes"),
         (None, "ReduceLROnPlateau waits for"),

@@ -65,7 +65,7 @@ def test_tensors_in_a_file_are_written_there_and_leave_nothing(tmp_path: Path) -
     for value, tensor in enumerate(tensors):
         tensor.fill_(value + 1)
     places.release(tensors)
-    places.expect(tensors)
+    places.prefetch(tensors)
     assert [float(tensor.sum()) for tensor in tensors] == [15.0, 2.0, 15_000_000.0, 4.0, 0.0]
     assert not list(tmp_path.iterdir())
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
@@ -273,7 +273,7 @@ def test_an_optimizer_that_looks_at_all_tensors_is_refused(tmp_path: Path) -> No
     emitted("mlp", plan, tmp_path / "program")
     with program_modules(tmp_path / "program"), pytest.raises(RefusedOptimizerError) as error:
         checked(lamb, load(tmp_path / "program"))
-    assert "no rank has the whole of layers.0.0.weight: it is not on the device" in error.value.message
+    assert "no rank has the full layers.0.0.weight: it is not on the device" in error.value.message
 
 
 def test_half_precision_has_its_masters_there(workers2: WorkerPool, tmp_path: Path) -> None:

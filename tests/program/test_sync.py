@@ -368,7 +368,7 @@ APART_FAULTS: dict[str, Fault] = {
     "a replica's own term of the loss": ("parameters.py", r"self\._grads \*= dist\.get_world_size\(self\._replicas\)", "pass"),
     "clipped by all replicas' norm": ("trainer.py", r"squares, group=self\.world\.replica", "squares"),
     "gradients are summed over the replicas": (
-        "parameters.py", r"axes, self\._apart = program\.parted\(placement\.axes\)", "_, self._apart = program.parted(placement.axes)",
+        "parameters.py", r"axes, self\._apart = program\.split_local_sgd_axes\(", "_, self._apart = program.split_local_sgd_axes(",
     ),
     "only the first replica's norm counts": ("parameters.py", r"\(\*self\._shards, \*self\._apart\)", "self._shards"),
 }  # fmt: skip

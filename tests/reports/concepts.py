@@ -19,7 +19,7 @@ from places import DOCS
 from volumes import WAYS, Block, captured
 
 from autopar.checks.collectives import exchanges
-from autopar.cli.load import GivenSizes, load_model
+from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.pricing import price_plan
 from autopar.cli.sync import SyncRow, rows
 from autopar.devices import Cluster, parse
@@ -73,7 +73,7 @@ class Setting:
 
 @functools.cache
 def setting(model: str = "llama3-8b", devices: str = DEVICES, seq: int = SEQ, batch: int = BATCH) -> Setting:
-    graph = load_model(model, GivenSizes(seq, batch, None)).capture()
+    graph = load_model(model, SizeOptions(seq, batch, None)).capture()
     cluster = parse(devices)
     return Setting(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)))
 

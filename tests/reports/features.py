@@ -16,7 +16,7 @@ from typing import Any
 
 from places import EVIDENCE, GROUNDTRUTH
 
-from autopar.cli.load import GivenSizes, load_model
+from autopar.cli.load import SizeOptions, load_model
 from autopar.devices import parse
 from autopar.plan import Plan
 from autopar.planning import find_plan
@@ -125,7 +125,7 @@ def plans(request: Request, done: Sequence[str]) -> Iterator[tuple[Step, Plan, i
     if not todo:
         return
     cluster = parse(f"{request.gpus // 8}x8xH100-80GB")
-    graph = load_model(request.model, GivenSizes(None, request.global_batch, None)).capture()
+    graph = load_model(request.model, SizeOptions(None, request.global_batch, None)).capture()
     for step in todo:
         pricer = Pricer(graph, cluster, name_of(graph.dtype), trainer=step.trainer)
         options = SearchOptions(time_limit_s=TIME_LIMIT_S, **step.pins)

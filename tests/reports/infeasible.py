@@ -15,7 +15,7 @@ from typing import Any
 
 from places import EVIDENCE
 
-from autopar.cli.load import GivenSizes, load_model
+from autopar.cli.load import SizeOptions, load_model
 from autopar.devices import parse
 from autopar.errors import InfeasibleError
 from autopar.explain import Change, Study, suggest
@@ -72,7 +72,7 @@ LIMIT_S = 900.0
 
 
 def loaded(request: dict[str, Any]) -> Workload:
-    return load_model(request["model"], GivenSizes(*(request.get(name) for name in SIZES)))
+    return load_model(request["model"], SizeOptions(*(request.get(name) for name in SIZES)))
 
 
 def captured(request: dict[str, Any]) -> Graph:

@@ -30,7 +30,7 @@ from places import EVIDENCE
 from results import Line, Results, options, quiet
 from rich.progress import track
 
-from autopar.cli.load import GivenSizes, load_model
+from autopar.cli.load import SizeOptions, load_model
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.study import shared_pricers
@@ -138,7 +138,7 @@ def run(request: Request, kept: set[str], most: int | None = None) -> Iterator[L
             sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": 11 * width // 4}
             model = str(Path(folder) / "config.json")
             Path(model).write_text(json.dumps(LLAMA | heads | sizes))
-        workload = load_model(model, GivenSizes(request.seq, request.batch, None))
+        workload = load_model(model, SizeOptions(request.seq, request.batch, None))
         graph = annotate(workload.capture())
     cluster, pricer_of = parse(request.devices), shared_pricers()
     for pin in wanted:

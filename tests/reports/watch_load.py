@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.program import watch
-from autopar.program.watch import Machine, Watch
+from autopar.program.watch import NodeHeartbeats, Watch
 
 RANKS = 8
 
@@ -55,7 +55,7 @@ def measure(nodes: int = 2, ranks: int = RANKS, beats: int = 20) -> Load:
     for rank in range(nodes * ranks):
         place = {"GROUP_RANK": rank // ranks, "GROUP_WORLD_SIZE": nodes, "LOCAL_RANK": rank % ranks}
         os.environ.update({name: str(value) for name, value in place.items()} | {"LOCAL_WORLD_SIZE": str(ranks)})
-        node, one = Machine(token, rank, nodes * ranks), Watch({"set-up": 600.0}, lost_after_s=6.0)
+        node, one = NodeHeartbeats(token, rank, nodes * ranks), Watch({"set-up": 600.0}, lost_after_s=6.0)
         one._interval_s = 0.02
 
         def connect(one: Watch = one) -> CountingStore:
@@ -95,7 +95,7 @@ def request_s(requests: int = 20_000) -> float:
         store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), None, False)
         before = _processor_s(server.pid)
         for i in range(requests // 3):  # those of a beat
-            store.set(f"node {i % 64}", "a sign of life of eight ranks" * 20)
+            store.set(f"node {i % 64}", "the heartbeats of eight ranks." * 20)
             store.check(["stop"])
             store.get(f"node {i % 64}")
         used = _processor_s(server.pid) - before

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_the_model_is_planned
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("autopar.cli.run.planned", lambda *_, **__: pytest.fail("it plans"))
+    monkeypatch.setattr("autopar.cli.run.make_plan", lambda *_, **__: pytest.fail("it plans"))
     with pytest.raises(SystemExit) as ended:
         main(["run", "gpt2", "--devices", "1", "--checkpoint", str(tmp_path / "file" / "saved")])
     assert ended.value.code == 2

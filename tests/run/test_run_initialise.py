@@ -330,9 +330,9 @@ def test_a_folder_that_transformers_saved_is_a_model_with_its_values(
         out, err = capsys.readouterr()
         assert ended.value.code == 0, err
         losses.append(float(out.split()[-1]))
-    from autopar.cli.load import GivenSizes, load_model
+    from autopar.cli.load import SizeOptions, load_model
 
-    batch = load_model(str(folder), GivenSizes(8, 4, "float32"), device="cpu").batch
+    batch = load_model(str(folder), SizeOptions(8, 4, "float32"), device="cpu").batch
     assert losses[0] == pytest.approx(float(model(**batch).loss.detach()), abs=2e-6) != losses[1]
     with pytest.raises(SystemExit) as ended:
         main(["emit", str(folder), *common, "-o", str(tmp_path / "program")])

@@ -162,4 +162,4 @@ def test_old_spellings_work_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("sys.argv", ["train.py", "--data", "rows.pt", "--log", "log.jsonl"])
     args = training.arguments(train_script.recipe())
     assert (args.dataset, args.log_file) == ("rows.pt", "log.jsonl")
-    assert "--data is now called --dataset" in capsys.readouterr().err
+    assert "--data is deprecated; use --dataset" in capsys.readouterr().err

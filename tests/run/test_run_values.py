@@ -122,12 +122,12 @@ def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: 
 WRONG: dict[str, tuple[Any, str]] = {
     "missing": (lambda state: state.pop("logit_scale"), "it has no logit_scale"),
     "extra": (lambda state: state.update(lora=torch.zeros(2)), "the model has no lora"),
-    "shape": (lambda state: state.update(logit_scale=torch.zeros(2)), r"of another shape is logit_scale \(\(2,\), in the model \(\)"),
-    "unused shape": (lambda state: state.update(unused=torch.zeros(2)), r"of another shape is unused"),
+    "shape": (lambda state: state.update(logit_scale=torch.zeros(2)), r"wrong shape: logit_scale \(\(2,\), in the model \(\)"),
+    "unused shape": (lambda state: state.update(unused=torch.zeros(2)), r"wrong shape: unused"),
     "buffer": (lambda state: state.pop("norm.running_var"), r"it has no norm.running_var"),
-    "meta": (lambda state: state.update(logit_scale=torch.zeros((), device="meta")), "on meta, without values, is logit_scale"),
-    "no tensor": (lambda state: state.update(unused=3), "no tensor is unused"),
-    "torn tie": (lambda state: state.update({"head.weight": torch.zeros(12, 8)}), "one parameter in the model, and two values here"),
+    "meta": (lambda state: state.update(logit_scale=torch.zeros((), device="meta")), "on the meta device, without values: logit_scale"),
+    "no tensor": (lambda state: state.update(unused=3), "not a tensor: unused"),
+    "torn tie": (lambda state: state.update({"head.weight": torch.zeros(12, 8)}), "tied in the model, but with different values here"),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from programs import Shape, mlp_model, write_mlp
 
 from autopar.program import watch
 from autopar.program.state import INITIAL
-from autopar.program.watch import Machine, Watch, interval_s, place_of, run, told
+from autopar.program.watch import NodeHeartbeats, Watch, explain_hang, interval_s, run, stack_position
 from autopar.program.weights import write_file
 
 HANG = """        n = HIDDEN // MESH["tensor"]
@@ -136,31 +136,31 @@ def test_a_node_costs_the_store_three_requests_a_beat_and_one_connection() -> No
     assert [interval_s(n, 60) for n in (1, 2000, 16_000)] == [1, 1, 8]
 
 
-def node_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> Machine:
+def node_of(rank: int, monkeypatch: pytest.MonkeyPatch) -> NodeHeartbeats:
     for name, value in (("GROUP_RANK", 0), ("GROUP_WORLD_SIZE", 1), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", 3)):
         monkeypatch.setenv(name, str(value))
-    return Machine(f"test {os.getpid()} {id(monkeypatch)}", rank, 3)
+    return NodeHeartbeats(f"test {os.getpid()} {id(monkeypatch)}", rank, 3)
 
 
-def test_the_lowest_rank_that_gives_signs_of_life_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_rank_with_recent_heartbeats_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (node_of(rank, monkeypatch) for rank in range(3))
     assert [node.speaker(0.3) for node in (first, second, third)] == [0, 0, 0]
     time.sleep(0.4)  # nobody hears of the first
-    second.tell([1, "step 7", "in layer_0", True], "step 7 takes longer than 60 s")
-    third.tell([1, "step 7", "in layer_1", False], None)
+    second.send([1, "step 7", "in layer_0", True], "step 7 takes longer than 60 s")
+    third.send([1, "step 7", "in layer_1", False], None)
     second.listen(), third.listen()
     assert (second.speaker(0.3), third.speaker(0.3)) == (1, 1)
     assert second.silent(0.3) == third.silent(0.3) == [0]
     assert third.problem == "step 7 takes longer than 60 s" and not third.ended
-    assert third.said == {1: [1, "step 7", "in layer_0", True], 2: [1, "step 7", "in layer_1", False]}
-    second.tell([2, "step 7", "in layer_0", True], None, ended=True)
+    assert third.reports == {1: [1, "step 7", "in layer_0", True], 2: [1, "step 7", "in layer_1", False]}
+    second.send([2, "step 7", "in layer_0", True], None, ended=True)
     third.listen()
     assert third.ended
 
 
 def test_a_rank_that_torchrun_has_not_started_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = Machine("test", 5, 8)
+    alone = NodeHeartbeats("test", 5, 8)
     assert (alone.index, alone.count, alone.ranks, alone.speaker(0.0)) == (5, 8, [5], 5)
 
 
@@ -193,7 +193,7 @@ def test_the_rank_that_others_wait_for_is_the_one_outside_of_collectives() -> No
     waits = ("step 7", "in all_reduce of layer_1 (Layer), model.py:48", True)
     before = said_by((4, *waits), (4, "step 7", "in Python code, data.py:9", False), (4, *waits))
     after = said_by((6, *waits), (6, "step 7", "in Python code, data.py:9", False), (6, *waits))
-    assert told("step 7 takes longer than 60 s", before, after) == (
+    assert explain_hang("step 7 takes longer than 60 s", before, after) == (
         "step 7 takes longer than 60 s; the others wait for rank 1, in step 7 in Python code, data.py:9; "
         "ranks 0, 2 wait in step 7 in all_reduce of layer_1 (Layer), model.py:48"
     )
@@ -202,15 +202,15 @@ def test_the_rank_that_others_wait_for_is_the_one_outside_of_collectives() -> No
 def test_a_silent_rank_comes_before_a_late_one() -> None:
     before = said_by((4, "step 7", "in layer_0 (Layer)", False), (9, "step 6", "in layer_1 (Layer)", False))
     after = said_by((6, "step 7", "in layer_0 (Layer)", False), (9, "step 6", "in layer_1 (Layer)", False))
-    assert told("a collective failed", before, after) == (
+    assert explain_hang("a collective failed", before, after) == (
         "a collective failed; rank 1 no longer answers (dead, stopped or cut off), last seen in step 6 in layer_1 (Layer); "
         "rank 0 waits in step 7 in layer_0 (Layer)"
     )
 
 
-def test_the_place_of_a_thread() -> None:
-    assert place_of(sys._getframe(), "layer_3 (Block)")[0].startswith("in layer_3 (Block), test_run_watch.py:")
-    assert place_of(sys._getframe(), "")[1] is False
+def test_the_position_of_a_thread() -> None:
+    assert stack_position(sys._getframe(), "layer_3 (Block)")[0].startswith("in layer_3 (Block), test_run_watch.py:")
+    assert stack_position(sys._getframe(), "")[1] is False
 
 
 def test_the_program_ends_with_the_status_of_its_end(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -284,7 +284,7 @@ def test_a_plan_with_local_steps_is_not_called_exact(tmp_path: Path) -> None:
     report = autopar.verify(model, batch, loss_fn, plan=plan)
     assert report.agrees and not report.exact and report.max_relative_difference < 1e-9
     assert report.to_json()["exact"] is False and "the first step of one device" in report.to_json()["reference"]
-    assert verdict(report).startswith("agrees, and is not exact: 1 plans") and "first step" in verdict(report)
+    assert verdict(report).startswith("matches its reference (not exact): 1 plans") and "first step" in verdict(report)
 
 
 def test_replicas_that_differ_after_an_update_are_found(workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

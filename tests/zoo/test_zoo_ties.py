@@ -122,7 +122,7 @@ def test_what_shares_memory_otherwise_is_refused_by_name(
         part: "head.weight and inner.bias",
         buffer: "embed.weight and mask",
     }
-    with pytest.raises(ModelError, match="share memory without being one parameter") as error:
+    with pytest.raises(ModelError, match="overlap in memory but are not tied") as error:
         built(share, monkeypatch, "float32", device)
     assert set(names.get(share, names[part]).split(" and ")) == set(
         str(error.value.message).split(" of the")[0].split(" and ")
