@@ -17,7 +17,7 @@ from autopar.explain.study import Study
 from autopar.plan import Plan
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import configurations
 
 GAP = 0.02
 """The relative gap at which the search for an alternative stops."""
@@ -89,10 +89,10 @@ def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
     options = dataclasses.replace(study.options, progress=None)
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
     least: dict[Outer, float] = {}
-    for choice in choices(study.graph, study.cluster.count, options, prices.pins):
-        schedule = choice.schedule
+    for config in configurations(study.graph, study.cluster.count, options, prices.pins):
+        schedule = config.schedule
         outer = (schedule.pipeline, schedule.microbatches, schedule.name, schedule.chunks)
-        instance = prices.instance(choice) if time.monotonic() < deadline else None
+        instance = prices.instance(config) if time.monotonic() < deadline else None
         if instance is not None:
             least[outer] = min(cheap_bound(instance), least.get(outer, float("inf")))
     return sorted((bound, outer) for outer, bound in least.items())

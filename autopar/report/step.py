@@ -17,7 +17,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.step_time import timeline
 from autopar.search import memory_timeline
 from autopar.search.evaluation import Cost, layer_prices, step_cost
-from autopar.search.problem import Choice
+from autopar.search.problem import Configuration
 
 ONCE = "O"
 """The kind of the action that ends a step on every pipeline rank: the gradient reductions, optimizer and gathers that run once per step."""
@@ -88,8 +88,8 @@ def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> 
     priced = pricer.of_program(plan.prefetch, plan.sync).with_copies(schedule.copies)
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     strategies = [layer.strategy for layer in plan.layers]
-    choice = Choice(plan.mesh, schedule)
-    prices, edges, sends = layer_prices(graph, cluster, priced, choice, bounds, strategies)
+    config = Configuration(plan.mesh, schedule)
+    prices, edges, sends = layer_prices(graph, cluster, priced, config, bounds, strategies)
     cost = step_cost(bounds, prices, edges, sends, schedule)
     first = {schedule.device[s]: plan.stages[s].devices for s in reversed(range(schedule.stages))}
     limits = {schedule.device[s]: plan.stages[s].memory_limit_bytes for s in range(schedule.stages)}

@@ -1,10 +1,10 @@
 """Best-first search over the configurations: it takes prices and a cluster, and returns a plan with its proved bound.
 
-Every configuration (``Choice``) starts with a bound from its layers' work alone (``Prices.least_time_s``), which needs no prices. The
-configuration with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a
-more expensive bound, a solution, a proof. After each step the configuration waits until its bound is the lowest again, so that no time is
-spent on it while another looks better. The search ends when no open configuration has a bound below the incumbent by more than the target
-gap, or at the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations' bounds, and the
+Every configuration starts with a bound from its layers' work alone (``Prices.least_time_s``), which needs no prices. The configuration
+with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a more expensive
+bound, a solution, a proof. After each step the configuration waits until its bound is the lowest again, so that no time is spent on it
+while another looks better. The search ends when no open configuration has a bound below the incumbent by more than the target gap, or at
+the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations' bounds, and the
 incumbent's step time.
 
 When the configurations under 1F1B and GPipe can improve the incumbent only a little (``State.nearly_closed``), or have used up their time,
@@ -41,11 +41,11 @@ from autopar.search.options import SearchOptions, SequencePin
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
 from autopar.search.problem import (
-    Choice,
+    Configuration,
     Devices,
     PriceSource,
     admits_copies,
-    choices,
+    configurations,
     in_every_order,
     meshes,
     no_copies_error,
@@ -58,7 +58,7 @@ from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
-Group = tuple[Choice, ...]
+Group = tuple[Configuration, ...]
 """Configurations that differ only in their number of chunks, ascending."""
 
 SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
@@ -187,7 +187,7 @@ def explore(
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
             state.price()
-        state.unpriced += sum(len(some.choices) for some in state.to_price)
+        state.unpriced += sum(len(some.configurations) for some in state.to_price)
         if not state.priced:
             raise _no_price(graph, state)
         _take_least_memory(graph, state, state.priced)
@@ -236,7 +236,7 @@ def _sequences(state: State) -> tuple[SequencePin, ...]:
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
     """Compute the first bound of every configuration, and return the configurations that have one."""
     opened: list[Group] = []
-    found = choices(graph, cluster.count, state.options, state.prices.pins)
+    found = configurations(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh(cluster, found)
     if not todo:
         raise no_copies_error(found[0].schedule.name)
@@ -254,7 +254,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
     """Defer the configurations with each kind and degree of sequence parallelism, under every schedule."""
     state.arithmetic, state.sequences = _arithmetic(graph, cluster, state, opened), True
-    groups = _by_mesh(cluster, choices(graph, cluster.count, state.options, state.prices.pins))
+    groups = _by_mesh(cluster, configurations(graph, cluster.count, state.options, state.prices.pins))
     others = [
         [more for even in (True, False) for more in _with_other_schedules(state, group[0], even)] for group in groups
     ]
@@ -287,20 +287,20 @@ def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
-    choice = opened[0][0] if opened else None
-    instance = None if choice is None else state.prices.instance(choice)
-    if not fastest or choice is None or instance is None:
+    config = opened[0][0] if opened else None
+    instance = None if config is None else state.prices.instance(config)
+    if not fastest or config is None or instance is None:
         return np.zeros(len(graph.layers))
     flops = np.array([instance.table(i).prices[0].flops for i in range(instance.layers)])
-    return choice.schedule.microbatches * flops / fastest
+    return config.schedule.microbatches * flops / fastest
 
 
-def _by_mesh(cluster: Devices, found: list[Choice]) -> list[Group]:
+def _by_mesh(cluster: Devices, found: list[Configuration]) -> list[Group]:
     """Return the configurations that the cluster admits, grouped if they differ only in their number of chunks."""
-    groups: dict[Choice, list[Choice]] = {}
-    for choice in found:
-        if admits_copies(cluster, choice.schedule):
-            groups.setdefault(choice.without_chunks, []).append(choice)
+    groups: dict[Configuration, list[Configuration]] = {}
+    for config in found:
+        if admits_copies(cluster, config.schedule):
+            groups.setdefault(config.without_chunks, []).append(config)
     return [tuple(group) for group in groups.values()]
 
 
@@ -332,10 +332,10 @@ def _segments_would_save_memory(state: State, instance: Instance, solution: Solu
 def _try_segments(state: State) -> bool:
     """At the end of the search, open the best plan's configuration with segments of several layers, if these would save memory; return
     whether to continue."""
-    if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
+    if state.best is None or state.widened == state.best[0].config or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
-    state.widened = chosen.choice
+    state.widened = chosen.config
     if not any(_segments_would_save_memory(state, chosen, solution, stage) for stage in range(chosen.schedule.stages)):
         return False
     instance = segmented(state, chosen)
@@ -350,11 +350,11 @@ def _try_segments_where_infeasible(state: State) -> bool:
     segments such a configuration may be faster than its bound, which includes recomputation or offload copies that segments replace."""
     for node in list(state.heap):
         plain = node.instance
-        if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
+        if not may_segment(plain) or plain.config.segments or plain.config in state.tried:
             continue
         if cheap_bound(plain) >= state.cutoff_s:
             continue
-        state.tried.add(plain.choice)
+        state.tried.add(plain.config)
         if not plain.offload_tiers and is_feasible(plain):
             continue
         instance = segmented(state, plain)
@@ -379,11 +379,11 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
                 state.schedules[group[0].schedule.name] = None
 
 
-def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
+def _with_other_schedules(state: State, config: Configuration, even: bool) -> list[Group]:
     """Return ``under_other_schedules`` of a configuration; nothing if a pin decides the schedule or the chunks."""
     if not _leaves_schedules(state.options):
         return []
-    return [tuple(group) for group in under_other_schedules(choice, len(state.prices.pins), state.may_split, even)]
+    return [tuple(group) for group in under_other_schedules(config, len(state.prices.pins), state.may_split, even)]
 
 
 @dataclass(order=True)
@@ -423,7 +423,7 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
         if best.need > 1 and not state.options.explained:
             raise InfeasibleError(f"no plan fits {gigabytes(best.instance.limit)} per device")
         if best.segments:
-            other = state.prices.instance(replace(best.instance.choice, segments=True))
+            other = state.prices.instance(replace(best.instance.config, segments=True))
             if other is not None and other.segmented:
                 push(other)
             continue
@@ -431,7 +431,7 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
             need, solution = least_memory(best.instance)
             heapq.heappush(heap, replace(best, need=need, solution=solution))
             continue
-        group = state.undecided(best.instance.choice)
+        group = state.undecided(best.instance.config)
         if group is None:
             break
         for child in decided(state, best.instance, group):

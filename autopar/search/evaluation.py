@@ -30,7 +30,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.memory import max_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
-from autopar.search.problem import Choice, Devices, Mesh, PriceSource, admits_copies, no_copies_error
+from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
@@ -238,7 +238,7 @@ class Proof:
 class PricedPlan:
     """A configuration with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
 
-    choice: Choice
+    config: Configuration
     bounds: Sequence[int]
     strategies: Sequence[Strategy]
     prices: Sequence[LayerPrice]
@@ -256,13 +256,13 @@ def make_plan(
     proof: Proof,
 ) -> Plan:
     """Return the plan of a priced configuration, its mesh coalesced. ``limits`` are the memory limits of the pipeline ranks in bytes."""
-    choice, found = priced.choice, priced.cost
-    mesh, strategies = coalesce(choice.mesh, priced.strategies)
+    config, found = priced.config, priced.cost
+    mesh, strategies = coalesce(config.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = by_stage(priced.prices, priced.bounds)
-    twice = counted_twice(graph, pricer, choice, priced.bounds, priced.strategies)
-    memory = [without_state(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
-    offloaded = offloaded_bytes(choice.schedule, runs)
+    twice = counted_twice(graph, pricer, config, priced.bounds, priced.strategies)
+    memory = [without_state(m, state) for m, state in zip(device_memories(config.schedule, runs), twice, strict=True)]
+    offloaded = offloaded_bytes(config.schedule, runs)
     stages = tuple(
         StagePlan(
             i,
@@ -274,7 +274,7 @@ def make_plan(
             *offloaded[device],
             found.per_step_s[s],
         )
-        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
+        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), config.schedule.device, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak, sync = (
@@ -286,8 +286,8 @@ def make_plan(
         devices=str(cluster),
         mesh=mesh,
         stages=stages,
-        schedule=choice.schedule.name,
-        microbatches=choice.schedule.microbatches,
+        schedule=config.schedule.name,
+        microbatches=config.schedule.microbatches,
         global_batch=graph.batch_size,
         precision=precision,
         layers=layers,
@@ -297,13 +297,13 @@ def make_plan(
         solver=proof.solver,
         notes=(
             *proof.notes,
-            *notes_of(graph, choice, strategies, mesh),
+            *notes_of(graph, config, strategies, mesh),
             *sync_notes(sync),
-            *offload_notes(offloaded, cluster.stages(choice.schedule.pipeline)),
+            *offload_notes(offloaded, cluster.stages(config.schedule.pipeline)),
         ),
         wall_time_s=proof.wall_time_s,
         planning_memory_bytes=proof.planning_memory_bytes,
-        chunks=choice.schedule.chunks,
+        chunks=config.schedule.chunks,
         prefetch=pricer.prefetch,
         sync=sync,
         allow=(*graph.allow, *given_up(sync, strategies)),
@@ -318,7 +318,7 @@ def make_plan(
 
 
 def counted_twice(
-    graph: Graph, pricer: PriceSource, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
+    graph: Graph, pricer: PriceSource, config: Configuration, bounds: Sequence[int], strategies: Sequence[Strategy]
 ) -> list[State]:
     """Return for each pipeline rank the surplus bytes in the sum of its layers' prices: several layers of a stage may share a parameter,
     which is stored once but is in the price of each.
@@ -327,12 +327,12 @@ def counted_twice(
     """
     found = []
     spans = list(pairwise(bounds))
-    for d in range(choice.schedule.pipeline):
+    for d in range(config.schedule.pipeline):
         extra = [0, 0, 0]
-        here = [range(*spans[s]) for s in choice.schedule.own(d)]
+        here = [range(*spans[s]) for s in config.schedule.own(d)]
         for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
             for layer in [i for i in uses if i in span][1:]:
-                state = pricer.tied(layer, name, choice.mesh, strategies[layer])
+                state = pricer.tied(layer, name, config.mesh, strategies[layer])
                 extra = [a + b for a, b in zip(extra, state, strict=True)]
         found.append((extra[0], extra[1], extra[2]))
     return found
@@ -366,20 +366,20 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: P
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice = Choice(plan.mesh, plan.sized_schedule)
-    pricer = pricer.of_program(plan.prefetch, plan.sync).with_copies(choice.schedule.copies)
+    config = Configuration(plan.mesh, plan.sized_schedule)
+    pricer = pricer.of_program(plan.prefetch, plan.sync).with_copies(config.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
-    stages = by_stage(layer_prices(graph, cluster, pricer, choice, bounds, strategies)[0], bounds)
-    twice = counted_twice(graph, pricer, choice, bounds, strategies)
+    stages = by_stage(layer_prices(graph, cluster, pricer, config, bounds, strategies)[0], bounds)
+    twice = counted_twice(graph, pricer, config, bounds, strategies)
     return tuple(
         tuple(replace(moment, memory=without_state(moment.memory, state)) for moment in device.timeline())
-        for device, state in zip(devices(choice.schedule, stages), twice, strict=True)
+        for device, state in zip(devices(config.schedule, stages), twice, strict=True)
     )
 
 
 def _prediction(graph: Graph, cluster: Devices, priced: PricedPlan, peak: float) -> Prediction:
-    schedule, found = priced.choice.schedule, priced.cost
+    schedule, found = priced.config.schedule, priced.cost
     m, of_device = schedule.microbatches // schedule.copies, schedule.by_device
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
@@ -424,14 +424,14 @@ def evaluate(
     if not admits_copies(cluster, schedule):
         raise no_copies_error(schedule.name)
     pricer = pricer.with_copies(schedule.copies)
-    choice, stages = Choice(mesh, schedule), cluster.stages(schedule.pipeline)
-    prices, edges, sends = layer_prices(graph, cluster, pricer, choice, stage_bounds, strategies)
+    config, stages = Configuration(mesh, schedule), cluster.stages(schedule.pipeline)
+    prices, edges, sends = layer_prices(graph, cluster, pricer, config, stage_bounds, strategies)
     found = step_cost(stage_bounds, prices, edges, sends, schedule)
     plan = make_plan(
         graph,
         cluster,
         pricer,
-        PricedPlan(choice, stage_bounds, strategies, prices, found),
+        PricedPlan(config, stage_bounds, strategies, prices, found),
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
         proof=Proof(0.0, 1.0, GIVEN),
@@ -467,7 +467,7 @@ def layer_prices(
     graph: Graph,
     cluster: Devices,
     pricer: PriceSource,
-    choice: Choice,
+    config: Configuration,
     bounds: Sequence[int],
     strategies: Sequence[Strategy],
 ) -> tuple[list[LayerPrice], list[float], list[float]]:
@@ -477,7 +477,7 @@ def layer_prices(
     Raises:
         InfeasibleError: a layer has no price.
     """
-    schedule, mesh = choice.schedule, choice.mesh
+    schedule, mesh = config.schedule, config.mesh
     stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
     prices: list[LayerPrice] = []
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
@@ -553,17 +553,17 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
                 prices, best = trial, found
                 strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
                 break
-    return PricedPlan(instance.choice, solution.bounds, strategies, prices, best)
+    return PricedPlan(instance.config, solution.bounds, strategies, prices, best)
 
 
 def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, plain: PricedPlan) -> PricedPlan:
     """Return the plan with the actual length of segments that end early, at the end of their stage."""
-    choice = instance.choice
+    config = instance.config
     told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
         pricer = instance.layout.pricers[instance.layout.place[s]]
         for i in range(start, stop):
             if told[i] != plain.strategies[i]:
-                prices[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.schedule.microbatches)
+                prices[i] = _price(graph, pricer, i, config.mesh, told[i], config.schedule.microbatches)
     found = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
     return replace(plain, strategies=told, prices=prices, cost=found)

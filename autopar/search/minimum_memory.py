@@ -318,7 +318,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
         answer = f"time ran out before a plan was found that fits {limit} per device: {unpriced} configurations were not priced"
         scope, hint = " among the others", f"give the search more time (--time-limit); {hint}"
     return InfeasibleError(
-        f"{answer}: the plan of least memory{scope} ({instance.choice}) still needs "
+        f"{answer}: the plan of least memory{scope} ({instance.config}) still needs "
         f"{gigabytes(live.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         hint,
@@ -338,7 +338,7 @@ def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
     size, limit, what = offloaded[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
-        f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",
+        f"that needs the least device memory ({instance.config}) needs {gigabytes(size)} of {what}",
         f"take more devices or nodes with more {what}, or leave the pins {' and '.join(names)} out",
     )
 

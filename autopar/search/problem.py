@@ -167,7 +167,7 @@ Tie = tuple[int, tuple[Role, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Configuration:
     """A configuration: a stage's mesh; the schedule with its number of devices, chunks and microbatches; the decisions for tied layers;
     whether several layers may be recomputed as one without a pin; and the sequence parallelism of all layers (one of
     ``SearchOptions.sequences``), if it is not decided per layer."""
@@ -179,7 +179,7 @@ class Choice:
     sequence: SequencePin | None = None
 
     @property
-    def without_chunks(self) -> Choice:
+    def without_chunks(self) -> Configuration:
         """The configuration with 0 chunks: equal for all configurations that differ only in their numbers of chunks."""
         return replace(self, schedule=replace(self.schedule, chunks=0))
 
@@ -441,9 +441,9 @@ def _product(sizes: list[int]) -> int:
     return n
 
 
-def choices(
+def configurations(
     graph: Graph, devices: int, options: SearchOptions, pinned: Sequence[LayerPins] | None = None
-) -> list[Choice]:
+) -> list[Configuration]:
     """Return every configuration that the pins allow; ``pinned`` are each layer's pins, if some differ.
 
     Raises:
@@ -475,7 +475,7 @@ def choices(
         for mesh in meshes(devices // p, every_order=in_every_order(pinned)):
             for m in split:
                 for schedule in schedules(len(graph.layers), p, m, options.schedule, options.chunks):
-                    found.append(Choice(mesh, schedule))
+                    found.append(Configuration(mesh, schedule))
     if not found:
         raise _no_schedule(len(graph.layers), pipelines, split, options)
     return found
@@ -512,7 +512,7 @@ def no_copies_error(schedule: str) -> UsageError:
     )
 
 
-def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
+def under_other_schedules(config: Configuration, layers: int, split: bool, even: bool) -> list[list[Configuration]]:
     """Return the configuration with schedules that have smaller bubbles: a list for each schedule, fewest stages per device first. Pins of
     schedule and chunks are not checked; ``split``: whether backwards may be split.
 
@@ -521,12 +521,12 @@ def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) 
     but few are fast. No bound shows how long a microbatch waits for the longest stages, and a single microbatch gains only if memory is
     balanced better.
     """
-    pp, m = choice.schedule.pipeline, choice.schedule.microbatches
+    pp, m = config.schedule.pipeline, config.schedule.microbatches
     if pp == 1:
         return []
     found = [
         [
-            replace(choice, schedule=schedule)
+            replace(config, schedule=schedule)
             for schedule in schedules(layers, pp, m, name, None)
             if (m > 1 and abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2) is even
         ]

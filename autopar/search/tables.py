@@ -19,7 +19,7 @@ from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import peak_counts, pipeline_buffers
 from autopar.search.pareto import Array, Indices, undominated
-from autopar.search.problem import Choice, Mesh, PriceSource
+from autopar.search.problem import Configuration, Mesh, PriceSource
 
 Roles = tuple[Role, ...]
 
@@ -208,7 +208,7 @@ Regime = tuple[int, int, int, float]
 class Instance:
     """One configuration with its prices: ``kinds`` are the tables, ``kind[i]`` is the index of layer ``i``'s table."""
 
-    choice: Choice
+    config: Configuration
     kinds: tuple[Table, ...]
     kind: Indices
     layout: StagePlaces
@@ -220,7 +220,7 @@ class Instance:
 
     @property
     def schedule(self) -> Schedule:
-        return self.choice.schedule
+        return self.config.schedule
 
     @property
     def layers(self) -> int:
@@ -291,7 +291,7 @@ class Instance:
         key = (place, times.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
             left, right = self.table(layer), self.table(layer + 1)
-            self.matrices[key] = times.edge(layer, self.choice, left.layouts, right.layouts)
+            self.matrices[key] = times.edge(layer, self.config, left.layouts, right.layouts)
         return self.matrices[key]
 
     def edge(self, layer: int, place: int, before: Indices | int, after: Indices | int) -> Array:
@@ -310,7 +310,7 @@ class Instance:
         key = ("send", link, times.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
             table = self.table(layer)
-            self.matrices[key] = times.p2p(layer, self.choice, table.layouts)[table.layout]
+            self.matrices[key] = times.p2p(layer, self.config, table.layouts)[table.layout]
         return self.matrices[key]
 
     @cached_property
@@ -333,9 +333,9 @@ class TransferTimes:
         self._edges: dict[tuple[int, Mesh, int, Roles, Roles], float] = {}
         self._sends: dict[tuple[int, Mesh, int, Roles], float] = {}
 
-    def edge(self, layer: int, choice: Choice, left: tuple[Roles, ...], right: tuple[Roles, ...]) -> Array:
+    def edge(self, layer: int, config: Configuration, left: tuple[Roles, ...], right: tuple[Roles, ...]) -> Array:
         result = np.empty((len(left), len(right)))
-        mesh, m = choice.mesh, choice.schedule.microbatches
+        mesh, m = config.mesh, config.schedule.microbatches
         for i, a in enumerate(left):
             for j, b in enumerate(right):
                 key = (self.border[layer], mesh, m, a, b)
@@ -344,9 +344,9 @@ class TransferTimes:
                 result[i, j] = self._edges[key]
         return result
 
-    def p2p(self, layer: int, choice: Choice, layouts: tuple[Roles, ...]) -> Array:
+    def p2p(self, layer: int, config: Configuration, layouts: tuple[Roles, ...]) -> Array:
         result = np.empty(len(layouts))
-        mesh, m = choice.mesh, choice.schedule.microbatches
+        mesh, m = config.mesh, config.schedule.microbatches
         for i, roles in enumerate(layouts):
             key = (self.border[layer], mesh, m, roles)
             if key not in self._sends:

@@ -17,7 +17,7 @@ from autopar.search import SearchOptions
 from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.minimum_memory import _by_layer, _by_segment, is_feasible, least_memory, least_share
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import configurations
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime, Table
 
@@ -46,7 +46,7 @@ def instances() -> list[Instance]:
     for seed in range(30):
         graph, cluster, pricer = random_problem(seed, layers=3)
         prices = Prices(graph, cluster, pricer, OPTIONS)
-        some = [prices.instance(choice) for choice in choices(graph, cluster.count, OPTIONS)]
+        some = [prices.instance(config) for config in configurations(graph, cluster.count, OPTIONS)]
         found += [instance for instance in some if instance is not None]
     return found
 
