@@ -265,8 +265,8 @@ class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first). If each device has
-    several stages (``chunks``), ``Schedule.device`` maps a stage to its device; the memory of each of them is then the sum over the
-    device's stages.
+    several stages (``chunks``), ``Schedule.rank_of_stage`` maps a stage to its pipeline rank; the memory of each of them is then the sum
+    over the stages of its rank.
     ``bound_s`` is a proved lower bound of the step time over the searched candidates; ``gap`` is ``1 - bound_s/step_time_s``.
     ``pins`` are the user's decisions with their prices, if the user requested prices. ``allow`` names the numerical deviations (of
     ``ALLOWED``) that the plan causes and the user allowed.

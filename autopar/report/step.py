@@ -91,8 +91,8 @@ def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> 
     config = Configuration(plan.mesh, schedule)
     prices, edges, sends = layer_prices(graph, cluster, priced, config, bounds, strategies)
     cost = step_cost(bounds, prices, edges, sends, schedule)
-    first = {schedule.device[s]: plan.stages[s].devices for s in reversed(range(schedule.stages))}
-    limits = {schedule.device[s]: plan.stages[s].memory_limit_bytes for s in range(schedule.stages)}
+    first = {schedule.rank_of_stage[s]: plan.stages[s].devices for s in reversed(range(schedule.stages))}
+    limits = {schedule.rank_of_stage[s]: plan.stages[s].memory_limit_bytes for s in range(schedule.stages)}
     ranks = range(plan.pipeline)
     return PredictedStep(
         schedule=schedule,
@@ -162,7 +162,7 @@ def _traffic(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan, sends: 
             total[i] += value / plan.pipeline
 
     for s, stage in enumerate(plan.stages):
-        here = pricer.on(views[schedule.device[s]])
+        here = pricer.on(views[schedule.rank_of_stage[s]])
         for i in range(stage.start, stage.stop):
             strategy = plan.layers[i].strategy
             own = here.collectives(plan.layers[i].cls, plan.mesh, strategy, plan.microbatches)

@@ -474,7 +474,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         state.pricer,
         priced,
         precision=state.options.precision,
-        limits=instance.layout.limit,
+        limits=instance.placement.limit,
         proof=proof,
     )
 

@@ -88,7 +88,7 @@ def step_cost(
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
     step = 0.0
-    if np.isfinite(below_s) and not schedule.interleaved:
+    if np.isfinite(below_s) and not schedule.multi_stage:
         step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
         step = simulate(schedule, forward, backward, weight) + once
@@ -104,13 +104,13 @@ def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cos
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
     """Return the price of each layer on the devices of its stage."""
-    places = (instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
+    places = (instance.placement.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
 def transfers(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
     """Return the seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
-    pick, place = solution.pick, instance.layout.place
+    pick, place = solution.pick, instance.placement.place
     edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
     for s, (i, j) in enumerate(pairwise(solution.bounds)):
@@ -132,7 +132,7 @@ def by_stage(prices: Sequence[LayerPrice], bounds: Sequence[int]) -> list[Sequen
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
     """Return the bytes that a stage needs if its layers, from ``first`` on, have the candidates ``pick``."""
-    place = instance.layout.place[stage]
+    place = instance.placement.place[stage]
     prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
     return float(Device(instance.schedule, stage, [prices]).most().total)
 
@@ -146,7 +146,7 @@ def regrouped(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int,
     places: dict[tuple[int, int], list[int]] = {}
     for a, k in enumerate(pick):
         kind = int(instance.kind[first + a])
-        places.setdefault((kind, int(instance.kinds[kind].layout[k])), []).append(a)
+        places.setdefault((kind, int(instance.kinds[kind].layout_index[k])), []).append(a)
     found = list(pick)
     for at in places.values():
         for a, k in zip(at, sorted(pick[a] for a in at), strict=True):
@@ -167,13 +167,13 @@ def fits(instance: Instance, solution: Solution) -> bool:
 
 
 def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    layout, stages = instance.layout, by_stage(prices, bounds)
+    placement, stages = instance.placement, by_stage(prices, bounds)
     memory = device_memories(instance.schedule, stages)
-    if not all(m.total <= limit for m, limit in zip(memory, layout.limit, strict=False)):
+    if not all(m.total <= limit for m, limit in zip(memory, placement.limit, strict=False)):
         return False
     if not instance.offload_tiers:
         return True
-    rooms = (layout.tier_limits[place] for place in layout.place)
+    rooms = (placement.tier_limits[place] for place in placement.place)
     return all(
         size <= limit
         for sizes, room in zip(offloaded_bytes(instance.schedule, stages), rooms, strict=False)
@@ -186,7 +186,7 @@ def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
     host bytes of the chunk that saves the most there."""
     found = []
     for d in range(schedule.pipeline):
-        mine = [stages[s] for s in schedule.own(d)]
+        mine = [stages[s] for s in schedule.stages_of(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
         host = sum(int(p.host_bytes) for stage in mine for p in stage) + max_in_flight(schedule, d) * most
         found.append((host, sum(int(p.nvme_bytes) for stage in mine for p in stage)))
@@ -274,7 +274,7 @@ def make_plan(
             *offloaded[device],
             found.per_step_s[s],
         )
-        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), config.schedule.device, strict=True))
+        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), config.schedule.rank_of_stage, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak, sync = (
@@ -329,7 +329,7 @@ def counted_twice(
     spans = list(pairwise(bounds))
     for d in range(config.schedule.pipeline):
         extra = [0, 0, 0]
-        here = [range(*spans[s]) for s in config.schedule.own(d)]
+        here = [range(*spans[s]) for s in config.schedule.stages_of(d)]
         for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
             for layer in [i for i in uses if i in span][1:]:
                 state = pricer.tied(layer, name, config.mesh, strategies[layer])
@@ -345,7 +345,7 @@ def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
     """Yield the pipeline ranks with the layers of their stages."""
-    return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
+    return (Device(schedule, d, [stages[s] for s in schedule.stages_of(d)]) for d in range(schedule.pipeline))
 
 
 def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
@@ -483,7 +483,7 @@ def layer_prices(
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
     edges, sends = [0.0] * last, [0.0] * last
     for s, (start, stop) in enumerate(pairwise(bounds)):
-        here = pricer.on(stages[schedule.device[s]])
+        here = pricer.on(stages[schedule.rank_of_stage[s]])
         for i in range(start, stop):
             prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
             if i:
@@ -524,7 +524,7 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
     """
     pick = solution.pick
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
-    places = [instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
+    places = [instance.placement.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
     prices = prices_of(instance, solution)
     edges, sends = transfers(instance, solution)
 
@@ -561,7 +561,7 @@ def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, p
     config = instance.config
     told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
-        pricer = instance.layout.pricers[instance.layout.place[s]]
+        pricer = instance.placement.pricers[instance.placement.place[s]]
         for i in range(start, stop):
             if told[i] != plain.strategies[i]:
                 prices[i] = _price(graph, pricer, i, config.mesh, told[i], config.schedule.microbatches)

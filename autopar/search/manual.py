@@ -252,7 +252,7 @@ def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[Sta
     """Return the stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
-        StagePlan(start, stop, (schedule.device[stage] * size, size), nothing, 0, 0.0)
+        StagePlan(start, stop, (schedule.rank_of_stage[stage] * size, size), nothing, 0, 0.0)
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 

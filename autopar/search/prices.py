@@ -75,7 +75,7 @@ class Prices:
         self._border = _borders(graph)
         self._transfers: dict[Devices, TransferTimes] = {}
         self._places_of: dict[int, StagePlaces] = {}
-        self._interleaved: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
+        self._placements: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
         self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
             None
         )
@@ -98,19 +98,19 @@ class Prices:
             self._pinned[sequence] = pins_by_layer(self._graph, self._options.with_sequence(sequence))
         return self._pinned[sequence]
 
-    def layout(self, config: Configuration) -> StagePlaces:
+    def placement(self, config: Configuration) -> StagePlaces:
         """Return where the stages of a configuration run."""
         schedule = config.schedule
-        key = schedule.pipeline, schedule.device
-        if key not in self._interleaved:
+        key = schedule.pipeline, schedule.rank_of_stage
+        if key not in self._placements:
             places = self._places(schedule.pipeline)
-            self._interleaved[key] = replace(
+            self._placements[key] = replace(
                 places,
-                place=tuple(places.place[d] for d in schedule.device),
+                place=tuple(places.place[d] for d in schedule.rank_of_stage),
                 link=tuple(None if link is None else places.link[link] for link in schedule.links),
-                limit=tuple(places.limit[d] for d in schedule.device),
+                limit=tuple(places.limit[d] for d in schedule.rank_of_stage),
             )
-        return self._interleaved[key]
+        return self._placements[key]
 
     def _places(self, pipeline: int) -> StagePlaces:
         """Return the devices of a pipeline with one stage per device, and the links between them."""
@@ -233,7 +233,7 @@ class Prices:
 
     def instance(self, config: Configuration) -> Instance | None:
         """Return the configuration with its tables; ``None`` if a layer has no candidate left."""
-        layout = self.layout(config)
+        placement = self.placement(config)
         # consecutive configurations often differ only in the name and the chunks of the schedule, and then have equal tables
         schedule = config.schedule
         alike = replace(config, schedule=replace(schedule, name="", chunks=1)), schedule.split
@@ -243,7 +243,7 @@ class Prices:
                 return None
             self._latest = (alike, *found, {})
         _, kinds, kind, matrices = self._latest
-        return Instance(config, kinds, kind, layout, matrices, known=self._shared.known)
+        return Instance(config, kinds, kind, placement, matrices, known=self._shared.known)
 
     def _bind(self, config: Configuration) -> tuple[tuple[Table, ...], Indices] | None:
         """Return the tables of a configuration, and the index of each layer's table; ``None`` if a layer has no candidate left."""

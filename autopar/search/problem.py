@@ -21,8 +21,9 @@ and ``n_s`` the number of microbatches in flight: ``m`` under GPipe, ``min(m, P 
 ``b_s`` rises. ``bounds`` has lower bounds, including the linear relaxation; ``exact`` solves the problem for few layers.
 
 Under interleaved 1F1B each of ``P`` pipeline ranks has ``v`` chunks (virtual stages): stage ``s`` of ``P v`` is on rank ``s mod P``
-(``Schedule.device``). A rank has the sum of its stages' ``g``, and the weights of all of them; its activation memory is the maximum over
-its actions (``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects them).
+(``Schedule.rank_of_stage``). A rank has the sum of its stages' ``g``, and the weights of all of them; its activation memory is the maximum
+over its actions (``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects
+them).
 
 The same holds for schedules that split backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` then has two parts, the second of
 which is the seconds of the weight gradients, and a microbatch between the two parts keeps ``waiting`` bytes live.
@@ -48,16 +49,12 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
-from autopar.plan import (
-    Axis,
-    Role,
-    Strategy,
-)
+from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import (
     CHIMERA,
     INTERLEAVED,
+    MULTI_STAGE,
     NO_PIPELINE,
-    SEVERAL_STAGES,
     SPLIT,
     ZERO_BUBBLE,
     Schedule,
@@ -487,7 +484,7 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
     Without pins a device has one stage. If only ``name`` is pinned, and that schedule admits several stages, up to ``MOST_CHUNKS``
     chunks are tried.
     """
-    several = name in SEVERAL_STAGES
+    several = name in MULTI_STAGE
     if pipeline == 1 and not several:
         name = NO_PIPELINE
     name = name or default_schedule(pipeline, microbatches, chunks or 1)
@@ -538,7 +535,7 @@ def under_other_schedules(config: Configuration, layers: int, split: bool, even:
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
     """Return the error that explains why no pipeline can have the pinned schedule and chunks."""
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
-    if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
+    if options.schedule in MULTI_STAGE or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED
         chunks = (1 if schedule in (ZERO_BUBBLE, CHIMERA) else 2) if chunks is None else chunks
         if (why := refusal(Schedule(schedule, pipeline, max(counts), chunks))) is not None:

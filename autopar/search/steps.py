@@ -50,7 +50,7 @@ incumbent."""
 
 def may_segment(instance: Instance) -> bool:
     """Return whether several layers of a configuration may be recomputed as one without a pin."""
-    return not instance.schedule.interleaved
+    return not instance.schedule.multi_stage
 
 
 def advance(state: State, node: SearchNode) -> None:
@@ -62,8 +62,8 @@ def _steps_of(instance: Instance) -> tuple[Step, ...]:
     schedule = instance.schedule
     if schedule.copies > 1:
         return BIDIRECTIONAL
-    if schedule.interleaved:
-        return SEVERAL_STAGES
+    if schedule.multi_stage:
+        return MULTI_STAGE
     return ONE_STAGE if schedule.stages > 1 else NO_PIPELINE
 
 
@@ -195,7 +195,7 @@ def _dive(state: State, instance: Instance) -> Instance | None:
         layers = state.prices.groups[group]
         likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in TIE_MULTIPLIERS]  # type: ignore[misc]
         kept = {id(child): child for child in likely}.values()
-        estimate = cheap_bound if instance.schedule.interleaved else bottleneck_bound
+        estimate = cheap_bound if instance.schedule.multi_stage else bottleneck_bound
         instance = min(kept, key=estimate) if len(kept) > 1 else likely[0]
     return instance
 
@@ -212,7 +212,7 @@ def _close(state: State, node: SearchNode) -> None:
     """Branch on the next tie of a configuration, or solve it; its bound is then final."""
     instance = node.instance
     group = state.undecided(instance.config)
-    if group is not None and (not instance.schedule.interleaved or instance.layers <= LABEL_LAYERS):
+    if group is not None and (not instance.schedule.multi_stage or instance.layers <= LABEL_LAYERS):
         for child in decided(state, instance, group):
             state.push(child, max(node.bound_s, cheap_bound(child)), 1)
         return
@@ -223,7 +223,7 @@ def _close(state: State, node: SearchNode) -> None:
 
 def _labels(state: State, node: SearchNode) -> bool:
     """Run label setting; return whether it solved the configuration."""
-    instance, several = node.instance, node.instance.schedule.interleaved
+    instance, several = node.instance, node.instance.schedule.multi_stage
     deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
         value, solution = solve_labels(instance, state.step_s, deadline)
@@ -243,7 +243,7 @@ NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
 """One stage has no cuts, so the linear program serves only the proof."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
-SEVERAL_STAGES = (_first, _linear, _construct, _bounding(device_bound), _close)
+MULTI_STAGE = (_first, _linear, _construct, _bounding(device_bound), _close)
 """The bound of whole layers comes last: it takes long, and needs an incumbent."""
 
 BIDIRECTIONAL = (_construct, _close)

@@ -14,7 +14,7 @@ from search_models import Devices, RandomPricer, brute_force, chain, every_plan,
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
-from autopar.schedules import CHIMERA, SEVERAL_STAGES
+from autopar.schedules import CHIMERA, MULTI_STAGE
 from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
@@ -172,7 +172,7 @@ def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> N
     assert len(whole) >= 40 and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.01
 
 
-@pytest.mark.parametrize("schedule", [name for name in SEVERAL_STAGES if name != CHIMERA])
+@pytest.mark.parametrize("schedule", [name for name in MULTI_STAGE if name != CHIMERA])
 def test_every_bound_of_configurations_with_several_stages_on_a_device_holds(schedule: str) -> None:
     tight: dict[str, list[float]] = {}
     options = SearchOptions(schedule=schedule)

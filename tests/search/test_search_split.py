@@ -52,7 +52,7 @@ def by_passes(schedule: Schedule, f: list[float], b: list[float], w: list[float]
                     latest = max(latest, clock)
                 for (kind, _, _), (way, stage, i, end) in zip(group, ends, strict=True):
                     beside = stage + 1 if way == "F" else stage - 1
-                    here = 0 <= beside < stages and schedule.device[beside] == rank
+                    here = 0 <= beside < stages and schedule.rank_of_stage[beside] == rank
                     if kind != "W":
                         sent[way, stage, i] = end if here else clock
     return latest

@@ -108,7 +108,9 @@ def test_the_least_memory_of_every_stage() -> None:
         fits += is_feasible(instance)
         assert is_feasible(instance) == (needs <= 1)
         tight, loose = (
-            replace(instance, layout=replace(instance.layout, limit=tuple(f * n for n in instance.layout.limit)))
+            replace(
+                instance, placement=replace(instance.placement, limit=tuple(f * n for n in instance.placement.limit))
+            )
             for f in (needs * 0.999, needs * 1.001)
         )
         assert not is_feasible(tight) and is_feasible(loose)

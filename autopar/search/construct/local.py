@@ -69,17 +69,17 @@ class _Now:
         instance, pick = self.instance, self.solution.pick
         alike = {(int(self.stage[i]), int(instance.kind[i]), k): i for i, k in enumerate(pick)}
         for ((s, kind, k), a), ((z, other, j), b) in itertools.combinations(alike.items(), 2):
-            near = kind == other and s != z and instance.device[s] == instance.device[z]
-            if near and k != j and instance.kinds[kind].layout[k] == instance.kinds[kind].layout[j]:
+            near = kind == other and s != z and instance.rank_of_stage[s] == instance.rank_of_stage[z]
+            if near and k != j and instance.kinds[kind].layout_index[k] == instance.kinds[kind].layout_index[j]:
                 yield (a, j), (b, k)
         for (s, _, k), i in alike.items():
-            table = instance.table(i, instance.layout.place[s])
+            table = instance.table(i, instance.placement.place[s])
             needs = table.live(float(instance.in_flight[s]), float(instance.waiting[s])) + table.transient
             faster = table.step < table.step[k]
             for part in table.seconds:
                 faster |= part < part[k]
-            fit = needs - needs[k] <= self.spare[instance.device[s]] + table.transient[k]
-            for new in np.flatnonzero(faster & fit & (table.layout == table.layout[k])).tolist():
+            fit = needs - needs[k] <= self.spare[instance.rank_of_stage[s]] + table.transient[k]
+            for new in np.flatnonzero(faster & fit & (table.layout_index == table.layout_index[k])).tolist():
                 yield ((i, new),)
 
     def trial(self, change: Change) -> Solution:
@@ -96,7 +96,7 @@ class _Now:
         for number, change in enumerate(changes):
             for i, k in change:
                 s = int(self.stage[i])
-                table, now = instance.table(i, instance.layout.place[s]), self.solution.pick[i]
+                table, now = instance.table(i, instance.placement.place[s]), self.solution.pick[i]
                 parts[:, s, number] += [float(part[k] - part[now]) for part in table.seconds]
                 once[s, number] += table.step[k] - table.step[now]
         return np.asarray(simulate_many(instance.schedule, parts) + (instance.owns.T @ once).max(axis=0))
@@ -138,7 +138,7 @@ def _now(instance: Instance, solution: Solution) -> _Now:
         np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)),
         parts_of(instance.schedule, found.forward_s, found.backward_s, found.weight_s),
         np.array(found.per_step_s),
-        np.array(instance.layout.limit[: len(live)]) - live,
+        np.array(instance.placement.limit[: len(live)]) - live,
     )
 
 
@@ -171,13 +171,13 @@ def improved(instance: Instance, solution: Solution, refine: Refine, deadline: f
 def add_sends(instance: Instance, pick: Sequence[int], bounds: Indices, parts: Sequence[Array]) -> None:
     """Add the seconds of sends between stages to those of forward and backward (the first two of ``parts``, ``[stage, set]``), for cuts
     ``bounds[stage + 1, set]`` and the candidate of each layer."""
-    layout, last = instance.layout, instance.schedule.stages - 1
-    stage_of_link = {link: s for s, link in enumerate(layout.link[:last])}
+    placement, last = instance.placement, instance.schedule.stages - 1
+    stage_of_link = {link: s for s, link in enumerate(placement.link[:last])}
     links = {
         link: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)])
         for link, s in stage_of_link.items()
     }
-    for s, link in enumerate(layout.link[:last]):
+    for s, link in enumerate(placement.link[:last]):
         seconds = links[link][bounds[s + 1] - 1]
         parts[0][s] += seconds
         parts[1][s + 1] += seconds
@@ -185,11 +185,11 @@ def add_sends(instance: Instance, pick: Sequence[int], bounds: Indices, parts: S
 
 def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Return the seconds of a step with each of ``cuts`` and unchanged candidates, without resharding."""
-    layout, schedule, pick = instance.layout, instance.schedule, solution.pick
+    placement, schedule, pick = instance.placement, instance.schedule, solution.pick
     bounds = np.array(cuts).T  # [stage + 1, set]
-    sums = {place: _sums(instance, solution, place) for place in layout.place}
+    sums = {place: _sums(instance, solution, place) for place in placement.place}
     stages = [
-        sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(layout.place, pairwise(bounds), strict=True)
+        sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(placement.place, pairwise(bounds), strict=True)
     ]
     *parts, once = np.stack(stages, axis=1)  # [stage, set] each
     add_sends(instance, pick, bounds, parts)

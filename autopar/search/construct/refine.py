@@ -33,7 +33,7 @@ Cache = dict[tuple[object, ...], tuple[int, ...] | None]
 
 def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """Return the solution with these cuts and the best candidates found; ``None`` if none fit."""
-    if instance.schedule.interleaved:
+    if instance.schedule.multi_stage:
         return _devices(instance, mode, bounds, cache)
     pick = _stages(instance, mode, bounds, cache)
     solution = None if pick is None else Solution(bounds, pick)
@@ -43,12 +43,12 @@ def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
 def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> tuple[int, ...] | None:
     """Choose each stage's candidates, from the first stage to the last, because the layout that a stage sends affects the next stage."""
     pick: list[int] = []
-    layout = instance.layout
+    placement = instance.placement
     for s, (i, j) in enumerate(pairwise(bounds)):
         regime = instance.regime(s)
         came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
-        link = layout.link[s] if j < instance.layers else None
-        borders = tuple(layout.resharding[0].border[max(i - 1, 0) : j])
+        link = placement.link[s] if j < instance.layers else None
+        borders = tuple(placement.resharding[0].border[max(i - 1, 0) : j])
         key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, link
         if key not in cache:
             before = pick[-1] if i else None
@@ -116,26 +116,26 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
         return None
     left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
     for kind, chosen in left.items():
-        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout[k]), k))
+        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout_index[k]), k))
     return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
 
 
 def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """Choose the candidates of every device's layers for these cuts; return ``None`` if none are found that fit."""
     pp, kind = instance.schedule.pipeline, instance.kind
-    border = instance.layout.resharding[0].border
+    border = instance.placement.resharding[0].border
     rooms, moments = [1.0] * pp, first_moments(instance)
     seen = [[moment] for moment in moments]
     for _ in range(TRIES):
         pick = [0] * instance.layers
         for d in range(pp):
-            own = instance.schedule.own(d)
-            if instance.schedule.device[own[0]] != d:
+            own = instance.schedule.stages_of(d)
+            if instance.schedule.rank_of_stage[own[0]] != d:
                 continue  # an earlier device has the same stages
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
             live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
-            place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
+            place, limit = instance.placement.place[d], instance.placement.limit[d] * rooms[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             buffers = device_buffers(instance.schedule, d)
             key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, buffers, limit)
