@@ -22,8 +22,8 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    deviations,
     effective_sync,
-    given_up,
 )
 from autopar.precision import TF32
 from autopar.schedules import Schedule
@@ -306,7 +306,7 @@ def make_plan(
         chunks=config.schedule.chunks,
         prefetch=pricer.prefetch,
         sync=sync,
-        allow=(*graph.allow, *given_up(sync, strategies)),
+        allow=(*graph.allow, *deviations(sync, strategies)),
         nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in strategies) else "",
         gpus_per_node=cluster.node_size,
     )

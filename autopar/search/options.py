@@ -78,17 +78,17 @@ class SearchOptions(PlanPins):
             else:
                 object.__setattr__(self, key, value)
         object.__setattr__(self, "pin", some)
-        check_allowed(self.allow, self.given_up)
+        check_allowed(self.allow, self.deviations)
 
     @property
-    def given_up(self) -> dict[str, str]:
+    def deviations(self) -> dict[str, str]:
         """The numerical deviations that the pins cause, each with a responsible pin."""
         found = {}
         for key, value in self.pins.items():
             if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
                 modes = [technique.mode(v) for v in technique.admitted({name: value}.get)]
-                if modes and all(mode.gives_up for mode in modes):
-                    found[modes[0].gives_up] = f"{name}={value}"
+                if modes and all(mode.deviation for mode in modes):
+                    found[modes[0].deviation] = f"{name}={value}"
         return found
 
     @property
@@ -120,14 +120,14 @@ class SearchOptions(PlanPins):
         return replace(self, **{key: None})  # type: ignore[arg-type]
 
 
-def check_allowed(allow: Collection[str], given_up: Mapping[str, str] | None = None) -> None:
+def check_allowed(allow: Collection[str], deviations: Mapping[str, str] | None = None) -> None:
     """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks a deviation that pins cause
-    (``SearchOptions.given_up``)."""
+    (``SearchOptions.deviations``)."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
-    for name, pin in (given_up or {}).items():
+    for name, pin in (deviations or {}).items():
         if name not in allow:
-            mode = next(mode for technique in ALL for mode in technique.modes if mode.gives_up == name)
+            mode = next(mode for technique in ALL for mode in technique.modes if mode.deviation == name)
             raise UsageError(
                 f"{pin} is not exact: {mode.inexact}",
                 f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) gives that up; or leave it out",
