@@ -332,10 +332,10 @@ def _segments_would_save_memory(state: State, instance: Instance, solution: Solu
 def _try_segments(state: State) -> bool:
     """At the end of the search, open the best plan's configuration with segments of several layers, if these would save memory; return
     whether to continue."""
-    if state.best is None or state.widened == state.best[0].config or not may_segment(state.best[0]):
+    if state.best is None or state.segments_tried_in == state.best[0].config or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
-    state.widened = chosen.config
+    state.segments_tried_in = chosen.config
     if not any(_segments_would_save_memory(state, chosen, solution, stage) for stage in range(chosen.schedule.stages)):
         return False
     instance = segmented(state, chosen)
@@ -383,7 +383,10 @@ def _with_other_schedules(state: State, config: Configuration, even: bool) -> li
     """Return ``under_other_schedules`` of a configuration; nothing if a pin decides the schedule or the chunks."""
     if not _leaves_schedules(state.options):
         return []
-    return [tuple(group) for group in under_other_schedules(config, len(state.prices.pins), state.may_split, even)]
+    return [
+        tuple(group)
+        for group in under_other_schedules(config, len(state.prices.pins), state.tries_split_schedules, even)
+    ]
 
 
 @dataclass(order=True)

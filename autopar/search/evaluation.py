@@ -37,7 +37,7 @@ from autopar.segments import shortened
 from autopar.techniques import LAYER
 from autopar.units import size
 
-State = tuple[int, int, int]
+StateBytes = tuple[int, int, int]
 """Bytes of parameters, of gradients and of optimizer state."""
 
 
@@ -260,8 +260,10 @@ def make_plan(
     mesh, strategies = coalesce(config.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = by_stage(priced.prices, priced.bounds)
-    twice = counted_twice(graph, pricer, config, priced.bounds, priced.strategies)
-    memory = [without_state(m, state) for m, state in zip(device_memories(config.schedule, runs), twice, strict=True)]
+    duplicated = duplicated_state_bytes(graph, pricer, config, priced.bounds, priced.strategies)
+    memory = [
+        without_state(m, state) for m, state in zip(device_memories(config.schedule, runs), duplicated, strict=True)
+    ]
     offloaded = offloaded_bytes(config.schedule, runs)
     stages = tuple(
         StagePlan(
@@ -277,10 +279,8 @@ def make_plan(
         for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), config.schedule.rank_of_stage, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
-    peak, sync = (
-        cluster.peak_flops(TF32 if TF32 in graph.allow else precision),
-        effective_sync(pricer.sync, mesh, strategies),
-    )
+    peak = cluster.peak_flops(TF32 if TF32 in graph.allow else precision)
+    sync = effective_sync(pricer.sync, mesh, strategies)
     plan = Plan(
         model=graph.name,
         devices=str(cluster),
@@ -310,16 +310,14 @@ def make_plan(
         nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in strategies) else "",
         gpus_per_node=cluster.node_size,
     )
-    return (
-        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
-        if plan.price_only
-        else plan
-    )
+    if not plan.price_only:
+        return plan
+    return replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
 
 
-def counted_twice(
+def duplicated_state_bytes(
     graph: Graph, pricer: PriceSource, config: Configuration, bounds: Sequence[int], strategies: Sequence[Strategy]
-) -> list[State]:
+) -> list[StateBytes]:
     """Return for each pipeline rank the surplus bytes in the sum of its layers' prices: several layers of a stage may share a parameter,
     which is stored once but is in the price of each.
 
@@ -354,7 +352,7 @@ def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
     return [device.counts_at_peak() for device in devices(instance.schedule, stages)]
 
 
-def without_state(live: Memory, state: State) -> Memory:
+def without_state(live: Memory, state: StateBytes) -> Memory:
     """Return ``live`` minus the parameters, gradients and optimizer state in ``state``."""
     p, g, o = state
     return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
@@ -371,10 +369,10 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: P
     strategies = [layer.strategy for layer in plan.layers]
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     stages = by_stage(layer_prices(graph, cluster, pricer, config, bounds, strategies)[0], bounds)
-    twice = counted_twice(graph, pricer, config, bounds, strategies)
+    duplicated = duplicated_state_bytes(graph, pricer, config, bounds, strategies)
     return tuple(
         tuple(replace(moment, memory=without_state(moment.memory, state)) for moment in device.timeline())
-        for device, state in zip(devices(config.schedule, stages), twice, strict=True)
+        for device, state in zip(devices(config.schedule, stages), duplicated, strict=True)
     )
 
 

@@ -89,7 +89,7 @@ class State:
     unpriced: int = 0  # the number of configurations that were not priced when time ran out
     priced: list[Instance] = field(default_factory=list)
     tried: set[Configuration] = field(default_factory=set)  # that ``_try_segments_where_infeasible`` has checked
-    widened: Configuration | None = None  # the latest best configuration in which segments were tried
+    segments_tried_in: Configuration | None = None  # the latest best configuration in which segments were tried
     schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
     uneven: bool = False  # whether these were also opened with uneven stages
     sequences: bool = False  # whether sequence parallelism in all layers was opened
@@ -114,7 +114,7 @@ class State:
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
     @cached_property
-    def may_split(self) -> bool:
+    def tries_split_schedules(self) -> bool:
         """Whether schedules that split the backward pass are tried without a pin."""
         pins, context = self.prices.pins, context_of(self.options)
         return all(may_split(some, context, len(pins) <= SMALL_LAYERS) for some in pins)
