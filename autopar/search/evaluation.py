@@ -173,11 +173,11 @@ def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]
         return False
     if not instance.offload_tiers:
         return True
-    rooms = (placement.tier_limits[place] for place in placement.place)
+    tier_limits = (placement.tier_limits[place] for place in placement.place)
     return all(
         size <= limit
-        for sizes, room in zip(offloaded_bytes(instance.schedule, stages), rooms, strict=False)
-        for size, limit in zip(sizes, room, strict=True)
+        for sizes, limits in zip(offloaded_bytes(instance.schedule, stages), tier_limits, strict=False)
+        for size, limit in zip(sizes, limits, strict=True)
     )
 
 

@@ -332,12 +332,13 @@ def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
     least device memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
     offloaded, places = offloaded_bytes(instance.schedule, spans), instance.placement.place
-    rooms = [instance.placement.tier_limits[places[d]] for d in range(len(offloaded))]
+    tier_limits = [instance.placement.tier_limits[places[d]] for d in range(len(offloaded))]
     worst, i = max(
-        itertools.product(range(len(offloaded)), range(2)), key=lambda at: offloaded[at[0]][at[1]] - rooms[at[0]][at[1]]
+        itertools.product(range(len(offloaded)), range(2)),
+        key=lambda at: offloaded[at[0]][at[1]] - tier_limits[at[0]][at[1]],
     )
     names = [t.name for t in LAYER if any(mode.offload_tier for mode in t.modes)]
-    size, limit, what = offloaded[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
+    size, limit, what = offloaded[worst][i], tier_limits[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.placement.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
         f"that needs the least device memory ({instance.config}) needs {gigabytes(size)} of {what}",

@@ -21,7 +21,7 @@ from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
 from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
 from autopar.search.construct.candidates import modes_of
 from autopar.search.construct.drafts import construct
-from autopar.search.construct.local import _steps, changed, improved
+from autopar.search.construct.local import _steps, change_candidates, move_layers
 from autopar.search.construct.refine import refined
 from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, transfers
@@ -236,8 +236,8 @@ def test_the_local_search_shortens_steps() -> None:
                 continue
             before = found[1]
             assert found[0] == cost(instance, before).step_time_s
-            after = changed(instance, before)
-            last = improved(instance, after, lambda bounds: refined(instance, mode, bounds, {}))  # noqa: B023
+            after = change_candidates(instance, before)
+            last = move_layers(instance, after, lambda bounds: refined(instance, mode, bounds, {}))  # noqa: B023
             steps = [cost(instance, each).step_time_s for each in (before, after, last)]
             assert fits(instance, after) and fits(instance, last) and steps == sorted(steps, reverse=True), seed
             by_changes.append(1 - steps[1] / steps[0])

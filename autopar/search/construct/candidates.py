@@ -116,10 +116,10 @@ class LayerSelection:
     """Chooses the candidates of layers, in order, together under one memory limit. ``in_flight`` has for each layer the microbatches in
     flight, and those between the two parts of a split backward; ``buffers`` is the number of pipeline buffers.
 
-    ``rooms`` are the memory limits of the offload tiers that some candidate uses.
+    ``tier_limits`` are the memory limits of the offload tiers that some candidate uses.
     """
 
-    rooms: Sequence[float] = ()
+    tier_limits: Sequence[float] = ()
     pressure = 0.0  # the price of filling an offload tier, relative to that of filling device memory
     multiplier = 0.0  # memory's multiplier at which the last candidates that fit were found
 
@@ -150,7 +150,7 @@ class LayerSelection:
 
     def solve(self) -> tuple[int, ...] | None:
         """Return the fastest candidates found that fit, or ``None``."""
-        for pressure in TIER_MULTIPLIERS if self.rooms else (0.0,):
+        for pressure in TIER_MULTIPLIERS if self.tier_limits else (0.0,):
             self.pressure = pressure
             pick = self._within_limit()
             if pick is not None:
@@ -219,7 +219,7 @@ class LayerSelection:
         return self._room_for(self._kept(pick))
 
     def _room_for(self, pick: list[int]) -> bool:
-        return all(self._offloaded_bytes(i, pick) <= room for i, room in enumerate(self.rooms))
+        return all(self._offloaded_bytes(i, pick) <= room for i, room in enumerate(self.tier_limits))
 
     def _offloaded_bytes(self, memory: int, pick: list[int]) -> float:
         return float(sum(layer.offloaded[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
@@ -264,7 +264,7 @@ class LayerSelection:
         """Return the seconds of candidates plus their bytes times ``price``. Only a share of a transient is priced, because only the
         stage's maximum counts, which is not known yet."""
         cost = layer.weight + price * (layer.live + layer.transient / len(self.layers))
-        for sizes, room in zip(layer.offloaded, self.rooms, strict=True) if self.pressure else ():
+        for sizes, room in zip(layer.offloaded, self.tier_limits, strict=True) if self.pressure else ():
             cost = cost + price * self.pressure * self.limit / max(room, 1.0) * sizes
         return cost
 
@@ -302,7 +302,7 @@ class LayerSelection:
         saves = total[now] - total
         more = layer.live - layer.live[now]
         ok = (saves > 1e-15) & (live + more + np.maximum(highest, layer.transient) <= self.limit)
-        for i, room in enumerate(self.rooms):
+        for i, room in enumerate(self.tier_limits):
             ok &= self._offloaded_bytes(i, pick) - layer.offloaded[i][now] + layer.offloaded[i] <= room
         if not ok.any():
             return 0.0, now
@@ -331,7 +331,7 @@ def stage_of(
         layer = found.layers[-1]
         found.layers[-1] = layer.slower(2 * instance.p2p(j - 1, s)[layer.keep])
     if instance.offload_tiers:
-        found.rooms = [instance.placement.tier_limits[place][k] for k in instance.offload_tiers]
+        found.tier_limits = [instance.placement.tier_limits[place][k] for k in instance.offload_tiers]
         for a, k in enumerate(instance.kind[i:j].tolist()):
             sizes, layer = instance.kinds[k].at(place).offloaded_bytes(n), found.layers[a]
             found.layers[a] = replace(layer, offloaded=tuple(sizes[i][layer.keep] for i in instance.offload_tiers))

@@ -19,9 +19,9 @@ from autopar.schedules import INTERLEAVED
 from autopar.schedules.memory import peak_moments
 from autopar.schedules.step_time import simulate_many
 from autopar.search.construct.candidates import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
-from autopar.search.construct.local import add_sends, changed, improved
+from autopar.search.construct.local import add_sends, change_candidates, move_layers
 from autopar.search.construct.refine import Cache, refined
-from autopar.search.cuts import balanced_cuts, in_rounds
+from autopar.search.cuts import balanced_cuts, even_chunk_cuts
 from autopar.search.evaluation import Solution, cost
 from autopar.search.minimum_memory import least_memory
 from autopar.search.pareto import Array
@@ -79,10 +79,10 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
         return None
     found, step_s = tries.solution, tries.step_s
     if step_s < (1 + CLOSE) * known_s:
-        found = changed(instance, found, deadline)
+        found = change_candidates(instance, found, deadline)
         step_s = cost(instance, found).step_time_s
     if step_s < (1 + CLOSE) * known_s:
-        found = improved(instance, found, tries.refined, deadline)
+        found = move_layers(instance, found, tries.refined, deadline)
     return cost(instance, found).step_time_s, found
 
 
@@ -146,7 +146,7 @@ def _sends_s(instance: Instance, pick: list[int]) -> float:
     return 2 * (stages - 1) * float(instance.p2p(layer, 0)[pick[int(instance.kind[layer])]])
 
 
-def _alike_in_rounds(instance: Instance) -> bool:
+def _balanced_by_even_chunks(instance: Instance) -> bool:
     """Return whether stages with equal numbers of layers are nearly balanced: under interleaved 1F1B, if at most one kind has several
     layers."""
     return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
@@ -163,7 +163,7 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
     for s in range(1, stages):
         bounds.append(int(np.clip(round(float(mean[s])), bounds[-1] + 1, count - (stages - s))))
     found = [(*bounds, count)]
-    if _alike_in_rounds(instance):
+    if _balanced_by_even_chunks(instance):
         exact = np.diff(mean) @ instance.owns
         least = np.floor(exact + 1e-6).astype(np.int64)
         more = count - int(least.sum())
@@ -174,7 +174,7 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
         for first in (np.argsort(least - exact), np.argsort(exact - least < 0.01, kind="stable")):
             layers = least.copy()
             layers[first[:more]] += 1
-            found += [in_rounds(layers.tolist(), chunks, ends, order) for order in orders]
+            found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in orders]
     distinct = dict.fromkeys(found)
     return [b for b in distinct if all(i < j for i, j in pairwise(b)) and b[-1] == count]
 

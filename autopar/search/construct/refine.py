@@ -16,7 +16,7 @@ from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 
-ROOMS = 8
+SPARE_TRIES = 8
 """Maximum number of times a stage's candidates are chosen, each time with different spare memory, if segments keep more bytes than the sum
 of the mean bytes by which their layers' candidates were chosen (``Table.saved``)."""
 
@@ -85,7 +85,7 @@ def _in_segments(
     """Return the fastest candidates that fit with all bytes that their segments keep: from ``found``, or chosen with spare memory."""
     fit: list[tuple[int, ...]] = []
     low, high, spare = 0.0, np.inf, 0.0
-    for _ in range(ROOMS):
+    for _ in range(SPARE_TRIES):
         trials = [regrouped(instance, i, pick) for pick in found]
         over = [stage_bytes(instance, i, s, trial) - full.limit for trial in trials]
         fit += [trial for trial, more in zip(trials, over, strict=True) if more <= 0]
@@ -124,7 +124,7 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
     """Choose the candidates of every device's layers for these cuts; return ``None`` if none are found that fit."""
     pp, kind = instance.schedule.pipeline, instance.kind
     border = instance.placement.resharding[0].border
-    rooms, moments = [1.0] * pp, first_moments(instance)
+    limit_shares, moments = [1.0] * pp, first_moments(instance)
     seen = [[moment] for moment in moments]
     for _ in range(TRIES):
         pick = [0] * instance.layers
@@ -135,7 +135,7 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
             live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
-            place, limit = instance.placement.place[d], instance.placement.limit[d] * rooms[d]
+            place, limit = instance.placement.place[d], instance.placement.limit[d] * limit_shares[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             buffers = device_buffers(instance.schedule, d)
             key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, buffers, limit)
@@ -152,16 +152,16 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
         # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
         if instance.schedule.peak_varies:
-            _turn(moments, seen, rooms, full, counts_at_peaks(instance, solution))
+            _replan_at_peak(moments, seen, limit_shares, full, counts_at_peaks(instance, solution))
         else:
-            rooms = [room * 0.999 / max(full) for room in rooms]
+            limit_shares = [share * 0.999 / max(full) for share in limit_shares]
     return None
 
 
-def _turn(
+def _replan_at_peak(
     moments: list[Counts],
     seen: list[list[Counts]],
-    rooms: list[float],
+    limit_shares: list[float],
     full: Sequence[float],
     peak_counts: Sequence[Counts],
 ) -> None:
@@ -173,4 +173,4 @@ def _turn(
             several = len(seen[d]) > 2 or moment == moments[d]
             mean = np.mean(seen[d] if several else [moment], axis=0)
             moments[d] = tuple((float(n), float(q)) for n, q in mean)
-            rooms[d] *= 0.999 / share if several else 1.0
+            limit_shares[d] *= 0.999 / share if several else 1.0
