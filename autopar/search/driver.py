@@ -309,9 +309,9 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     worst = max(state.prices.refused, key=lambda i: state.prices.refused[i])
     layer = graph.layers[worst]
     return InfeasibleError(
-        f"layer {layer.name} ({layer.cls}) has no way to run with {pins or 'these devices'}: a size does not divide, or its "
-        "operations cannot be split so",
-        f"leave one of the pins free: {pins}" if pins else None,
+        f"no strategy of layer {layer.name} ({layer.cls}) is admissible with {pins or 'these devices'}: a size does not "
+        "divide, or its ops cannot be sharded so",
+        f"remove one of the pins: {pins}" if pins else None,
     )
 
 
@@ -443,7 +443,7 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
             names = ", ".join(graph.layers[i].name for i in state.prices.groups[group])
             raise InfeasibleError(
                 f"the layers {names} share parameters and have no strategy in common",
-                "free the pinned degrees, or untie the parameters",
+                "remove the pins on degrees, or untie the parameters",
             )
     assert best.solution is not None
     if best.need > 1:
@@ -466,7 +466,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     proof = Proof(
         bound,
         gap,
-        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
+        f"{' + '.join(sorted(state.solvers)) or 'no solver needed'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
         _left_out(cluster, state),
         time.monotonic() - started,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -486,14 +486,12 @@ def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
     """Return notes on what was not searched, but can be pinned."""
     notes: list[str] = []
     if state.unpriced:
-        notes.append(
-            f"time ran out with {state.unpriced} configurations unpriced: their bound is the model's arithmetic alone"
-        )
+        notes.append(f"time ran out with {state.unpriced} configurations unpriced: they are bounded by FLOPs only")
     if late := _late_sequences(state):
         notes.append(f"time ran out before these were searched: {late}; pin one to search it")
     if not state.sequences and not late and _sequences(state):
         notes.append(
-            "ring attention and Ulysses were not searched: the batch has a row for each device; pin ring or ulysses to search one"
+            "ring attention and Ulysses were not searched: data parallelism can use all devices; pin ring or ulysses to search one"
         )
     if not state.uneven and _leaves_schedules(state.options):
         missing = (

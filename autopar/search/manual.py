@@ -262,7 +262,7 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
     if not 1 <= stages <= count:
         raise UsageError(
             f"{count} layers cannot be cut into {stages} pipeline stages",
-            f"{count} stages are the most: one for each layer",
+            f"at most {count} stages: one for each layer",
         )
     bounds = (0, *(even_cuts(count, stages) if cuts is None else cuts), count)
     if len(bounds) != stages + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):

@@ -313,7 +313,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     enough = max(int(m.total) for m in by_stage)
     limit, hint = (
         gigabytes(limits[worst]),
-        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",
+        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would suffice",
     )
     answer, scope = f"no plan fits {limit} per device", ""
     if unpriced:
@@ -342,7 +342,7 @@ def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
     return InfeasibleError(
         f"no plan was found that fits {gigabytes(instance.placement.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
         f"that needs the least device memory ({instance.config}) needs {gigabytes(size)} of {what}",
-        f"take more devices or nodes with more {what}, or leave the pins {' and '.join(names)} out",
+        f"take more devices or nodes with more {what}, or remove the pins {' and '.join(names)}",
     )
 
 

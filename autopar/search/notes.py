@@ -20,7 +20,7 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
     if max(idle) > 1:
         where, rows = idle.index(max(idle)), graph.batch_size // config.schedule.microbatches
         notes.append(
-            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
+            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: up to {max(idle)} devices duplicate the same "
             f"work (first {graph.layers[where].name}), because a microbatch of {rows} "
             f"{'sample' if rows == 1 else 'samples'} does not divide further"
         )

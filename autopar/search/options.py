@@ -130,7 +130,7 @@ def check_allowed(allow: Collection[str], deviations: Mapping[str, str] | None =
             mode = next(mode for technique in ALL for mode in technique.modes if mode.deviation == name)
             raise UsageError(
                 f"{pin} is not exact: {mode.inexact}",
-                f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) gives that up; or leave it out",
+                f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) allows this deviation; or remove the pin",
             )
 
 
@@ -186,8 +186,8 @@ def _check_searched(layer: str, pins: LayerPins) -> None:
         if all(reasons):
             value = technique.admitted(pins.of)[0]
             raise UsageError(
-                f"{layer} is pinned to {technique.name}={value}, which a plan may have and a search does not take: {reasons[0]}",
-                "leave the pin out; `autopar price` prices such a plan",
+                f"{layer} is pinned to {technique.name}={value}, which the search never selects: {reasons[0]}",
+                "remove the pin; `autopar price` prices such a plan",
             )
 
 
@@ -211,7 +211,7 @@ def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
     if pins.expert is None or experts:
         return pins
     if not any(cls.experts for cls in graph.classes.values()) and pins.expert > 1:
-        raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "leave the pin out")
+        raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "remove the pin")
     return replace(pins, expert=None, data=pins.data and pins.data * pins.expert)
 
 

@@ -502,9 +502,9 @@ def admits_copies(cluster: Devices, schedule: Schedule) -> bool:
 
 
 def no_copies_error(schedule: str) -> UsageError:
-    """Return the error for devices that do not mirror each other (``admits_copies``)."""
+    """Return the error for devices or links that are not symmetric (``admits_copies``)."""
     return UsageError(
-        f"{schedule} has copies of each stage on devices that mirror each other, and these have other devices or links",
+        f"{schedule} needs symmetric devices and links: each stage has a second copy on the mirrored pipeline rank",
         "use devices of one kind, full nodes, or 1f1b",
     )
 
@@ -542,7 +542,7 @@ def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], o
             return UsageError(*why)
         return UsageError(
             f"{layers} layers cannot be cut into {pipeline * chunks} stages, {chunks} for each of {pipeline} devices",
-            f"{layers} stages are the most: one for each layer",
+            f"at most {layers} stages: one for each layer",
         )
     return UsageError(
         f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(counts)} microbatches",

@@ -97,13 +97,13 @@ def test_unequal_devices_are_refused(tmp_path: Path) -> None:
     cluster, schedule = parse(str(devices)), Schedule("chimera", 2, 4)
     prices = Pricer(GRAPH, cluster, "bfloat16", solve_mlp)
     mesh = make_mesh(("data", cluster.count // 2))
-    with pytest.raises(UsageError, match="devices that mirror each other") as error:
+    with pytest.raises(UsageError, match="needs symmetric devices and links") as error:
         evaluate(
             GRAPH, cluster, prices, mesh=mesh, stage_bounds=(0, 4, 8), strategies=[Strategy((Role.DATA,))] * 8,
             schedule=schedule, precision="bfloat16",
         )  # fmt: skip
     assert error.value.hint
-    with pytest.raises(UsageError, match="devices that mirror each other"):
+    with pytest.raises(UsageError, match="needs symmetric devices and links"):
         search(GRAPH, cluster, prices, SearchOptions(schedule="chimera", pipeline=2, microbatches=4))
 
 
