@@ -181,10 +181,10 @@ class _Device:
             path, int((self.instance.kind == self.frequent).sum()) - np.arange(most + 1)
         )
         sent = float((path[:2, list(self.stages)] * self.send[:, list(self.stages)]).sum())
-        dearest = cutoff_s - float(elsewhere.min()) - sent
+        max_s = cutoff_s - float(elsewhere.min()) - sent
         work = np.full(most + 1, np.inf)
         for least, largest in self._levels:
-            self._fill(work, path, fewest, (self.room - least, largest, dearest))
+            self._fill(work, path, fewest, (self.room - least, largest, max_s))
         work = (work + sent) * (1 - TOLERANCE)
         possible = np.flatnonzero(work + elsewhere < cutoff_s)
         return int(possible.max(initial=fewest - 1)), work
