@@ -150,7 +150,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
         UsageError: a selector names no layer, two selectors contradict each other, pins are invalid, or the model does not admit them.
     """
     found = [options.common] * len(graph.layers)
-    said: dict[tuple[int, str], str] = {}
+    pinned_by: dict[tuple[int, str], str] = {}
     for key, value in options.pin.items():
         selector, _, name = key.rpartition(".")
         chosen = [i for i, layer in enumerate(graph.layers) if selects(selector, layer.name, layer.cls)]
@@ -162,7 +162,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 f"its layers are {', '.join(runs_of_names(names))}",
             )
         for i in chosen:
-            other = said.setdefault((i, name), key)
+            other = pinned_by.setdefault((i, name), key)
             if other != key and options.pin[other] != value:
                 raise UsageError(
                     f"{other}={options.pin[other]} and {key}={value} both pin {graph.layers[i].name}",

@@ -346,8 +346,8 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
     for technique in LAYER:
         if pins.of(technique.name) is None:
             pays = [options for options in found if technique.is_tried_with(options[technique], options)]
-            said = {options[technique] for options in pays}
-            found = [options for options in found if options in pays or options[technique] not in said]
+            paying = {options[technique] for options in pays}
+            found = [options for options in found if options in pays or options[technique] not in paying]
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound
-from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
+from autopar.search.bounds.linear import device_bound, linear_bound, textbook_bound
 from autopar.search.construct.candidates import tied_cost
 from autopar.search.construct.drafts import construct
 from autopar.search.exact import TooManyLabelsError, solve_labels
@@ -139,7 +139,7 @@ def _first(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
     incumbent discards other configurations, and is worth more than a better bound. Don't if other numbers of chunks gave little hope, nor
     after too many solutions without improvement."""
-    bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
+    bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
     config = node.instance.config
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
     if far and _is_hopeful(state, config) and state.wasted_s < WASTED * state.options.time_limit_s:

@@ -62,9 +62,9 @@ CUT_ACTIONS = 40_000
 """Maximum number of microbatches times stages for which paths are searched, action by action in Python."""
 
 
-def first_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """Return the bound with equal multipliers of all textbook paths; ``inf`` if nothing fits."""
-    return max(at_least_s, _Lagrangian(instance).first())
+def textbook_bound(instance: Instance, at_least_s: float) -> float:
+    """Return the bound with equal multipliers of all textbook paths, at least ``at_least_s``; ``inf`` if nothing fits."""
+    return max(at_least_s, _Lagrangian(instance).textbook_bound())
 
 
 def linear_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
@@ -131,7 +131,7 @@ class _Lagrangian:
         )
         self.most = int(np.bincount(instance.kind).argmax())  # the most frequent kind
 
-    def first(self) -> float:
+    def textbook_bound(self) -> float:
         """Return the bound with equal multipliers of all textbook paths, and multipliers of memory if it binds; ``inf`` if all devices
         together lack memory."""
         nothing, even = np.zeros(self.pp), np.full(self.pp, 1 / self.pp)
@@ -210,7 +210,7 @@ class _Lagrangian:
 def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> float:
     """Return the bound of the linear program, with rows of whole layers from ``whole``; store the program's mean cuts in the instance."""
     lagrangian = _Lagrangian(instance)
-    best = lagrangian.first()
+    best = lagrangian.textbook_bound()
     if not best < cutoff_s or len(instance.runs) * lagrangian.stages > LARGEST:
         return best
     model, paths = _Program(lagrangian, best, whole), None
