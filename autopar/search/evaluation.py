@@ -500,7 +500,7 @@ def _price(
         roles = ", ".join(f"{axis.name}={role.value}" for axis, role in zip(mesh, strategy.roles, strict=True))
         raise InfeasibleError(
             f"layer {layer.name} ({layer.cls}) cannot run with {roles} and {microbatches} microbatches: a size does not "
-            "divide, or the role is not possible for it",
+            "divide, or a role is not admissible",
             "give that layer other roles, or other degrees",
         )
     return price
