@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.precision import TF32
 from autopar.schedules import Schedule
-from autopar.techniques import DEFAULTS, GIVEN_UP, LAYER, PLAN, UNDER_SPLIT, Options, read_options
+from autopar.techniques import DEFAULTS, DEVIATIONS, LAYER, PLAN, UNDER_SPLIT, Options, read_options
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds
 
@@ -71,7 +71,7 @@ ALLOWED = {
     NARROW_MOMENTS: "Adam's moments of 16-bit parameters are in 16 bits",
     FP8: "products with weights multiply 8-bit floating-point numbers, in models in bfloat16",
     TF32: "matrix products of float32 round their operands to 10 bits of mantissa",
-} | {mode.gives_up: mode.inexact for technique in (*LAYER, *PLAN) for mode in technique.modes if mode.gives_up}
+} | {mode.deviation: mode.inexact for technique in (*LAYER, *PLAN) for mode in technique.modes if mode.deviation}
 """The numerical deviations from exact training that a user may allow, by name, each with a description."""
 
 DEGREES = {
@@ -88,11 +88,11 @@ BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
 
 
-def given_up(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
+def deviations(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """Return the numerical deviations (of ``ALLOWED``) that a synchronisation and the layers' strategies cause."""
-    given = {technique.mode(value).gives_up for s in strategies for technique, value in s.options.chosen}
-    given.add(SYNC.mode(sync).gives_up)
-    return tuple(name for name in GIVEN_UP if name in given)
+    given = {technique.mode(value).deviation for s in strategies for technique, value in s.options.chosen}
+    given.add(SYNC.mode(sync).deviation)
+    return tuple(name for name in DEVIATIONS if name in given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class Strategy:
 
 def effective_sync(sync: str, mesh: tuple[Axis, ...], strategies: Iterable[Strategy]) -> str:
     """Return ``sync``, or the default if no layer has several replicas to synchronise."""
-    roles = (Role.DATA,) if SYNC.mode(sync).gives_up else REPLICATING
+    roles = (Role.DATA,) if SYNC.mode(sync).deviation else REPLICATING
     return sync if any(s.degree(mesh, *roles) > 1 for s in strategies) else SYNC.default
 
 
@@ -265,8 +265,8 @@ class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
 
     The mesh is that of one stage; device ``rank = stage * prod(mesh) + position in the mesh`` (outermost axis first). If each device has
-    several stages (``chunks``), ``Schedule.device`` maps a stage to its device; the memory of each of them is then the sum over the
-    device's stages.
+    several stages (``chunks``), ``Schedule.rank_of_stage`` maps a stage to its pipeline rank; the memory of each of them is then the sum
+    over the stages of its rank.
     ``bound_s`` is a proved lower bound of the step time over the searched candidates; ``gap`` is ``1 - bound_s/step_time_s``.
     ``pins`` are the user's decisions with their prices, if the user requested prices. ``allow`` names the numerical deviations (of
     ``ALLOWED``) that the plan causes and the user allowed.

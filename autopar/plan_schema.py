@@ -365,7 +365,7 @@ def _check_stages(data: Mapping[str, Any]) -> None:
     stages, layers, size = data["stages"], len(data["layers"]), _product(data["mesh"])
     bounds = [0, *(stage["layers"][1] for stage in stages)]
     for i, (stage, (start, stop), device) in enumerate(
-        zip(stages, pairwise(bounds), _schedule(data).device, strict=True)
+        zip(stages, pairwise(bounds), _schedule(data).rank_of_stage, strict=True)
     ):
         if stage["layers"][0] != start or stop <= start:
             raise MalformedFileError(

@@ -21,7 +21,7 @@ from autopar.plan import FP8
 from autopar.precision import normalise
 from autopar.search.numerics import Numerics
 from autopar.shard import annotate
-from autopar.techniques import OF_LAYERS
+from autopar.techniques import LAYER_DEVIATIONS
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def with_numerics(graph: Graph, recapture: Recapture, numerics: Numerics) -> Gra
     """Return the graph for plans with ``numerics``: the graph of one microbatch if microbatches count as separate batches, and with FP8
     products if they are allowed."""
     part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), numerics.microbatches)
-    narrow = tuple(name for name in numerics.narrow if name not in (FP8, *OF_LAYERS))
+    narrow = tuple(name for name in numerics.narrow if name not in (FP8, *LAYER_DEVIATIONS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
     return in_float8(part) if FP8 in numerics.narrow else part
 

@@ -90,7 +90,7 @@ class HandTunedRecipe:
 
     def stages(self, rank: int) -> list[int]:
         """Return the indices of a pipeline rank's stages, as torch places them."""
-        return list(Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks).own(rank))
+        return list(Schedule(self.schedule, self.pipeline, self.microbatches, self.chunks).stages_of(rank))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -99,7 +99,7 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
     measured = [o for _, o in priced if o.measured.step_s is not None]
     if len(measured) < 2:
         return None
-    possible = [pair for pair in priced if pair[1].roomy] or priced
+    possible = [pair for pair in priced if pair[1].within_plan_limit] or priced
     least = min(o.step_s for _, o in possible if o.step_s is not None)
     found: list[MeasuredLayout] = []
     for row, outcome in possible:

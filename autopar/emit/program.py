@@ -26,7 +26,7 @@ from autopar.emit.stage import layer_path, owned_attribute, stage_class
 from autopar.errors import ModelError, UsageError
 from autopar.graph import Graph
 from autopar.ops.meta import meta
-from autopar.plan import Plan, given_up
+from autopar.plan import Plan, deviations
 from autopar.precision import FLOAT16, name_of
 from autopar.program.chimera import ORDERS
 from autopar.program.opaque import OPAQUE
@@ -93,7 +93,7 @@ def emit(
     note = f"the program imports {', '.join(imports)} for opaque modules"
     if imports and note not in plan.notes:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    allow = (*graph.allow, *given_up(plan.sync, (layer.strategy for layer in plan.layers)))
+    allow = (*graph.allow, *deviations(plan.sync, (layer.strategy for layer in plan.layers)))
     plan = dataclasses.replace(plan, imports=tuple(sorted({*imports, *custom_modules(graph)})), allow=allow)
     source = model_source(local, watch)
     (path / "model.py").write_text(source, "utf-8")

@@ -7,6 +7,7 @@ faster than the plans of all remaining configurations.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from autopar.errors import InfeasibleError
 from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
+from autopar.schedules import Schedule
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import configurations
 
 GAP = 0.02
 """The relative gap at which the search for an alternative stops."""
@@ -26,8 +28,8 @@ SOLVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The plans, fastest first. ``solved`` of ``total`` priced configurations were searched. ``complete``: time sufficed; the bounds of all
-    others are at least the last plan's step time."""
+    """The plans, fastest first. ``solved`` of ``total`` priced configurations were searched. ``complete``: time sufficed to price all
+    configurations, and to search all whose bound is below the last plan's step time."""
 
     plans: tuple[Plan, ...]
     complete: bool
@@ -51,19 +53,14 @@ class Alternatives:
         ]
 
 
-Outer = tuple[int, int, str, int]
-
-
 def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
     """Return the best plans of the ``count`` fastest configurations; ``plan`` itself stands for its configuration."""
     deadline = time.monotonic() + limit_s
-    order = _by_bound(study, deadline)
-    mine = (plan.pipeline, plan.microbatches, plan.schedule, plan.chunks)
+    order, complete = _by_bound(study, deadline)
     found: list[Plan] = [plan]
     solved = 1
-    complete = True
-    for bound_s, outer in order:
-        if outer == mine:
+    for schedule, bound_s in order:
+        if schedule == plan.sized_schedule:
             continue
         found.sort(key=lambda p: p.prediction.step_time_s)
         if len(found) >= count and bound_s >= found[count - 1].prediction.step_time_s:
@@ -71,9 +68,9 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
         if time.monotonic() > deadline:
             complete = False
             break
-        asked: dict[str, Any] = dict(zip(("pipeline", "microbatches", "schedule", "chunks"), outer, strict=True))
+        sizes = {name: getattr(schedule, name) for name in ("pipeline", "microbatches", "chunks")}
         try:
-            best = study.solve(**asked, target_gap=GAP, time_limit_s=SOLVE_S)
+            best = study.solve(schedule=schedule.name, **sizes, target_gap=GAP, time_limit_s=SOLVE_S)
         except InfeasibleError:
             continue
         finally:
@@ -83,16 +80,17 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
     return Alternatives(tuple(found[:count]), complete, solved, len(order))
 
 
-def _by_bound(study: Study, deadline: float) -> list[tuple[float, Outer]]:
-    """Return (lower bound of the step time, configuration) for every configuration that can be priced before ``deadline``, in ascending
-    order."""
+def _by_bound(study: Study, deadline: float) -> tuple[list[tuple[Schedule, float]], bool]:
+    """Return the schedules of all configurations in ascending order of the lower bound of the step time, with that bound, and whether all
+    configurations could be priced before ``deadline``; the others are left out."""
     options = dataclasses.replace(study.options, progress=None)
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
-    least: dict[Outer, float] = {}
-    for choice in choices(study.graph, study.cluster.count, options, prices.pins):
-        schedule = choice.schedule
-        outer = (schedule.pipeline, schedule.microbatches, schedule.name, schedule.chunks)
-        instance = prices.instance(choice) if time.monotonic() < deadline else None
-        if instance is not None:
-            least[outer] = min(cheap_bound(instance), least.get(outer, float("inf")))
-    return sorted((bound, outer) for outer, bound in least.items())
+    least: dict[Schedule, float] = {}
+    complete = True
+    for config in configurations(study.graph, study.cluster.count, options, prices.pins):
+        if time.monotonic() >= deadline:
+            complete = False
+            break
+        if (instance := prices.instance(config)) is not None:
+            least[config.schedule] = min(cheap_bound(instance), least.get(config.schedule, math.inf))
+    return sorted(least.items(), key=lambda item: item[1]), complete

@@ -113,14 +113,14 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
             alone += 1
             technique = OWNERS.get(key.rpartition(".")[2])
             kind = technique.name if technique is not None else "pin"
-            yield _change(kind, f"leave {key} free (it is pinned to {value})", plan, (key,))
+            yield _change(kind, f"remove the pin {key}={value}", plan, (key,))
     if not alone and len(pins) > 1:
         free = study.options
         for key in pins:
             free = free.without(key)
         plan = feasible(study, deadline, asked=free)
         if plan is not None:
-            yield _change("pins", f"leave {', '.join(pins)} free", plan, tuple(pins))
+            yield _change("pins", f"remove the pins {', '.join(pins)}", plan, tuple(pins))
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:

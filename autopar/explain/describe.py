@@ -14,7 +14,7 @@ from autopar.plan import (
     Strategy,
 )
 from autopar.precision import TF32
-from autopar.techniques import GIVEN_UP, LAYER
+from autopar.techniques import DEVIATIONS, LAYER
 from autopar.techniques.sync import SYNC
 
 
@@ -45,7 +45,9 @@ def describe(plan: Plan) -> str:
     if MICROBATCH_STATISTICS in plan.allow:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"
     parts += _techniques(plan)
-    parts += [f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, *GIVEN_UP) if name in plan.allow]
+    parts += [
+        f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, *DEVIATIONS) if name in plan.allow
+    ]
     return ", ".join(parts)
 
 

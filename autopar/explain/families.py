@@ -68,7 +68,7 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
     return found
 
 
-def obeys(plan: Plan, pins: Pins) -> bool:
+def satisfies(plan: Plan, pins: Pins) -> bool:
     """Return whether ``plan`` satisfies ``pins``."""
 
     def values(name: str) -> set[Any]:
@@ -90,7 +90,7 @@ def obeys(plan: Plan, pins: Pins) -> bool:
 def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:
     """Return a family with its best plan: ``plan`` if it belongs to the family, else the result of a search."""
     given = tuple(pins.items())
-    chosen = obeys(plan, pins)
+    chosen = satisfies(plan, pins)
     bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in (*SPLIT, CHIMERA) else {}
     try:
         best = plan if chosen else study.solve(**pins, **bounded)

@@ -142,9 +142,7 @@ def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: 
     at_most = max(saving, 1 - best.bound_s / before)
     verb = "would save" if saving >= 0 else "would cost"
     if abs(saving) < WORTH:
-        text = f"{change} {verb} nothing" + (
-            f", by the search (at most {at_most:.1%}, by the bound)" if at_most >= WORTH else ""
-        )
+        text = f"{change} {verb} nothing" + (f" (upper bound of the saving: {at_most:.1%})" if at_most >= WORTH else "")
     elif after is best and best.gap > UNSETTLED:
         text = f"{change}: time ran out before a good plan was found, the best one takes {1 - saving:.2f} times as long"
     else:

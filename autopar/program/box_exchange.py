@@ -70,14 +70,15 @@ def regrouped(tensors: Sequence[MasterValues], program: LoadedProgram, world: Wo
 
 
 def writes(piece: Piece, replicated_axes: Sequence[str], program: LoadedProgram, world: World) -> bool:
-    """Return whether this rank is the one that writes a piece which is replicated along the axes ``replicated_axes``."""
+    """Return whether this rank writes a piece that is replicated along ``replicated_axes``."""
     index, count = copy_index(replicated_axes, program, world)
     # with a parameter server, only the server has masters; otherwise the ranks with copies share the work
     return index == (0 if program.has_servers else zlib.crc32(repr((piece.path, piece.box.offsets)).encode()) % count)
 
 
 def copy_index(replicated_axes: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same values (those along ``replicated_axes`` in its local SGD replica), and their number."""
+    """Return this rank's index among the ranks with the same values, and their number: those along ``replicated_axes`` in its local SGD
+    replica."""
     return world.place_on(program.split_local_sgd_axes(list(replicated_axes))[0])
 
 

@@ -46,8 +46,8 @@ _STEP = re.compile(rf"step-(\d+)({_REPLACED})?")
 
 
 class CheckpointError(RuntimeError):
-    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, and ``partially_loaded`` whether a load failed
-    after it had overwritten a part of the training state."""
+    """Raised if a checkpoint can't be written or read; ``message`` says why, ``hint`` what to do, ``partially_loaded`` whether a load
+    failed after it had overwritten a part of the training state."""
 
     def __init__(self, message: str, hint: str, partially_loaded: bool = False) -> None:
         super().__init__(f"{message}; {hint}")

@@ -174,7 +174,7 @@ def read_values(reads: Reads, found: StoredCheckpoint) -> None:
 
 @contextmanager
 def explained_damage(path: Path, partially_loaded: bool = False) -> Iterator[None]:
-    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``partially_loaded``: training state may have been overwritten."""
+    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``partially_loaded``: some state may be overwritten."""
     try:
         yield
     except DamageError as error:

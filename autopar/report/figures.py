@@ -115,7 +115,7 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
     stage = plan.stages[s]
     result = {
         "layers": [stage.start, stage.stop],
-        "rank": plan.sized_schedule.device[s],
+        "rank": plan.sized_schedule.rank_of_stage[s],
         "devices": list(stage.devices),
         "memory": asdict(stage.memory),
         "limit_bytes": stage.memory_limit_bytes,
@@ -128,7 +128,7 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
         result["forward_s"], result["backward_s"] = cost.forward_s[s], cost.backward_s[s]
         result["communication_s"], result["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
         result["host_limit_bytes"], result["nvme_limit_bytes"] = step.outside_limits_bytes[
-            plan.sized_schedule.device[s]
+            plan.sized_schedule.rank_of_stage[s]
         ]
     return result
 
@@ -191,7 +191,7 @@ def _time(step: PredictedStep, rank: int) -> dict[str, float]:
     busy_s = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind != ONCE)
     once_s = sum(a.stop_s - a.start_s for a in step.actions[rank] if a.kind == ONCE)
     sends_s = sum(a.send.seconds for a in step.actions[rank] if a.send is not None)
-    communication_s = m * sum(cost.communication_s[s] for s in step.schedule.own(rank))
+    communication_s = m * sum(cost.communication_s[s] for s in step.schedule.stages_of(rank))
     return {
         "computation": busy_s - communication_s,
         "exposed communication": communication_s - sends_s,

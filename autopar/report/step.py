@@ -17,7 +17,7 @@ from autopar.schedules import Schedule
 from autopar.schedules.step_time import timeline
 from autopar.search import memory_timeline
 from autopar.search.evaluation import Cost, layer_prices, step_cost
-from autopar.search.problem import Choice
+from autopar.search.problem import Configuration
 
 ONCE = "O"
 """The kind of the action that ends a step on every pipeline rank: the gradient reductions, optimizer and gathers that run once per step."""
@@ -86,11 +86,11 @@ def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> 
     priced = pricer.of_program(plan.prefetch, plan.sync).with_copies(schedule.copies)
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
     strategies = [layer.strategy for layer in plan.layers]
-    choice = Choice(plan.mesh, schedule)
-    prices, edges, sends = layer_prices(graph, cluster, priced, choice, bounds, strategies)
+    config = Configuration(plan.mesh, schedule)
+    prices, edges, sends = layer_prices(graph, cluster, priced, config, bounds, strategies)
     cost = step_cost(bounds, prices, edges, sends, schedule)
-    first = {schedule.device[s]: plan.stages[s].devices for s in reversed(range(schedule.stages))}
-    limits = {schedule.device[s]: plan.stages[s].memory_limit_bytes for s in range(schedule.stages)}
+    first = {schedule.rank_of_stage[s]: plan.stages[s].devices for s in reversed(range(schedule.stages))}
+    limits = {schedule.rank_of_stage[s]: plan.stages[s].memory_limit_bytes for s in range(schedule.stages)}
     ranks = range(plan.pipeline)
     return PredictedStep(
         schedule=schedule,
@@ -159,7 +159,7 @@ def _traffic(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan, sends: 
             total[i] += value / plan.pipeline
 
     for s, stage in enumerate(plan.stages):
-        here = pricer.on(views[schedule.device[s]])
+        here = pricer.on(views[schedule.rank_of_stage[s]])
         for i in range(stage.start, stage.stop):
             strategy = plan.layers[i].strategy
             own = here.collectives(plan.layers[i].cls, plan.mesh, strategy, plan.microbatches)

@@ -18,9 +18,9 @@ arXiv:2107.06925) every stage has two copies. The first half of the microbatches
 last; the second half goes *up*. Rank ``r`` of ``P`` has stage ``r`` of the pipeline that goes down and stage ``P - 1 - r`` of the one that
 goes up. So ranks ``r`` and ``P - 1 - r`` have the same two stages, and the sum of their gradients is the gradient of the step.
 
-This module has the names, the device of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of every
-device, ``memory`` its microbatches in flight and its live memory, ``step_time`` the seconds of a step. In this package a *device* is a
-pipeline rank. Emitted programs run torch's schedule of that name (``autopar.program.pipeline``), or their own for ``chimera``.
+This module has the names, the pipeline rank of each stage, and the sizes that a schedule admits. ``orders`` has the list of actions of
+every device, ``memory`` its microbatches in flight and its live memory, ``step_time`` the seconds of a step. In this package a *device* is
+a pipeline rank. Emitted programs run torch's schedule of that name (``autopar.program.pipeline``), or their own for ``chimera``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUB
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """Schedules that split a backward into input gradients and weight gradients (``program.weight_gradients``)."""
 
-SEVERAL_STAGES = (INTERLEAVED, *SPLIT, CHIMERA)
-"""Schedules that may give a device several stages."""
+MULTI_STAGE = (INTERLEAVED, *SPLIT, CHIMERA)
+"""Schedules that may give a pipeline rank several stages."""
 
 V_SHAPED = (ZERO_BUBBLE_V, DUALPIPE_V)
 """Schedules with two stages on each device: a microbatch goes down the pipeline ranks, and then back up."""
@@ -72,9 +72,9 @@ class Schedule:
         return self.name in SPLIT
 
     @property
-    def interleaved(self) -> bool:
-        """Whether the schedule may give a device several stages."""
-        return self.name in SEVERAL_STAGES
+    def multi_stage(self) -> bool:
+        """Whether the schedule may give a pipeline rank several stages."""
+        return self.name in MULTI_STAGE
 
     @property
     def peak_varies(self) -> bool:
@@ -89,11 +89,11 @@ class Schedule:
 
     def rank(self, stage: int, microbatch: int) -> int:
         """Return the pipeline rank that runs a stage for a microbatch."""
-        first = self.device[stage]
+        first = self.rank_of_stage[stage]
         return first if microbatch * self.copies < self.microbatches else self.pipeline - 1 - first
 
     @cached_property
-    def device(self) -> tuple[int, ...]:
+    def rank_of_stage(self) -> tuple[int, ...]:
         """The pipeline rank of each stage (of its first copy): the stages of each chunk take the ranks in ascending order; if the schedule
         is a V, every second chunk takes them in descending order."""
         ranks = tuple(range(self.pipeline))
@@ -101,7 +101,7 @@ class Schedule:
         return tuple(d for chunk in range(self.chunks) for d in (back if chunk % 2 else ranks))
 
     @cached_property
-    def _own(self) -> tuple[tuple[int, ...], ...]:
+    def _stages_of(self) -> tuple[tuple[int, ...], ...]:
         ends = (0, self.microbatches - 1)  # one microbatch of each copy
         found: list[list[int]] = [[] for _ in range(self.pipeline)]
         for s in range(self.stages):
@@ -109,9 +109,9 @@ class Schedule:
                 found[rank].append(s)
         return tuple(map(tuple, found))
 
-    def own(self, device: int) -> tuple[int, ...]:
-        """Return the indices of a device's stages, ascending."""
-        return self._own[device]
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of a pipeline rank's stages, ascending."""
+        return self._stages_of[rank]
 
     @cached_property
     def links(self) -> tuple[int | None, ...]:
@@ -120,12 +120,12 @@ class Schedule:
 
         An interleaved pipeline also sends from the last device to the first; the last link represents that connection.
         """
-        pairs = itertools.pairwise(self.device)
+        pairs = itertools.pairwise(self.rank_of_stage)
         return tuple(None if a == b else min(a, b) if abs(a - b) == 1 else self.pipeline - 2 for a, b in pairs)
 
     def by_device(self, values: Sequence[float]) -> list[float]:
         """Return the sum of ``values[stage]`` over each device's stages."""
-        return [sum(values[s] for s in self.own(d)) for d in range(self.pipeline)]
+        return [sum(values[s] for s in self.stages_of(d)) for d in range(self.pipeline)]
 
 
 def copies_of(name: str | None) -> int:
@@ -151,7 +151,7 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
     name, pipeline, chunks, microbatches = schedule.name, schedule.pipeline, schedule.chunks, schedule.microbatches
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}", f"the schedules are {', '.join(SCHEDULES)}"
-    if name in SEVERAL_STAGES and pipeline == 1:
+    if name in MULTI_STAGE and pipeline == 1:
         return f"{name} is a pipeline schedule, and the pipeline has one device", "use pipeline 2 or more"
     if name == INTERLEAVED and chunks == 1:
         return f"{name} needs several stages on each device, and chunks is 1", "use chunks 2 or more, or 1f1b"
@@ -172,7 +172,7 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
         )
     if name in V_SHAPED and chunks != 2:
         return f"{name} has two stages on each device, and chunks is {chunks}", "use chunks 2, or zero-bubble"
-    if chunks > 1 and name not in SEVERAL_STAGES:
+    if chunks > 1 and name not in MULTI_STAGE:
         return f"{name} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
     if name == ONE_F_ONE_B and microbatches < pipeline:
         return (

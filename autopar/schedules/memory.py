@@ -40,7 +40,7 @@ class PeakCounts:
 def peak_counts(schedule: Schedule) -> PeakCounts:
     in_flight, waiting, running = [0] * schedule.stages, [0] * schedule.stages, []
     for d in range(schedule.pipeline):
-        stages = schedule.own(d)
+        stages = schedule.stages_of(d)
         if schedule.peak_varies:
             counts, running_index = peak_moments(schedule, d)
             moment = int(counts.sum(axis=1).argmax())
@@ -60,7 +60,7 @@ def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     """Return the moments at which a device's memory may peak: the microbatches in flight ``[moment, stage]``, and the index of the running
     stage ``[moment]``. If backwards are split, as many columns follow for the microbatches between ``I`` and ``W``. Moments that another
     moment with the same running stage dominates are left out."""
-    stages = schedule.own(device)
+    stages = schedule.stages_of(device)
     chunks = len(stages)
     index = {stage: k for k, stage in enumerate(stages)}
     order = list(device_order(schedule, device))
@@ -87,7 +87,7 @@ def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
 
 def counts_by_stage(schedule: Schedule, device: int, counts: Indices) -> tuple[tuple[int, int], ...]:
     """Return a row of ``peak_moments`` as a pair per stage: the microbatches in flight, and the microbatches between ``I`` and ``W``."""
-    stages, row = len(schedule.own(device)), counts.tolist()
+    stages, row = len(schedule.stages_of(device)), counts.tolist()
     return tuple(zip(row[:stages], row[stages:] or [0] * stages, strict=True))
 
 
@@ -95,8 +95,8 @@ def max_in_flight(schedule: Schedule, device: int) -> int:
     """Return the maximum number of microbatches in flight on a device, summed over its stages."""
     if schedule.peak_varies:
         counts, _ = peak_moments(schedule, device)
-        return int(counts[:, : len(schedule.own(device))].sum(axis=1).max())
-    return sum(peak_counts(schedule).in_flight[s] for s in schedule.own(device))
+        return int(counts[:, : len(schedule.stages_of(device))].sum(axis=1).max())
+    return sum(peak_counts(schedule).in_flight[s] for s in schedule.stages_of(device))
 
 
 def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
     if not schedule.peak_varies:
         return peak_counts(schedule).in_flight
     counts = {d: peak_moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
-    return tuple(int(counts[d][schedule.own(d).index(s)]) for s, d in enumerate(schedule.device))
+    return tuple(int(counts[d][schedule.stages_of(d).index(s)]) for s, d in enumerate(schedule.rank_of_stage))
 
 
 @functools.lru_cache(maxsize=512)
@@ -128,7 +128,7 @@ def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
 
 def device_buffers(schedule: Schedule, device: int) -> int:
     """Return the number of pipeline buffers on a device: the buffers of all its stages are live, whichever stage runs."""
-    return sum(pipeline_buffers(schedule)[s] for s in schedule.own(device))
+    return sum(pipeline_buffers(schedule)[s] for s in schedule.stages_of(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def live_bytes(order: Sequence[Action], stages: Sequence[int], sizes: StageBytes
 
 def peak(schedule: Schedule, device: int, sizes: StageBytes) -> tuple[int, int, int]:
     """Return activation bytes and transient bytes when a device's memory peaks, and that moment's index in ``peak_moments``."""
-    if not schedule.interleaved:  # one stage, whose memory peaks at the first backward
+    if not schedule.multi_stage:  # one stage, whose memory peaks at the first backward
         return peak_counts(schedule).in_flight[device] * sizes.saved[0], sizes.transients[0], 0
     counts, running = peak_moments(schedule, device)
     activations = counts @ np.array([*sizes.saved, *sizes.waiting], dtype=np.int64)[: counts.shape[1]]

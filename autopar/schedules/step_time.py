@@ -53,7 +53,7 @@ class _Program:
 def _program(schedule: Schedule) -> _Program:
     pp, stages, microbatches = schedule.pipeline, schedule.stages, schedule.microbatches
     groups = [list(device_groups(schedule, rank)) for rank in range(pp)]
-    device = [*schedule.device, -1]
+    device = [*schedule.rank_of_stage, -1]
     slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
     # the action after which a result has been sent: rows 0 to stages - 1 are for forwards, the following rows for backwards
     sent: list[list[int | None]] = [[None] * microbatches for _ in range(2 * stages)]
@@ -244,7 +244,7 @@ def textbook_paths(schedule: Schedule) -> Array:
     late = [d for d, more in enumerate(repeats(schedule)) if more]
     forwards, backwards = np.zeros((2, 2 * pp + len(late), stages))
     for d in range(pp):
-        own = np.array(schedule.own(d))
+        own = np.array(schedule.stages_of(d))
         forwards[d, : own[0]] = backwards[d, : own[0]] = 1
         forwards[d, own] = backwards[d, own] = m // schedule.copies
         if schedule.copies > 1:

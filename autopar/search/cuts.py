@@ -47,7 +47,9 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
     return best[1]
 
 
-def in_rounds(layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]) -> tuple[int, ...]:
+def even_chunk_cuts(
+    layers: Sequence[int], chunks: int, ends: tuple[bool, bool], order: Sequence[int]
+) -> tuple[int, ...]:
     """Return cuts that give device ``d`` ``layers[d]`` layers, in chunks that are as even as possible; chunks get extra layers in
     ``order``.
 

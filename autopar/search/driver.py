@@ -1,10 +1,10 @@
 """Best-first search over the configurations: it takes prices and a cluster, and returns a plan with its proved bound.
 
-Every configuration (``Choice``) starts with a bound from its layers' work alone (``Prices.least_time_s``), which needs no prices. The
-configuration with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a
-more expensive bound, a solution, a proof. After each step the configuration waits until its bound is the lowest again, so that no time is
-spent on it while another looks better. The search ends when no open configuration has a bound below the incumbent by more than the target
-gap, or at the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations' bounds, and the
+Every configuration starts with a bound from its layers' work alone (``Prices.least_time_s``), which needs no prices. The configuration
+with the lowest bound takes its next step: first prices and a cheap bound (``cheap_bound``), then the steps of ``steps``: a more expensive
+bound, a solution, a proof. After each step the configuration waits until its bound is the lowest again, so that no time is spent on it
+while another looks better. The search ends when no open configuration has a bound below the incumbent by more than the target gap, or at
+the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations' bounds, and the
 incumbent's step time.
 
 When the configurations under 1F1B and GPipe can improve the incumbent only a little (``State.nearly_closed``), or have used up their time,
@@ -41,11 +41,11 @@ from autopar.search.options import SearchOptions, SequencePin
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices, Shared
 from autopar.search.problem import (
-    Choice,
+    Configuration,
     Devices,
     PriceSource,
     admits_copies,
-    choices,
+    configurations,
     in_every_order,
     meshes,
     no_copies_error,
@@ -58,7 +58,7 @@ from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
 
-Group = tuple[Choice, ...]
+Group = tuple[Configuration, ...]
 """Configurations that differ only in their number of chunks, ascending."""
 
 SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
@@ -187,7 +187,7 @@ def explore(
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
             state.price()
-        state.unpriced += sum(len(some.choices) for some in state.to_price)
+        state.unpriced += sum(len(some.configurations) for some in state.to_price)
         if not state.priced:
             raise _no_price(graph, state)
         _take_least_memory(graph, state, state.priced)
@@ -236,7 +236,7 @@ def _sequences(state: State) -> tuple[SequencePin, ...]:
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
     """Compute the first bound of every configuration, and return the configurations that have one."""
     opened: list[Group] = []
-    found = choices(graph, cluster.count, state.options, state.prices.pins)
+    found = configurations(graph, cluster.count, state.options, state.prices.pins)
     todo = _by_mesh(cluster, found)
     if not todo:
         raise no_copies_error(found[0].schedule.name)
@@ -254,7 +254,7 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
     """Defer the configurations with each kind and degree of sequence parallelism, under every schedule."""
     state.arithmetic, state.sequences = _arithmetic(graph, cluster, state, opened), True
-    groups = _by_mesh(cluster, choices(graph, cluster.count, state.options, state.prices.pins))
+    groups = _by_mesh(cluster, configurations(graph, cluster.count, state.options, state.prices.pins))
     others = [
         [more for even in (True, False) for more in _with_other_schedules(state, group[0], even)] for group in groups
     ]
@@ -287,20 +287,20 @@ def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group
     numbers = [state.options.precision]
     numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
     fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
-    choice = opened[0][0] if opened else None
-    instance = None if choice is None else state.prices.instance(choice)
-    if not fastest or choice is None or instance is None:
+    config = opened[0][0] if opened else None
+    instance = None if config is None else state.prices.instance(config)
+    if not fastest or config is None or instance is None:
         return np.zeros(len(graph.layers))
     flops = np.array([instance.table(i).prices[0].flops for i in range(instance.layers)])
-    return choice.schedule.microbatches * flops / fastest
+    return config.schedule.microbatches * flops / fastest
 
 
-def _by_mesh(cluster: Devices, found: list[Choice]) -> list[Group]:
+def _by_mesh(cluster: Devices, found: list[Configuration]) -> list[Group]:
     """Return the configurations that the cluster admits, grouped if they differ only in their number of chunks."""
-    groups: dict[Choice, list[Choice]] = {}
-    for choice in found:
-        if admits_copies(cluster, choice.schedule):
-            groups.setdefault(choice.without_chunks, []).append(choice)
+    groups: dict[Configuration, list[Configuration]] = {}
+    for config in found:
+        if admits_copies(cluster, config.schedule):
+            groups.setdefault(config.without_chunks, []).append(config)
     return [tuple(group) for group in groups.values()]
 
 
@@ -309,9 +309,9 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     worst = max(state.prices.refused, key=lambda i: state.prices.refused[i])
     layer = graph.layers[worst]
     return InfeasibleError(
-        f"layer {layer.name} ({layer.cls}) has no way to run with {pins or 'these devices'}: a size does not divide, or its "
-        "operations cannot be split so",
-        f"leave one of the pins free: {pins}" if pins else None,
+        f"no strategy of layer {layer.name} ({layer.cls}) is admissible with {pins or 'these devices'}: a size does not "
+        "divide, or its ops cannot be sharded so",
+        f"remove one of the pins: {pins}" if pins else None,
     )
 
 
@@ -332,10 +332,10 @@ def _segments_would_save_memory(state: State, instance: Instance, solution: Solu
 def _try_segments(state: State) -> bool:
     """At the end of the search, open the best plan's configuration with segments of several layers, if these would save memory; return
     whether to continue."""
-    if state.best is None or state.widened == state.best[0].choice or not may_segment(state.best[0]):
+    if state.best is None or state.segments_tried_in == state.best[0].config or not may_segment(state.best[0]):
         return False
     chosen, solution = state.best
-    state.widened = chosen.choice
+    state.segments_tried_in = chosen.config
     if not any(_segments_would_save_memory(state, chosen, solution, stage) for stage in range(chosen.schedule.stages)):
         return False
     instance = segmented(state, chosen)
@@ -350,11 +350,11 @@ def _try_segments_where_infeasible(state: State) -> bool:
     segments such a configuration may be faster than its bound, which includes recomputation or offload copies that segments replace."""
     for node in list(state.heap):
         plain = node.instance
-        if not may_segment(plain) or plain.choice.segments or plain.choice in state.tried:
+        if not may_segment(plain) or plain.config.segments or plain.config in state.tried:
             continue
         if cheap_bound(plain) >= state.cutoff_s:
             continue
-        state.tried.add(plain.choice)
+        state.tried.add(plain.config)
         if not plain.offload_tiers and is_feasible(plain):
             continue
         instance = segmented(state, plain)
@@ -379,11 +379,14 @@ def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
                 state.schedules[group[0].schedule.name] = None
 
 
-def _with_other_schedules(state: State, choice: Choice, even: bool) -> list[Group]:
+def _with_other_schedules(state: State, config: Configuration, even: bool) -> list[Group]:
     """Return ``under_other_schedules`` of a configuration; nothing if a pin decides the schedule or the chunks."""
     if not _leaves_schedules(state.options):
         return []
-    return [tuple(group) for group in under_other_schedules(choice, len(state.prices.pins), state.may_split, even)]
+    return [
+        tuple(group)
+        for group in under_other_schedules(config, len(state.prices.pins), state.tries_split_schedules, even)
+    ]
 
 
 @dataclass(order=True)
@@ -423,7 +426,7 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
         if best.need > 1 and not state.options.explained:
             raise InfeasibleError(f"no plan fits {gigabytes(best.instance.limit)} per device")
         if best.segments:
-            other = state.prices.instance(replace(best.instance.choice, segments=True))
+            other = state.prices.instance(replace(best.instance.config, segments=True))
             if other is not None and other.segmented:
                 push(other)
             continue
@@ -431,7 +434,7 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
             need, solution = least_memory(best.instance)
             heapq.heappush(heap, replace(best, need=need, solution=solution))
             continue
-        group = state.undecided(best.instance.choice)
+        group = state.undecided(best.instance.config)
         if group is None:
             break
         for child in decided(state, best.instance, group):
@@ -440,7 +443,7 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
             names = ", ".join(graph.layers[i].name for i in state.prices.groups[group])
             raise InfeasibleError(
                 f"the layers {names} share parameters and have no strategy in common",
-                "free the pinned degrees, or untie the parameters",
+                "remove the pins on degrees, or untie the parameters",
             )
     assert best.solution is not None
     if best.need > 1:
@@ -463,7 +466,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     proof = Proof(
         bound,
         gap,
-        f"{' + '.join(sorted(state.solvers)) or 'bounds alone'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
+        f"{' + '.join(sorted(state.solvers)) or 'no solver needed'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
         _left_out(cluster, state),
         time.monotonic() - started,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -474,7 +477,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         state.pricer,
         priced,
         precision=state.options.precision,
-        limits=instance.layout.limit,
+        limits=instance.placement.limit,
         proof=proof,
     )
 
@@ -483,14 +486,12 @@ def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
     """Return notes on what was not searched, but can be pinned."""
     notes: list[str] = []
     if state.unpriced:
-        notes.append(
-            f"time ran out with {state.unpriced} configurations unpriced: their bound is the model's arithmetic alone"
-        )
+        notes.append(f"time ran out with {state.unpriced} configurations unpriced: they are bounded by FLOPs only")
     if late := _late_sequences(state):
         notes.append(f"time ran out before these were searched: {late}; pin one to search it")
     if not state.sequences and not late and _sequences(state):
         notes.append(
-            "ring attention and Ulysses were not searched: the batch has a row for each device; pin ring or ulysses to search one"
+            "ring attention and Ulysses were not searched: data parallelism can use all devices; pin ring or ulysses to search one"
         )
     if not state.uneven and _leaves_schedules(state.options):
         missing = (

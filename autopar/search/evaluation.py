@@ -22,22 +22,22 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    deviations,
     effective_sync,
-    given_up,
 )
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import max_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
-from autopar.search.problem import Choice, Devices, Mesh, PriceSource, admits_copies, no_copies_error
+from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
 from autopar.techniques import LAYER
 from autopar.units import size
 
-State = tuple[int, int, int]
+StateBytes = tuple[int, int, int]
 """Bytes of parameters, of gradients and of optimizer state."""
 
 
@@ -88,7 +88,7 @@ def step_cost(
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
     step = 0.0
-    if np.isfinite(below_s) and not schedule.interleaved:
+    if np.isfinite(below_s) and not schedule.multi_stage:
         step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
         step = simulate(schedule, forward, backward, weight) + once
@@ -104,13 +104,13 @@ def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cos
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
     """Return the price of each layer on the devices of its stage."""
-    places = (instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
+    places = (instance.placement.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
 def transfers(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
     """Return the seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
-    pick, place = solution.pick, instance.layout.place
+    pick, place = solution.pick, instance.placement.place
     edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
     for s, (i, j) in enumerate(pairwise(solution.bounds)):
@@ -132,7 +132,7 @@ def by_stage(prices: Sequence[LayerPrice], bounds: Sequence[int]) -> list[Sequen
 
 def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int]) -> float:
     """Return the bytes that a stage needs if its layers, from ``first`` on, have the candidates ``pick``."""
-    place = instance.layout.place[stage]
+    place = instance.placement.place[stage]
     prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
     return float(Device(instance.schedule, stage, [prices]).most().total)
 
@@ -146,7 +146,7 @@ def regrouped(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int,
     places: dict[tuple[int, int], list[int]] = {}
     for a, k in enumerate(pick):
         kind = int(instance.kind[first + a])
-        places.setdefault((kind, int(instance.kinds[kind].layout[k])), []).append(a)
+        places.setdefault((kind, int(instance.kinds[kind].layout_index[k])), []).append(a)
     found = list(pick)
     for at in places.values():
         for a, k in zip(at, sorted(pick[a] for a in at), strict=True):
@@ -167,17 +167,17 @@ def fits(instance: Instance, solution: Solution) -> bool:
 
 
 def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
-    layout, stages = instance.layout, by_stage(prices, bounds)
+    placement, stages = instance.placement, by_stage(prices, bounds)
     memory = device_memories(instance.schedule, stages)
-    if not all(m.total <= limit for m, limit in zip(memory, layout.limit, strict=False)):
+    if not all(m.total <= limit for m, limit in zip(memory, placement.limit, strict=False)):
         return False
     if not instance.offload_tiers:
         return True
-    rooms = (layout.tier_limits[place] for place in layout.place)
+    tier_limits = (placement.tier_limits[place] for place in placement.place)
     return all(
         size <= limit
-        for sizes, room in zip(offloaded_bytes(instance.schedule, stages), rooms, strict=False)
-        for size, limit in zip(sizes, room, strict=True)
+        for sizes, limits in zip(offloaded_bytes(instance.schedule, stages), tier_limits, strict=False)
+        for size, limit in zip(sizes, limits, strict=True)
     )
 
 
@@ -186,7 +186,7 @@ def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
     host bytes of the chunk that saves the most there."""
     found = []
     for d in range(schedule.pipeline):
-        mine = [stages[s] for s in schedule.own(d)]
+        mine = [stages[s] for s in schedule.stages_of(d)]
         most = max(sum(int(p.host_saved_bytes) for p in stage) for stage in mine)
         host = sum(int(p.host_bytes) for stage in mine for p in stage) + max_in_flight(schedule, d) * most
         found.append((host, sum(int(p.nvme_bytes) for stage in mine for p in stage)))
@@ -238,7 +238,7 @@ class Proof:
 class PricedPlan:
     """A configuration with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
 
-    choice: Choice
+    config: Configuration
     bounds: Sequence[int]
     strategies: Sequence[Strategy]
     prices: Sequence[LayerPrice]
@@ -256,13 +256,15 @@ def make_plan(
     proof: Proof,
 ) -> Plan:
     """Return the plan of a priced configuration, its mesh coalesced. ``limits`` are the memory limits of the pipeline ranks in bytes."""
-    choice, found = priced.choice, priced.cost
-    mesh, strategies = coalesce(choice.mesh, priced.strategies)
+    config, found = priced.config, priced.cost
+    mesh, strategies = coalesce(config.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = by_stage(priced.prices, priced.bounds)
-    twice = counted_twice(graph, pricer, choice, priced.bounds, priced.strategies)
-    memory = [without_state(m, state) for m, state in zip(device_memories(choice.schedule, runs), twice, strict=True)]
-    offloaded = offloaded_bytes(choice.schedule, runs)
+    duplicated = duplicated_state_bytes(graph, pricer, config, priced.bounds, priced.strategies)
+    memory = [
+        without_state(m, state) for m, state in zip(device_memories(config.schedule, runs), duplicated, strict=True)
+    ]
+    offloaded = offloaded_bytes(config.schedule, runs)
     stages = tuple(
         StagePlan(
             i,
@@ -274,20 +276,18 @@ def make_plan(
             *offloaded[device],
             found.per_step_s[s],
         )
-        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), choice.schedule.device, strict=True))
+        for s, ((i, j), device) in enumerate(zip(pairwise(priced.bounds), config.schedule.rank_of_stage, strict=True))
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
-    peak, sync = (
-        cluster.peak_flops(TF32 if TF32 in graph.allow else precision),
-        effective_sync(pricer.sync, mesh, strategies),
-    )
+    peak = cluster.peak_flops(TF32 if TF32 in graph.allow else precision)
+    sync = effective_sync(pricer.sync, mesh, strategies)
     plan = Plan(
         model=graph.name,
         devices=str(cluster),
         mesh=mesh,
         stages=stages,
-        schedule=choice.schedule.name,
-        microbatches=choice.schedule.microbatches,
+        schedule=config.schedule.name,
+        microbatches=config.schedule.microbatches,
         global_batch=graph.batch_size,
         precision=precision,
         layers=layers,
@@ -297,29 +297,27 @@ def make_plan(
         solver=proof.solver,
         notes=(
             *proof.notes,
-            *notes_of(graph, choice, strategies, mesh),
+            *notes_of(graph, config, strategies, mesh),
             *sync_notes(sync),
-            *offload_notes(offloaded, cluster.stages(choice.schedule.pipeline)),
+            *offload_notes(offloaded, cluster.stages(config.schedule.pipeline)),
         ),
         wall_time_s=proof.wall_time_s,
         planning_memory_bytes=proof.planning_memory_bytes,
-        chunks=choice.schedule.chunks,
+        chunks=config.schedule.chunks,
         prefetch=pricer.prefetch,
         sync=sync,
-        allow=(*graph.allow, *given_up(sync, strategies)),
+        allow=(*graph.allow, *deviations(sync, strategies)),
         nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in strategies) else "",
         gpus_per_node=cluster.node_size,
     )
-    return (
-        replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
-        if plan.price_only
-        else plan
-    )
+    if not plan.price_only:
+        return plan
+    return replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
 
 
-def counted_twice(
-    graph: Graph, pricer: PriceSource, choice: Choice, bounds: Sequence[int], strategies: Sequence[Strategy]
-) -> list[State]:
+def duplicated_state_bytes(
+    graph: Graph, pricer: PriceSource, config: Configuration, bounds: Sequence[int], strategies: Sequence[Strategy]
+) -> list[StateBytes]:
     """Return for each pipeline rank the surplus bytes in the sum of its layers' prices: several layers of a stage may share a parameter,
     which is stored once but is in the price of each.
 
@@ -327,12 +325,12 @@ def counted_twice(
     """
     found = []
     spans = list(pairwise(bounds))
-    for d in range(choice.schedule.pipeline):
+    for d in range(config.schedule.pipeline):
         extra = [0, 0, 0]
-        here = [range(*spans[s]) for s in choice.schedule.own(d)]
+        here = [range(*spans[s]) for s in config.schedule.stages_of(d)]
         for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
             for layer in [i for i in uses if i in span][1:]:
-                state = pricer.tied(layer, name, choice.mesh, strategies[layer])
+                state = pricer.tied(layer, name, config.mesh, strategies[layer])
                 extra = [a + b for a, b in zip(extra, state, strict=True)]
         found.append((extra[0], extra[1], extra[2]))
     return found
@@ -345,7 +343,7 @@ def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
     """Yield the pipeline ranks with the layers of their stages."""
-    return (Device(schedule, d, [stages[s] for s in schedule.own(d)]) for d in range(schedule.pipeline))
+    return (Device(schedule, d, [stages[s] for s in schedule.stages_of(d)]) for d in range(schedule.pipeline))
 
 
 def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
@@ -354,7 +352,7 @@ def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
     return [device.counts_at_peak() for device in devices(instance.schedule, stages)]
 
 
-def without_state(live: Memory, state: State) -> Memory:
+def without_state(live: Memory, state: StateBytes) -> Memory:
     """Return ``live`` minus the parameters, gradients and optimizer state in ``state``."""
     p, g, o = state
     return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
@@ -366,20 +364,20 @@ def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: P
     Raises:
         InfeasibleError: a layer has no price.
     """
-    choice = Choice(plan.mesh, plan.sized_schedule)
-    pricer = pricer.of_program(plan.prefetch, plan.sync).with_copies(choice.schedule.copies)
+    config = Configuration(plan.mesh, plan.sized_schedule)
+    pricer = pricer.of_program(plan.prefetch, plan.sync).with_copies(config.schedule.copies)
     strategies = [layer.strategy for layer in plan.layers]
     bounds = [stage.start for stage in plan.stages] + [len(plan.layers)]
-    stages = by_stage(layer_prices(graph, cluster, pricer, choice, bounds, strategies)[0], bounds)
-    twice = counted_twice(graph, pricer, choice, bounds, strategies)
+    stages = by_stage(layer_prices(graph, cluster, pricer, config, bounds, strategies)[0], bounds)
+    duplicated = duplicated_state_bytes(graph, pricer, config, bounds, strategies)
     return tuple(
         tuple(replace(moment, memory=without_state(moment.memory, state)) for moment in device.timeline())
-        for device, state in zip(devices(choice.schedule, stages), twice, strict=True)
+        for device, state in zip(devices(config.schedule, stages), duplicated, strict=True)
     )
 
 
 def _prediction(graph: Graph, cluster: Devices, priced: PricedPlan, peak: float) -> Prediction:
-    schedule, found = priced.choice.schedule, priced.cost
+    schedule, found = priced.config.schedule, priced.cost
     m, of_device = schedule.microbatches // schedule.copies, schedule.by_device
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
@@ -424,14 +422,14 @@ def evaluate(
     if not admits_copies(cluster, schedule):
         raise no_copies_error(schedule.name)
     pricer = pricer.with_copies(schedule.copies)
-    choice, stages = Choice(mesh, schedule), cluster.stages(schedule.pipeline)
-    prices, edges, sends = layer_prices(graph, cluster, pricer, choice, stage_bounds, strategies)
+    config, stages = Configuration(mesh, schedule), cluster.stages(schedule.pipeline)
+    prices, edges, sends = layer_prices(graph, cluster, pricer, config, stage_bounds, strategies)
     found = step_cost(stage_bounds, prices, edges, sends, schedule)
     plan = make_plan(
         graph,
         cluster,
         pricer,
-        PricedPlan(choice, stage_bounds, strategies, prices, found),
+        PricedPlan(config, stage_bounds, strategies, prices, found),
         precision=precision,
         limits=[stage.memory_limit_bytes for stage in stages],
         proof=Proof(0.0, 1.0, GIVEN),
@@ -467,7 +465,7 @@ def layer_prices(
     graph: Graph,
     cluster: Devices,
     pricer: PriceSource,
-    choice: Choice,
+    config: Configuration,
     bounds: Sequence[int],
     strategies: Sequence[Strategy],
 ) -> tuple[list[LayerPrice], list[float], list[float]]:
@@ -477,13 +475,13 @@ def layer_prices(
     Raises:
         InfeasibleError: a layer has no price.
     """
-    schedule, mesh = choice.schedule, choice.mesh
+    schedule, mesh = config.schedule, config.mesh
     stages, borders = cluster.stages(schedule.pipeline), cluster.borders(schedule.pipeline)
     prices: list[LayerPrice] = []
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
     edges, sends = [0.0] * last, [0.0] * last
     for s, (start, stop) in enumerate(pairwise(bounds)):
-        here = pricer.on(stages[schedule.device[s]])
+        here = pricer.on(stages[schedule.rank_of_stage[s]])
         for i in range(start, stop):
             prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
             if i:
@@ -502,7 +500,7 @@ def _price(
         roles = ", ".join(f"{axis.name}={role.value}" for axis, role in zip(mesh, strategy.roles, strict=True))
         raise InfeasibleError(
             f"layer {layer.name} ({layer.cls}) cannot run with {roles} and {microbatches} microbatches: a size does not "
-            "divide, or the role is not possible for it",
+            "divide, or a role is not admissible",
             "give that layer other roles, or other degrees",
         )
     return price
@@ -524,7 +522,7 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
     """
     pick = solution.pick
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
-    places = [instance.layout.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
+    places = [instance.placement.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
     prices = prices_of(instance, solution)
     edges, sends = transfers(instance, solution)
 
@@ -553,17 +551,17 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
                 prices, best = trial, found
                 strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
                 break
-    return PricedPlan(instance.choice, solution.bounds, strategies, prices, best)
+    return PricedPlan(instance.config, solution.bounds, strategies, prices, best)
 
 
 def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, plain: PricedPlan) -> PricedPlan:
     """Return the plan with the actual length of segments that end early, at the end of their stage."""
-    choice = instance.choice
+    config = instance.config
     told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
-        pricer = instance.layout.pricers[instance.layout.place[s]]
+        pricer = instance.placement.pricers[instance.placement.place[s]]
         for i in range(start, stop):
             if told[i] != plain.strategies[i]:
-                prices[i] = _price(graph, pricer, i, choice.mesh, told[i], choice.schedule.microbatches)
+                prices[i] = _price(graph, pricer, i, config.mesh, told[i], config.schedule.microbatches)
     found = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
     return replace(plain, strategies=told, prices=prices, cost=found)

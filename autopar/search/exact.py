@@ -53,7 +53,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
         for i in [0] if s == 0 else range(s, count - (stages - s) + 1):
             stops[i, regime] = max(stop, stops.get((i, regime), 0))
     spans: _Spans = {}
-    always_fits = instance.schedule.interleaved and _always_fits(instance)
+    always_fits = instance.schedule.multi_stage and _always_fits(instance)
     for (i, regime), stop in stops.items():
         spans |= _Labels(instance, i, regime, always_fits).fronts(stop, deadline)
     return _Enumeration(instance, regimes, spans, cutoff_s, deadline).solve()
@@ -62,10 +62,10 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 def _regimes(instance: Instance) -> list[Regime]:
     """Return the regime of each stage: the properties, besides its layers, on which its labels depend. If devices have several stages,
     memory is checked later, so that regimes differ only in pipeline buffers and in the kind of device (``place``)."""
-    schedule, place = instance.schedule, instance.layout.place
-    if not schedule.interleaved:
+    schedule, place = instance.schedule, instance.placement.place
+    if not schedule.multi_stage:
         return [instance.regime(s) for s in range(schedule.stages)]
-    return [(0, device_buffers(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.device)]
+    return [(0, device_buffers(schedule, d), place[s], 0.0) for s, d in enumerate(schedule.rank_of_stage)]
 
 
 def _always_fits(instance: Instance) -> bool:
@@ -74,10 +74,10 @@ def _always_fits(instance: Instance) -> bool:
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
     most = max(float(peak_moments(schedule, d)[0].max()) for d in devices)
     buffers = max(device_buffers(schedule, d) for d in devices)
-    for tables in map(instance.at, set(instance.layout.place)):
+    for tables in map(instance.at, set(instance.placement.place)):
         kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
         transients = max(float(t.transient_bytes(buffers).max()) for t in tables)
-        if float(kept[instance.kind].sum()) + transients > min(instance.layout.limit):
+        if float(kept[instance.kind].sum()) + transients > min(instance.placement.limit):
             return False
     return True
 
@@ -92,7 +92,7 @@ class _Labels:
     def __init__(self, instance: Instance, first: int, regime: Regime, always_fits: bool) -> None:
         self.instance, self.first, self.regime, self.always_fits = instance, first, regime, always_fits
         self.in_flight, self.buffers, self.place, self.limit = regime
-        self.one_stage = not instance.schedule.interleaved  # per device
+        self.one_stage = not instance.schedule.multi_stage  # per device
         self.no_pipeline = instance.schedule.pipeline == 1  # one sum of all seconds leaves fewer labels undominated
         self.seconds = len(instance.table(first).seconds) + 1
         self.transient = self.seconds + (1 if self.one_stage else 3)
@@ -130,7 +130,7 @@ class _Labels:
                 ok = self._fits(label)
                 label, picks, joinable = label[ok], picks[ok], joinable[ok]
             # resharding at the cuts depends on the first and the last layout
-            ends = table.layout[picks[:, 0]] * 1000 + instance.table(layer).layout[picks[:, -1]]
+            ends = table.layout_index[picks[:, 0]] * 1000 + instance.table(layer).layout_index[picks[:, -1]]
             open_ = np.where(joinable > 0, picks[:, -1] * 1000 + joinable, 0) if self.one_stage else 0
             keep = undominated(label, ends + 1_000_000 * open_, 3 * LABELS)
             label, picks, joinable, ends = label[keep], picks[keep], joinable[keep], ends[keep]
@@ -162,7 +162,7 @@ class _Labels:
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:
         ok = label[:, self.seconds] + label[:, self.transient] <= self.limit
-        room = self.instance.layout.tier_limits[self.place]
+        room = self.instance.placement.tier_limits[self.place]
         for column, i in zip(range(-len(self.instance.offload_tiers), 0), self.instance.offload_tiers, strict=True):
             ok &= label[:, column] <= room[i]
         return ok
@@ -192,11 +192,11 @@ class _Enumeration:
         schedule = self.schedule = instance.schedule
         self.instance, self.regimes, self.spans, self.deadline = instance, regimes, spans, deadline
         self.parts = len(instance.kinds[0].seconds)
-        self.zeros = [0.0] * (self.parts + 1 + 4 * schedule.interleaved)
+        self.zeros = [0.0] * (self.parts + 1 + 4 * schedule.multi_stage)
         self.labels = [self.zeros] * schedule.stages  # labels of the stages so far, then zeros
         self.best_s, self.visited = cutoff_s, 0
         self.found: Solution | None = None
-        if schedule.interleaved:
+        if schedule.multi_stage:
             self.paths = textbook_paths(schedule)
             # seconds of the layers from i on, on the average device
             rest = np.append(np.cumsum(instance.least("time")[::-1])[::-1], 0.0)
@@ -208,7 +208,7 @@ class _Enumeration:
 
     def _visit(self, s: int, i: int, bounds: tuple[int, ...], pick: tuple[int, ...]) -> None:
         instance, count, stages = self.instance, self.instance.layers, self.schedule.stages
-        last, place = s == stages - 1, instance.layout.place[s]
+        last, place = s == stages - 1, instance.placement.place[s]
         for j in (count,) if last else range(i + 1, count - (stages - s - 1) + 1):
             if (front := self.spans.get((i, j, self.regimes[s]))) is None:
                 continue
@@ -243,7 +243,7 @@ class _Enumeration:
 
     def _lower_bound(self, done: int) -> float:
         """Return a lower bound of the step, with the minimum seconds of the layers from ``done`` on."""
-        if not self.schedule.interleaved:
+        if not self.schedule.multi_stage:
             return lower_bound(self.schedule, self._column(0), self._column(1)) + self._once_per_step()
         parts = np.array(self.labels)[:, : self.parts]
         path = float(sum(paths @ part for paths, part in zip(self.paths, parts.T, strict=True)).max())
@@ -252,16 +252,18 @@ class _Enumeration:
 
     def _fits(self, s: int) -> bool:
         """Return whether the device of stage ``s`` has memory for its stages so far."""
-        if not self.schedule.interleaved:  # checked in the labels
+        if not self.schedule.multi_stage:  # checked in the labels
             return True
-        d = int(self.instance.device[s])
-        stages = np.array(self.labels)[list(self.schedule.own(d)), self.parts + 1 :]
+        d = int(self.instance.rank_of_stage[s])
+        stages = np.array(self.labels)[list(self.schedule.stages_of(d)), self.parts + 1 :]
         counts, running = peak_moments(self.schedule, d)
         each = np.concatenate([stages[:, 1], stages[:, 2]])[: counts.shape[1]]
-        return float(stages[:, 0].sum() + (counts @ each + stages[running, 3]).max()) <= self.instance.layout.limit[d]
+        return (
+            float(stages[:, 0].sum() + (counts @ each + stages[running, 3]).max()) <= self.instance.placement.limit[d]
+        )
 
     def _offer(self, solution: Solution) -> None:
-        if self.schedule.interleaved:
+        if self.schedule.multi_stage:
             step = simulate_parts(self.schedule, np.array(self.labels)[:, : self.parts].T)
         else:
             step = simulate(self.schedule, self._column(0), self._column(1))

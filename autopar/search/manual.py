@@ -26,8 +26,8 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    deviations,
     effective_sync,
-    given_up,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
 from autopar.search.options import check_allowed, check_refused, check_replicas
@@ -114,7 +114,7 @@ def manual_plan(
     chosen = dict(enumerate(shortened(graph, [_possible(graph, i, s) for i, s in enumerate(own)], bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
-    check_allowed(allow, _given_up(given, chosen.values()))
+    check_allowed(allow, _deviations(given, chosen.values()))
     sync = _sync(graph, mesh, given, chosen.values())
     size = math.prod(axis.size for axis in mesh)
     return Plan(
@@ -134,7 +134,7 @@ def manual_plan(
         chunks=chunks,
         prefetch=given.prefetch or 1,
         sync=sync,
-        allow=(*graph.allow, *given_up(sync, chosen.values())),
+        allow=(*graph.allow, *deviations(sync, chosen.values())),
     )
 
 
@@ -200,11 +200,11 @@ def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
     return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
-def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:
+def _deviations(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:
     """Return the numerical deviations that techniques cause, each with the responsible value."""
     chosen = [(technique, value) for s in strategies for technique, value in s.options.chosen]
     chosen += [(technique, given.of(technique.name) or technique.default) for technique in PLAN]
-    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.mode(value).gives_up)}
+    return {name: f"{t.name}={value}" for t, value in chosen if (name := t.mode(value).deviation)}
 
 
 def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, compiled: bool) -> Strategy:
@@ -252,7 +252,7 @@ def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[Sta
     """Return the stages without a prediction, on ``size`` devices each."""
     nothing = Memory(0, 0, 0, 0, 0)
     return tuple(
-        StagePlan(start, stop, (schedule.device[stage] * size, size), nothing, 0, 0.0)
+        StagePlan(start, stop, (schedule.rank_of_stage[stage] * size, size), nothing, 0, 0.0)
         for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
     )
 
@@ -262,7 +262,7 @@ def _bounds(count: int, stages: int, cuts: tuple[int, ...] | None) -> tuple[int,
     if not 1 <= stages <= count:
         raise UsageError(
             f"{count} layers cannot be cut into {stages} pipeline stages",
-            f"{count} stages are the most: one for each layer",
+            f"at most {count} stages: one for each layer",
         )
     bounds = (0, *(even_cuts(count, stages) if cuts is None else cuts), count)
     if len(bounds) != stages + 1 or any(a >= b for a, b in itertools.pairwise(bounds)):

@@ -29,7 +29,7 @@ _ROUNDING = 1e-9  # relative: sums of the same bytes in another order
 def least_memory(instance: Instance) -> tuple[float, Solution]:
     """Return the largest share of its memory limit that any device needs in the solution that makes this share smallest, and the solution.
     With one stage on each device it is the optimum; with several stages a heuristic finds it, and the share is an upper bound."""
-    solution = _balanced(instance) if instance.schedule.interleaved else _one_stage(instance)
+    solution = _balanced(instance) if instance.schedule.multi_stage else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
 
 
@@ -41,7 +41,7 @@ def is_feasible(instance: Instance) -> bool:
 def least_share(instance: Instance, weights_only: bool = False) -> float:
     """Return a cheap lower bound of the share of ``least_memory``: all layers divided evenly over all devices, and one layer's transients.
     With ``weights_only`` it leaves out activations and transients; it then also holds with segments of several layers as candidates."""
-    exact = not (weights_only or instance.schedule.interleaved)
+    exact = not (weights_only or instance.schedule.multi_stage)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)
     for n, buffers, place, _ in instance.regimes:
@@ -51,18 +51,20 @@ def least_share(instance: Instance, weights_only: bool = False) -> float:
             if exact:
                 working[k] = min(working[k], float(table.transient_bytes(buffers).min()))
     total = float(layers[instance.kind].sum()) + float(working.max())
-    return (1 - _ROUNDING) * total / sum(instance.layout.limit)
+    return (1 - _ROUNDING) * total / sum(instance.placement.limit)
 
 
 def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:
     """Return the share of its memory limit that each device needs."""
-    return [m.total / limit for m, limit in zip(memories(instance, solution), instance.layout.limit, strict=False)]
+    return [m.total / limit for m, limit in zip(memories(instance, solution), instance.placement.limit, strict=False)]
 
 
 def first_moments(instance: Instance) -> list[Counts]:
     """Return each device's microbatches in flight, by stage, at the moment when it has the most in flight."""
     saved, waiting = instance.in_flight.tolist(), instance.waiting.tolist()
-    return [tuple((saved[s], waiting[s]) for s in instance.schedule.own(d)) for d in range(instance.schedule.pipeline)]
+    return [
+        tuple((saved[s], waiting[s]) for s in instance.schedule.stages_of(d)) for d in range(instance.schedule.pipeline)
+    ]
 
 
 def _balanced(instance: Instance) -> Solution:
@@ -80,14 +82,14 @@ def _balanced_at(instance: Instance, moments: Sequence[Counts]) -> Solution:
     """Return the candidates with the least memory on each device at its moment in ``moments``, and cuts that fill all devices equally."""
     picks, shares = [], []
     for d, moment in enumerate(moments):
-        tables = instance.at(instance.layout.place[d])
+        tables = instance.at(instance.placement.place[d])
         n, q = np.mean(moment, axis=0).tolist()
         live = [t.live(n, q) + t.transient / instance.layers for t in tables]
         picks.append(np.array([int(kind.argmin()) for kind in live]))
         by_layer = np.array([float(kind.min()) for kind in live])[instance.kind]
-        shares.append(np.concatenate([[0.0], np.cumsum(by_layer)]) / instance.layout.limit[d])
-    bounds = balanced_cuts(shares, instance.schedule.device)
-    device = np.repeat(instance.device, np.diff(bounds))
+        shares.append(np.concatenate([[0.0], np.cumsum(by_layer)]) / instance.placement.limit[d])
+    bounds = balanced_cuts(shares, instance.schedule.rank_of_stage)
+    device = np.repeat(instance.rank_of_stage, np.diff(bounds))
     return Solution(bounds, tuple(int(picks[d][k]) for d, k in zip(device, instance.kind, strict=True)))
 
 
@@ -290,13 +292,13 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     ``unpriced`` configurations may still fit.
     """
     by_stage = memories(instance, solution)
-    limits = instance.layout.limit
+    limits = instance.placement.limit
     worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
     live = by_stage[worst]
-    spans = [solution.bounds[s : s + 2] for s in instance.schedule.own(worst)]
+    spans = [solution.bounds[s : s + 2] for s in instance.schedule.stages_of(worst)]
     i, j = max(spans, key=lambda span: span[1] - span[0])
     part, size = _largest_part(live)
-    place = instance.layout.place[worst]
+    place = instance.placement.place[worst]
     prices = {layer: instance.table(layer, place).prices[solution.pick[layer]] for layer in range(i, j)}
     n = int(instance.in_flight[worst])
 
@@ -311,14 +313,14 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     enough = max(int(m.total) for m in by_stage)
     limit, hint = (
         gigabytes(limits[worst]),
-        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would do",
+        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would suffice",
     )
     answer, scope = f"no plan fits {limit} per device", ""
     if unpriced:
         answer = f"time ran out before a plan was found that fits {limit} per device: {unpriced} configurations were not priced"
         scope, hint = " among the others", f"give the search more time (--time-limit); {hint}"
     return InfeasibleError(
-        f"{answer}: the plan of least memory{scope} ({instance.choice}) still needs "
+        f"{answer}: the plan of least memory{scope} ({instance.config}) still needs "
         f"{gigabytes(live.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         hint,
@@ -329,17 +331,18 @@ def explain_offload(instance: Instance, solution: Solution) -> InfeasibleError:
     """Return the error for a search in which every plan that fits in device memory exceeds host memory or NVMe; ``solution`` needs the
     least device memory."""
     spans = [prices_of(instance, solution)[i:j] for i, j in pairwise(solution.bounds)]
-    offloaded, places = offloaded_bytes(instance.schedule, spans), instance.layout.place
-    rooms = [instance.layout.tier_limits[places[d]] for d in range(len(offloaded))]
+    offloaded, places = offloaded_bytes(instance.schedule, spans), instance.placement.place
+    tier_limits = [instance.placement.tier_limits[places[d]] for d in range(len(offloaded))]
     worst, i = max(
-        itertools.product(range(len(offloaded)), range(2)), key=lambda at: offloaded[at[0]][at[1]] - rooms[at[0]][at[1]]
+        itertools.product(range(len(offloaded)), range(2)),
+        key=lambda at: offloaded[at[0]][at[1]] - tier_limits[at[0]][at[1]],
     )
     names = [t.name for t in LAYER if any(mode.offload_tier for mode in t.modes)]
-    size, limit, what = offloaded[worst][i], rooms[worst][i], ("host memory", "NVMe")[i]
+    size, limit, what = offloaded[worst][i], tier_limits[worst][i], ("host memory", "NVMe")[i]
     return InfeasibleError(
-        f"no plan was found that fits {gigabytes(instance.layout.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
-        f"that needs the least device memory ({instance.choice}) needs {gigabytes(size)} of {what}",
-        f"take more devices or nodes with more {what}, or leave the pins {' and '.join(names)} out",
+        f"no plan was found that fits {gigabytes(instance.placement.limit[worst])} per device and {gigabytes(limit)} of {what}: the plan "
+        f"that needs the least device memory ({instance.config}) needs {gigabytes(size)} of {what}",
+        f"take more devices or nodes with more {what}, or remove the pins {' and '.join(names)}",
     )
 
 

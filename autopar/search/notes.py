@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from autopar.graph import Graph
 from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
-from autopar.search.problem import Choice, Devices, Mesh, PriceSource
+from autopar.search.problem import Configuration, Devices, Mesh, PriceSource
 from autopar.techniques import LAYER, not_splittable_error, parts_phrase
 from autopar.techniques.sync import SYNC
 from autopar.units import size
 
 
-def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
+def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
     """Return notes on how the plan runs the model, and on the devices or microbatches that it cannot use."""
     notes = []
     idle = [s.degree(mesh, Role.IDLE) for s in strategies]
     if max(idle) > 1:
-        where, rows = idle.index(max(idle)), graph.batch_size // choice.schedule.microbatches
+        where, rows = idle.index(max(idle)), graph.batch_size // config.schedule.microbatches
         notes.append(
-            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: groups of up to {max(idle)} do the same "
+            f"{sum(d > 1 for d in idle)} of {len(idle)} layers cannot use every device: up to {max(idle)} devices duplicate the same "
             f"work (first {graph.layers[where].name}), because a microbatch of {rows} "
             f"{'sample' if rows == 1 else 'samples'} does not divide further"
         )
@@ -35,9 +35,9 @@ def notes_of(graph: Graph, choice: Choice, strategies: Sequence[Strategy], mesh:
             f"not exact, as microbatch_statistics allows: each of {graph.accumulated} microbatches has its own statistics and loss; the "
             f"step's loss is their mean, not the loss of the whole batch ({graph.unmicrobatchable})"
         )
-    elif graph.unmicrobatchable and choice.schedule.microbatches > 1:
+    elif graph.unmicrobatchable and config.schedule.microbatches > 1:
         notes.append(
-            f"this plan has a price only: a program of {choice.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+            f"this plan has a price only: a program of {config.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
         )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")

@@ -14,7 +14,7 @@ from autopar.graph import Graph
 from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
 from autopar.precision import TF32
 from autopar.search.options import SearchOptions
-from autopar.techniques import OF_LAYERS
+from autopar.techniques import LAYER_DEVIATIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Numerics:
     """The numerical deviations that one plan may have.
 
     ``narrow`` has the names of deviations: gradients and moments in 16 bits (``NARROW``), matrix products in 8 bits (``FP8``), float32
-    products in TF32 (``TF32``), and those of techniques (``OF_LAYERS``). Each of ``microbatches`` computes its own statistics and loss,
-    which is exact only for one microbatch.
+    products in TF32 (``TF32``), and those of techniques (``LAYER_DEVIATIONS``). Each of ``microbatches`` computes its own statistics and
+    loss, which is exact only for one microbatch.
     """
 
     narrow: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class Numerics:
     @staticmethod
     def of(plan: Plan) -> Numerics:
         """Return the deviations of ``plan``."""
-        narrow = tuple(name for name in (*NARROW, FP8, TF32, *OF_LAYERS) if name in plan.allow)
+        narrow = tuple(name for name in (*NARROW, FP8, TF32, *LAYER_DEVIATIONS) if name in plan.allow)
         return Numerics(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
@@ -45,9 +45,9 @@ def allowed_numerics(graph: Graph, options: SearchOptions) -> list[Numerics]:
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
     names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
     names += [TF32] if TF32 in options.allow and graph.dtype == torch.float32 else []
-    names += [name for name in OF_LAYERS if name in options.allow]
+    names += [name for name in LAYER_DEVIATIONS if name in options.allow]
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
-    narrow = [some for some in narrow if set(options.given_up) & set(OF_LAYERS) <= set(some)]
+    narrow = [some for some in narrow if set(options.deviations) & set(LAYER_DEVIATIONS) <= set(some)]
     counts = [1]
     if MICROBATCH_STATISTICS in options.allow and graph.unmicrobatchable:
         counts = [m for m in range(1, graph.batch_size + 1) if graph.batch_size % m == 0]
@@ -75,7 +75,7 @@ def best_plan(
     why: InfeasibleError | None = None
     for numerics in candidates:
         try:
-            allow = {name for name in share.allow if name not in OF_LAYERS or name in numerics.narrow}
+            allow = {name for name in share.allow if name not in LAYER_DEVIATIONS or name in numerics.narrow}
             plans.append(find(numerics, dataclasses.replace(share, allow=allow)))
         except CaptureError as error:  # such as a batch norm over one row
             refused(f"not as {numerics.microbatches} microbatches: {error.message}")

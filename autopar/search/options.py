@@ -78,17 +78,17 @@ class SearchOptions(PlanPins):
             else:
                 object.__setattr__(self, key, value)
         object.__setattr__(self, "pin", some)
-        check_allowed(self.allow, self.given_up)
+        check_allowed(self.allow, self.deviations)
 
     @property
-    def given_up(self) -> dict[str, str]:
+    def deviations(self) -> dict[str, str]:
         """The numerical deviations that the pins cause, each with a responsible pin."""
         found = {}
         for key, value in self.pins.items():
             if (technique := OWNERS.get(name := key.rpartition(".")[2])) is not None:
                 modes = [technique.mode(v) for v in technique.admitted({name: value}.get)]
-                if modes and all(mode.gives_up for mode in modes):
-                    found[modes[0].gives_up] = f"{name}={value}"
+                if modes and all(mode.deviation for mode in modes):
+                    found[modes[0].deviation] = f"{name}={value}"
         return found
 
     @property
@@ -120,17 +120,17 @@ class SearchOptions(PlanPins):
         return replace(self, **{key: None})  # type: ignore[arg-type]
 
 
-def check_allowed(allow: Collection[str], given_up: Mapping[str, str] | None = None) -> None:
+def check_allowed(allow: Collection[str], deviations: Mapping[str, str] | None = None) -> None:
     """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks a deviation that pins cause
-    (``SearchOptions.given_up``)."""
+    (``SearchOptions.deviations``)."""
     if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
-    for name, pin in (given_up or {}).items():
+    for name, pin in (deviations or {}).items():
         if name not in allow:
-            mode = next(mode for technique in ALL for mode in technique.modes if mode.gives_up == name)
+            mode = next(mode for technique in ALL for mode in technique.modes if mode.deviation == name)
             raise UsageError(
                 f"{pin} is not exact: {mode.inexact}",
-                f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) gives that up; or leave it out",
+                f"allow={{'{name}'}} (--allow {name.replace('_', '-')}) allows this deviation; or remove the pin",
             )
 
 
@@ -150,7 +150,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
         UsageError: a selector names no layer, two selectors contradict each other, pins are invalid, or the model does not admit them.
     """
     found = [options.common] * len(graph.layers)
-    said: dict[tuple[int, str], str] = {}
+    pinned_by: dict[tuple[int, str], str] = {}
     for key, value in options.pin.items():
         selector, _, name = key.rpartition(".")
         chosen = [i for i, layer in enumerate(graph.layers) if selects(selector, layer.name, layer.cls)]
@@ -162,7 +162,7 @@ def pins_by_layer(graph: Graph, options: SearchOptions) -> tuple[LayerPins, ...]
                 f"its layers are {', '.join(runs_of_names(names))}",
             )
         for i in chosen:
-            other = said.setdefault((i, name), key)
+            other = pinned_by.setdefault((i, name), key)
             if other != key and options.pin[other] != value:
                 raise UsageError(
                     f"{other}={options.pin[other]} and {key}={value} both pin {graph.layers[i].name}",
@@ -186,8 +186,8 @@ def _check_searched(layer: str, pins: LayerPins) -> None:
         if all(reasons):
             value = technique.admitted(pins.of)[0]
             raise UsageError(
-                f"{layer} is pinned to {technique.name}={value}, which a plan may have and a search does not take: {reasons[0]}",
-                "leave the pin out; `autopar price` prices such a plan",
+                f"{layer} is pinned to {technique.name}={value}, which the search never selects: {reasons[0]}",
+                "remove the pin; `autopar price` prices such a plan",
             )
 
 
@@ -211,7 +211,7 @@ def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
     if pins.expert is None or experts:
         return pins
     if not any(cls.experts for cls in graph.classes.values()) and pins.expert > 1:
-        raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "leave the pin out")
+        raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "remove the pin")
     return replace(pins, expert=None, data=pins.data and pins.data * pins.expert)
 
 

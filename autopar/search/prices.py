@@ -15,7 +15,7 @@ from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
 from autopar.search.problem import (
     Candidates,
-    Choice,
+    Configuration,
     Devices,
     PriceSource,
     SequencePin,
@@ -75,7 +75,7 @@ class Prices:
         self._border = _borders(graph)
         self._transfers: dict[Devices, TransferTimes] = {}
         self._places_of: dict[int, StagePlaces] = {}
-        self._interleaved: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
+        self._placements: dict[tuple[int, tuple[int, ...]], StagePlaces] = {}
         self._latest: tuple[tuple[object, ...], tuple[Table, ...], Indices, dict[tuple[object, ...], Array]] | None = (
             None
         )
@@ -98,19 +98,19 @@ class Prices:
             self._pinned[sequence] = pins_by_layer(self._graph, self._options.with_sequence(sequence))
         return self._pinned[sequence]
 
-    def layout(self, choice: Choice) -> StagePlaces:
+    def placement(self, config: Configuration) -> StagePlaces:
         """Return where the stages of a configuration run."""
-        schedule = choice.schedule
-        key = schedule.pipeline, schedule.device
-        if key not in self._interleaved:
+        schedule = config.schedule
+        key = schedule.pipeline, schedule.rank_of_stage
+        if key not in self._placements:
             places = self._places(schedule.pipeline)
-            self._interleaved[key] = replace(
+            self._placements[key] = replace(
                 places,
-                place=tuple(places.place[d] for d in schedule.device),
+                place=tuple(places.place[d] for d in schedule.rank_of_stage),
                 link=tuple(None if link is None else places.link[link] for link in schedule.links),
-                limit=tuple(places.limit[d] for d in schedule.device),
+                limit=tuple(places.limit[d] for d in schedule.rank_of_stage),
             )
-        return self._interleaved[key]
+        return self._placements[key]
 
     def _places(self, pipeline: int) -> StagePlaces:
         """Return the devices of a pipeline with one stage per device, and the links between them."""
@@ -133,42 +133,42 @@ class Prices:
             self._shared.pricers.extend(self._places_of[pipeline].pricers)
         return self._places_of[pipeline]
 
-    def least_time_s(self, choice: Choice) -> Array | None:
+    def least_time_s(self, config: Configuration) -> Array | None:
         """Return for each layer a lower bound of the seconds of one microbatch, forward plus backward, on any device; ``None`` if some
         layer has no candidate. This takes far less time than the tables."""
         found: dict[tuple[str, LayerPins], float] = {}
-        pricers, m = self._places(choice.schedule.pipeline).pricers, choice.schedule.microbatches
+        pricers, m = self._places(config.schedule.pipeline).pricers, config.schedule.microbatches
         for i, layer in enumerate(self._graph.layers):
             kind = layer.cls, self.pins[i]
             if kind not in found:
-                tried = self._candidates_of(i, choice)
-                found[kind] = min(p.least_time_s(layer.cls, choice.mesh, tried, m) for p in pricers)
+                tried = self._candidates_of(i, config)
+                found[kind] = min(p.least_time_s(layer.cls, config.mesh, tried, m) for p in pricers)
             if not np.isfinite(found[kind]):
                 self.refused[i] = self.refused.get(i, 0) + 1
                 return None
         return np.array([found[layer.cls, self.pins[i]] for i, layer in enumerate(self._graph.layers)])
 
-    def _candidates_of(self, layer: int, choice: Choice) -> Candidates:
+    def _candidates_of(self, layer: int, config: Configuration) -> Candidates:
         """Return the strategies to price for a layer; layers of the same class with equal pins share them."""
-        cls, m = self._graph.layers[layer].cls, choice.schedule.microbatches
-        pins = self.pins_with(choice.sequence)[layer]
+        cls, m = self._graph.layers[layer].cls, config.schedule.microbatches
+        pins = self.pins_with(config.sequence)[layer]
         refused, chain = self._refused(cls), self._graph.chains[cls]
         batch, experts = self._graph.batch_size // m, self._graph.classes[cls].experts
         alike = (
-            choice.mesh,
+            config.mesh,
             batch,
             pins,
             experts,
             chain,
-            choice.segments,
+            config.segments,
             m > 1,
-            choice.schedule.split,
+            config.schedule.split,
             *refused.values(),
         )
         if alike not in self._candidates:
-            known = {"refused": refused, "chain": chain, "segments": choice.segments, "several": m > 1}
+            known = {"refused": refused, "chain": chain, "segments": config.segments, "several": m > 1}
             found = candidates(
-                choice.mesh,
+                config.mesh,
                 batch,
                 self._cluster.gpus_per_node,
                 self._options,
@@ -176,7 +176,7 @@ class Prices:
                 experts,
                 context_of(self._options, **known),
             )
-            self._candidates[alike] = found.under(choice.schedule)
+            self._candidates[alike] = found.under(config.schedule)
         return self._candidates[alike]
 
     def _listed(self, tried: Candidates) -> tuple[Strategy, ...]:
@@ -191,63 +191,63 @@ class Prices:
             self._refusals[cls] = {technique.name: technique.refusal(self._graph, cls) for technique in LAYER}
         return self._refusals[cls]
 
-    def table(self, layer: int, choice: Choice, tied: bool) -> Table | None:
+    def table(self, layer: int, config: Configuration, tied: bool) -> Table | None:
         """Return the table of a layer's candidates; ``None`` if none has a price. Layers of the same class with equal pins share it."""
-        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], choice.schedule.microbatches
+        cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], config.schedule.microbatches
         pricers, every = (
-            self._places(choice.schedule.pipeline).pricers,
-            self._listed(self._candidates_of(layer, choice)),
+            self._places(config.schedule.pipeline).pricers,
+            self._listed(self._candidates_of(layer, config)),
         )
         # decisions for tied layers cover roles and ZeRO stage, not copies
         copies = not tied or pins.replicate is not None
         # pricers and candidates live as long as the tables, so ids are unique; pins with equal candidates share a table
-        refused, limit = self._refused(cls), max(self._places(choice.schedule.pipeline).limit)
+        refused, limit = self._refused(cls), max(self._places(config.schedule.pipeline).limit)
         least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
-        key = (cls, id(every), choice.mesh, m, tied, copies, choice.schedule.split, *least.values(), *map(id, pricers))
+        key = (cls, id(every), config.mesh, m, tied, copies, config.schedule.split, *least.values(), *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
             for strategy in every:
                 if strategy.replicate > 1 and not copies:
                     continue
-                if any(self._is_small(cls, choice, strategy, technique, most) for technique, most in least.items()):
+                if any(self._is_small(cls, config, strategy, technique, most) for technique, most in least.items()):
                     continue
-                at = tuple(p for pricer in pricers if (p := pricer.layer(cls, choice.mesh, strategy, m)) is not None)
+                at = tuple(p for pricer in pricers if (p := pricer.layer(cls, config.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
                     kept.append(strategy)
                     prices.append(at)
-            tables[key] = make_table(kept, prices, tied, choice.schedule.split) if kept else None
+            tables[key] = make_table(kept, prices, tied, config.schedule.split) if kept else None
         return tables[key]
 
-    def _is_small(self, cls: str, choice: Choice, strategy: Strategy, technique: Technique, most: float) -> bool:
+    def _is_small(self, cls: str, config: Configuration, strategy: Strategy, technique: Technique, most: float) -> bool:
         """Return whether the strategy has the technique although a layer of the class takes at most ``most`` bytes without it."""
         if strategy.options[technique] == technique.default:
             return False
-        plain, m = strategy.but(**{technique.name: technique.default}), choice.schedule.microbatches
-        pricers = self._places(choice.schedule.pipeline).pricers
-        return all(_takes(pricer.layer(cls, choice.mesh, plain, m), most) for pricer in pricers)
+        plain, m = strategy.but(**{technique.name: technique.default}), config.schedule.microbatches
+        pricers = self._places(config.schedule.pipeline).pricers
+        return all(_takes(pricer.layer(cls, config.mesh, plain, m), most) for pricer in pricers)
 
     def chain(self, layer: int) -> int:
         """Return the maximum number of layers of this layer's class that may be recomputed as one."""
         return self._graph.chains[self._graph.layers[layer].cls]
 
-    def instance(self, choice: Choice) -> Instance | None:
+    def instance(self, config: Configuration) -> Instance | None:
         """Return the configuration with its tables; ``None`` if a layer has no candidate left."""
-        layout = self.layout(choice)
+        placement = self.placement(config)
         # consecutive configurations often differ only in the name and the chunks of the schedule, and then have equal tables
-        schedule = choice.schedule
-        alike = replace(choice, schedule=replace(schedule, name="", chunks=1)), schedule.split
+        schedule = config.schedule
+        alike = replace(config, schedule=replace(schedule, name="", chunks=1)), schedule.split
         if self._latest is None or self._latest[0] != alike:
-            found = self._bind(choice)
+            found = self._bind(config)
             if found is None:
                 return None
             self._latest = (alike, *found, {})
         _, kinds, kind, matrices = self._latest
-        return Instance(choice, kinds, kind, layout, matrices, known=self._shared.known)
+        return Instance(config, kinds, kind, placement, matrices, known=self._shared.known)
 
-    def _bind(self, choice: Choice) -> tuple[tuple[Table, ...], Indices] | None:
+    def _bind(self, config: Configuration) -> tuple[tuple[Table, ...], Indices] | None:
         """Return the tables of a configuration, and the index of each layer's table; ``None`` if a layer has no candidate left."""
-        fixed = {index: (roles, zero) for index, roles, zero in choice.ties}
+        fixed = {index: (roles, zero) for index, roles, zero in config.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
         index: dict[tuple[str, LayerPins, int | None], int] = {}
         same: dict[tuple[int, int | None], int] = {}  # the kind of a table; tied groups have separate kinds
@@ -257,7 +257,7 @@ class Prices:
             group = group_of.get(i)
             key = (layer.cls, self.pins[i], group)
             if key not in index:
-                table = self.table(i, choice, group is not None)
+                table = self.table(i, config, group is not None)
                 if table is None:
                     self.refused[i] = self.refused.get(i, 0) + 1
                     return None
@@ -272,11 +272,11 @@ class Prices:
             kind.append(index[key])
         return tuple(kinds), np.array(kind, dtype=np.int64)
 
-    def ties(self, choice: Choice, group: int) -> list[tuple[Roles, int]]:
+    def ties(self, config: Configuration, group: int) -> list[tuple[Roles, int]]:
         """Return the (roles, ZeRO stage) pairs that every layer of a tied group can have."""
         common: set[tuple[Roles, int]] | None = None
         for i in self.groups[group]:
-            table = self.table(i, choice, True)
+            table = self.table(i, config, True)
             if table is None:
                 return []
             pairs = {(s.roles, s.zero) for s in table.strategies}

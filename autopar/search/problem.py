@@ -21,8 +21,9 @@ and ``n_s`` the number of microbatches in flight: ``m`` under GPipe, ``min(m, P 
 ``b_s`` rises. ``bounds`` has lower bounds, including the linear relaxation; ``exact`` solves the problem for few layers.
 
 Under interleaved 1F1B each of ``P`` pipeline ranks has ``v`` chunks (virtual stages): stage ``s`` of ``P v`` is on rank ``s mod P``
-(``Schedule.device``). A rank has the sum of its stages' ``g``, and the weights of all of them; its activation memory is the maximum over
-its actions (``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects them).
+(``Schedule.rank_of_stage``). A rank has the sum of its stages' ``g``, and the weights of all of them; its activation memory is the maximum
+over its actions (``schedules.memory.peak_moments``). Such configurations have bounds and a constructor of their own (``steps`` selects
+them).
 
 The same holds for schedules that split backwards (``schedules.SPLIT``), even with one chunk: ``b_s`` then has two parts, the second of
 which is the seconds of the weight gradients, and a microbatch between the two parts keeps ``waiting`` bytes live.
@@ -48,16 +49,12 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
-from autopar.plan import (
-    Axis,
-    Role,
-    Strategy,
-)
+from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import (
     CHIMERA,
     INTERLEAVED,
+    MULTI_STAGE,
     NO_PIPELINE,
-    SEVERAL_STAGES,
     SPLIT,
     ZERO_BUBBLE,
     Schedule,
@@ -167,7 +164,7 @@ Tie = tuple[int, tuple[Role, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Configuration:
     """A configuration: a stage's mesh; the schedule with its number of devices, chunks and microbatches; the decisions for tied layers;
     whether several layers may be recomputed as one without a pin; and the sequence parallelism of all layers (one of
     ``SearchOptions.sequences``), if it is not decided per layer."""
@@ -179,7 +176,7 @@ class Choice:
     sequence: SequencePin | None = None
 
     @property
-    def without_chunks(self) -> Choice:
+    def without_chunks(self) -> Configuration:
         """The configuration with 0 chunks: equal for all configurations that differ only in their numbers of chunks."""
         return replace(self, schedule=replace(self.schedule, chunks=0))
 
@@ -349,8 +346,8 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
     for technique in LAYER:
         if pins.of(technique.name) is None:
             pays = [options for options in found if technique.is_tried_with(options[technique], options)]
-            said = {options[technique] for options in pays}
-            found = [options for options in found if options in pays or options[technique] not in said]
+            paying = {options[technique] for options in pays}
+            found = [options for options in found if options in pays or options[technique] not in paying]
     return tuple(found)
 
 
@@ -441,9 +438,9 @@ def _product(sizes: list[int]) -> int:
     return n
 
 
-def choices(
+def configurations(
     graph: Graph, devices: int, options: SearchOptions, pinned: Sequence[LayerPins] | None = None
-) -> list[Choice]:
+) -> list[Configuration]:
     """Return every configuration that the pins allow; ``pinned`` are each layer's pins, if some differ.
 
     Raises:
@@ -475,7 +472,7 @@ def choices(
         for mesh in meshes(devices // p, every_order=in_every_order(pinned)):
             for m in split:
                 for schedule in schedules(len(graph.layers), p, m, options.schedule, options.chunks):
-                    found.append(Choice(mesh, schedule))
+                    found.append(Configuration(mesh, schedule))
     if not found:
         raise _no_schedule(len(graph.layers), pipelines, split, options)
     return found
@@ -487,7 +484,7 @@ def schedules(layers: int, pipeline: int, microbatches: int, name: str | None, c
     Without pins a device has one stage. If only ``name`` is pinned, and that schedule admits several stages, up to ``MOST_CHUNKS``
     chunks are tried.
     """
-    several = name in SEVERAL_STAGES
+    several = name in MULTI_STAGE
     if pipeline == 1 and not several:
         name = NO_PIPELINE
     name = name or default_schedule(pipeline, microbatches, chunks or 1)
@@ -505,14 +502,14 @@ def admits_copies(cluster: Devices, schedule: Schedule) -> bool:
 
 
 def no_copies_error(schedule: str) -> UsageError:
-    """Return the error for devices that do not mirror each other (``admits_copies``)."""
+    """Return the error for devices or links that are not symmetric (``admits_copies``)."""
     return UsageError(
-        f"{schedule} has copies of each stage on devices that mirror each other, and these have other devices or links",
+        f"{schedule} needs symmetric devices and links: each stage has a second copy on the mirrored pipeline rank",
         "use devices of one kind, full nodes, or 1f1b",
     )
 
 
-def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) -> list[list[Choice]]:
+def under_other_schedules(config: Configuration, layers: int, split: bool, even: bool) -> list[list[Configuration]]:
     """Return the configuration with schedules that have smaller bubbles: a list for each schedule, fewest stages per device first. Pins of
     schedule and chunks are not checked; ``split``: whether backwards may be split.
 
@@ -521,12 +518,12 @@ def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) 
     but few are fast. No bound shows how long a microbatch waits for the longest stages, and a single microbatch gains only if memory is
     balanced better.
     """
-    pp, m = choice.schedule.pipeline, choice.schedule.microbatches
+    pp, m = config.schedule.pipeline, config.schedule.microbatches
     if pp == 1:
         return []
     found = [
         [
-            replace(choice, schedule=schedule)
+            replace(config, schedule=schedule)
             for schedule in schedules(layers, pp, m, name, None)
             if (m > 1 and abs(layers - round(layers / schedule.stages) * schedule.stages) <= 2) is even
         ]
@@ -538,14 +535,14 @@ def under_other_schedules(choice: Choice, layers: int, split: bool, even: bool) 
 def _no_schedule(layers: int, pipelines: Sequence[int], counts: Sequence[int], options: SearchOptions) -> UsageError:
     """Return the error that explains why no pipeline can have the pinned schedule and chunks."""
     pipeline, chunks = min((p for p in pipelines if p > 1), default=1), options.chunks
-    if options.schedule in SEVERAL_STAGES or (chunks or 1) > 1:
+    if options.schedule in MULTI_STAGE or (chunks or 1) > 1:
         schedule = options.schedule or INTERLEAVED
         chunks = (1 if schedule in (ZERO_BUBBLE, CHIMERA) else 2) if chunks is None else chunks
         if (why := refusal(Schedule(schedule, pipeline, max(counts), chunks))) is not None:
             return UsageError(*why)
         return UsageError(
             f"{layers} layers cannot be cut into {pipeline * chunks} stages, {chunks} for each of {pipeline} devices",
-            f"{layers} stages are the most: one for each layer",
+            f"at most {layers} stages: one for each layer",
         )
     return UsageError(
         f"1f1b needs a microbatch for every stage: {min(pipelines)} stages, at most {max(counts)} microbatches",

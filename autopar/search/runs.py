@@ -39,8 +39,8 @@ class Compositions:
 
 
 def compositions(instance: Instance) -> Compositions:
-    """Return the compositions of the instance's chain. They are the same in all configurations that leave tied layers (``Choice.ties``)
-    undecided."""
+    """Return the compositions of the instance's chain. They are the same in all configurations that leave tied layers undecided
+    (``Configuration.ties``)."""
     return _compositions(tuple(instance.kind.tolist()), len(instance.kinds))
 
 

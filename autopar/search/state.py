@@ -23,7 +23,7 @@ from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices
-from autopar.search.problem import Choice, PriceSource, SequencePin, context_of, may_split
+from autopar.search.problem import Configuration, PriceSource, SequencePin, context_of, may_split
 from autopar.search.tables import Instance
 
 NEAR = 0.05
@@ -50,7 +50,7 @@ class UnpricedNode:
 
     bound_s: float
     number: int
-    choices: tuple[Choice, ...] = field(compare=False)
+    configurations: tuple[Configuration, ...] = field(compare=False)
 
 
 @dataclass(order=True)
@@ -61,7 +61,7 @@ class DeferredNode:
     estimate_s: float
     number: int
     bound_s: float = field(compare=False)
-    groups: tuple[tuple[Choice, ...], ...] = field(compare=False)
+    groups: tuple[tuple[Configuration, ...], ...] = field(compare=False)
     sequence: SequencePin = field(compare=False)
 
 
@@ -88,14 +88,14 @@ class State:
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0  # the number of configurations that were not priced when time ran out
     priced: list[Instance] = field(default_factory=list)
-    tried: set[Choice] = field(default_factory=set)  # that ``_try_segments_where_infeasible`` has checked
-    widened: Choice | None = None  # the latest best configuration in which segments were tried
+    tried: set[Configuration] = field(default_factory=set)  # that ``_try_segments_where_infeasible`` has checked
+    segments_tried_in: Configuration | None = None  # the latest best configuration in which segments were tried
     schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
     uneven: bool = False  # whether these were also opened with uneven stages
     sequences: bool = False  # whether sequence parallelism in all layers was opened
     wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
-    early_s: dict[Choice, dict[int, float]] = field(default_factory=dict)
-    """Seconds of early solutions, by ``Choice.without_chunks`` and the number of chunks."""
+    early_s: dict[Configuration, dict[int, float]] = field(default_factory=dict)
+    """Seconds of early solutions, by ``Configuration.without_chunks`` and the number of chunks."""
     too_large: int = 0  # configurations with several stages per device, too large for label setting (``exact``)
     arithmetic: Array = field(default_factory=lambda: np.zeros(1))
     """Seconds of each layer's arithmetic per step, divided among all devices, at the highest FLOP/s in any price: the bound of
@@ -114,7 +114,7 @@ class State:
         return self.step_s * (1 - max(self.options.target_gap, 1e-9)) * rounded
 
     @cached_property
-    def may_split(self) -> bool:
+    def tries_split_schedules(self) -> bool:
         """Whether schedules that split the backward pass are tried without a pin."""
         pins, context = self.prices.pins, context_of(self.options)
         return all(may_split(some, context, len(pins) <= SMALL_LAYERS) for some in pins)
@@ -127,19 +127,19 @@ class State:
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
-    def open(self, choice: Choice, *more: Choice) -> bool:
+    def open(self, config: Configuration, *more: Configuration) -> bool:
         """Open a configuration, and those that differ from it only by ``more`` chunks, with a first bound; return whether it has one."""
-        least = self.prices.least_time_s(choice)
+        least = self.prices.least_time_s(config)
         if least is None:
             return False
-        schedule = choice.schedule
-        if choice.sequence is None:
+        schedule = config.schedule
+        if config.sequence is None:
             self.least.setdefault((schedule.pipeline, schedule.chunks), {})[schedule.microbatches] = least
         bound_s = first_bound_s(schedule, least)
-        heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), (choice, *more)))
+        heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), (config, *more)))
         return True
 
-    def defer(self, groups: tuple[tuple[Choice, ...], ...], sequence: SequencePin) -> None:
+    def defer(self, groups: tuple[tuple[Configuration, ...], ...], sequence: SequencePin) -> None:
         """Defer configurations with this sequence parallelism. All have the mesh of the first; its schedule determines the others'."""
         key = groups[0][0].schedule, sequence[1]
         if key not in self.estimates:
@@ -166,14 +166,14 @@ class State:
         if following.bound_s >= self.cutoff_s:
             return
         for group in following.groups:
-            if not self.open(*(replace(choice, sequence=following.sequence) for choice in group)):
+            if not self.open(*(replace(config, sequence=following.sequence) for config in group)):
                 return  # a layer has no candidate, whatever the schedule
 
     def price(self) -> None:
         """Price the configuration with the lowest bound among those without prices."""
         following = heapq.heappop(self.to_price)
-        choice, *more = following.choices
-        instance = self.prices.instance(choice)
+        config, *more = following.configurations
+        instance = self.prices.instance(config)
         if instance is None:  # a layer has no candidate, whatever the number of chunks
             return
         self.priced.append(instance)
@@ -208,7 +208,7 @@ class State:
         step = cost(instance, solution).step_time_s
         if step < self.step_s and fits(instance, solution):
             self.step_s, self.best = step, (instance, solution)
-            self.say(f"{step:.6g} s: {instance.choice}")
+            self.say(f"{step:.6g} s: {instance.config}")
 
     def say(self, text: str) -> None:
         if self.options.progress is not None:
@@ -217,9 +217,9 @@ class State:
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def undecided(self, choice: Choice) -> int | None:
+    def undecided(self, config: Configuration) -> int | None:
         """Return the first group of tied layers that the configuration leaves open; ``None`` if all are decided."""
-        return len(choice.ties) if len(choice.ties) < len(self.prices.groups) else None
+        return len(config.ties) if len(config.ties) < len(self.prices.groups) else None
 
 
 def first_bound_s(schedule: Schedule, least: Array) -> float:

@@ -13,12 +13,12 @@ import numpy as np
 
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound
-from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
+from autopar.search.bounds.linear import device_bound, linear_bound, textbook_bound
 from autopar.search.construct.candidates import tied_cost
 from autopar.search.construct.drafts import construct
 from autopar.search.exact import TooManyLabelsError, solve_labels
 from autopar.search.minimum_memory import least_memory
-from autopar.search.problem import Choice
+from autopar.search.problem import Configuration
 from autopar.search.state import SearchNode, State
 from autopar.search.tables import Instance
 
@@ -50,7 +50,7 @@ incumbent."""
 
 def may_segment(instance: Instance) -> bool:
     """Return whether several layers of a configuration may be recomputed as one without a pin."""
-    return not instance.schedule.interleaved
+    return not instance.schedule.multi_stage
 
 
 def advance(state: State, node: SearchNode) -> None:
@@ -62,8 +62,8 @@ def _steps_of(instance: Instance) -> tuple[Step, ...]:
     schedule = instance.schedule
     if schedule.copies > 1:
         return BIDIRECTIONAL
-    if schedule.interleaved:
-        return SEVERAL_STAGES
+    if schedule.multi_stage:
+        return MULTI_STAGE
     return ONE_STAGE if schedule.stages > 1 else NO_PIPELINE
 
 
@@ -102,10 +102,10 @@ def proved_infeasible(instance: Instance, deadline: float) -> bool:
 
 def segmented(state: State, instance: Instance) -> Instance | None:
     """Return the configuration with segments of several layers among its candidates; ``None`` if there are no such candidates."""
-    choice = instance.choice
-    if choice.segments or not may_segment(instance):
+    config = instance.config
+    if config.segments or not may_segment(instance):
         return None
-    found = state.prices.instance(replace(choice, segments=True))
+    found = state.prices.instance(replace(config, segments=True))
     return (
         found
         if found is not None and any(a is not b for a, b in zip(found.kinds, instance.kinds, strict=True))
@@ -139,24 +139,24 @@ def _first(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
     incumbent discards other configurations, and is worth more than a better bound. Don't if other numbers of chunks gave little hope, nor
     after too many solutions without improvement."""
-    bound_s, known_s = first_bound(node.instance, node.bound_s, state.cutoff_s), state.step_s
-    choice = node.instance.choice
+    bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
+    config = node.instance.config
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
-    if far and _is_hopeful(state, choice) and state.wasted_s < WASTED * state.options.time_limit_s:
+    if far and _is_hopeful(state, config) and state.wasted_s < WASTED * state.options.time_limit_s:
         started = time.monotonic()
-        state.early_s.setdefault(choice.without_chunks, {})[choice.schedule.chunks] = _find_solution(
+        state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = _find_solution(
             state, node.instance
         )
         state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
 
 
-def _is_hopeful(state: State, choice: Choice) -> bool:
+def _is_hopeful(state: State, config: Configuration) -> bool:
     """Return whether no early solution with another number of chunks is known, or one is close to the incumbent, or to the early solution
     of the incumbent's configuration with as many chunks."""
-    own, best_s = state.early_s.get(choice.without_chunks, {}), dict[int, float]()
+    own, best_s = state.early_s.get(config.without_chunks, {}), dict[int, float]()
     if state.best is not None:
-        best_s = state.early_s.get(state.best[0].choice.without_chunks, {})
+        best_s = state.early_s.get(state.best[0].config.without_chunks, {})
     limit = 1 + HOPEFUL
     return not own or any(s < limit * max(state.step_s, best_s.get(chunks, 0.0)) for chunks, s in own.items())
 
@@ -188,22 +188,22 @@ def _find_solution(state: State, instance: Instance) -> float:
 def _dive(state: State, instance: Instance) -> Instance | None:
     """Return the instance with the most promising decision for every tie, in which a solution is searched before the search branches on
     ties."""
-    while (group := state.undecided(instance.choice)) is not None:
+    while (group := state.undecided(instance.config)) is not None:
         children = list(decided(state, instance, group))
         if not children:
             return None
         layers = state.prices.groups[group]
         likely = [min(children, key=lambda child, p=price: tied_cost(child, layers, p)) for price in TIE_MULTIPLIERS]  # type: ignore[misc]
         kept = {id(child): child for child in likely}.values()
-        estimate = cheap_bound if instance.schedule.interleaved else bottleneck_bound
+        estimate = cheap_bound if instance.schedule.multi_stage else bottleneck_bound
         instance = min(kept, key=estimate) if len(kept) > 1 else likely[0]
     return instance
 
 
 def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
     """Yield an instance for each possible decision of the tie of ``group``."""
-    for roles, zero in state.prices.ties(instance.choice, group):
-        child = state.prices.instance(replace(instance.choice, ties=(*instance.choice.ties, (group, roles, zero))))
+    for roles, zero in state.prices.ties(instance.config, group):
+        child = state.prices.instance(replace(instance.config, ties=(*instance.config.ties, (group, roles, zero))))
         if child is not None:
             yield child
 
@@ -211,8 +211,8 @@ def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
 def _close(state: State, node: SearchNode) -> None:
     """Branch on the next tie of a configuration, or solve it; its bound is then final."""
     instance = node.instance
-    group = state.undecided(instance.choice)
-    if group is not None and (not instance.schedule.interleaved or instance.layers <= LABEL_LAYERS):
+    group = state.undecided(instance.config)
+    if group is not None and (not instance.schedule.multi_stage or instance.layers <= LABEL_LAYERS):
         for child in decided(state, instance, group):
             state.push(child, max(node.bound_s, cheap_bound(child)), 1)
         return
@@ -223,7 +223,7 @@ def _close(state: State, node: SearchNode) -> None:
 
 def _labels(state: State, node: SearchNode) -> bool:
     """Run label setting; return whether it solved the configuration."""
-    instance, several = node.instance, node.instance.schedule.interleaved
+    instance, several = node.instance, node.instance.schedule.multi_stage
     deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
         value, solution = solve_labels(instance, state.step_s, deadline)
@@ -243,7 +243,7 @@ NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
 """One stage has no cuts, so the linear program serves only the proof."""
 
 ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
-SEVERAL_STAGES = (_first, _linear, _construct, _bounding(device_bound), _close)
+MULTI_STAGE = (_first, _linear, _construct, _bounding(device_bound), _close)
 """The bound of whole layers comes last: it takes long, and needs an incumbent."""
 
 BIDIRECTIONAL = (_construct, _close)

@@ -19,7 +19,7 @@ from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import peak_counts, pipeline_buffers
 from autopar.search.pareto import Array, Indices, undominated
-from autopar.search.problem import Choice, Mesh, PriceSource
+from autopar.search.problem import Configuration, Mesh, PriceSource
 
 Roles = tuple[Role, ...]
 
@@ -103,7 +103,7 @@ class Table:
         return tuple(dict.fromkeys(s.roles for s in self.strategies))
 
     @cached_property
-    def layout(self) -> Indices:
+    def layout_index(self) -> Indices:
         """Each candidate's index in ``layouts``."""
         index = {roles: i for i, roles in enumerate(self.layouts)}
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
@@ -147,7 +147,7 @@ def make_table(
     """
     first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
-    group = table.layout * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
+    group = table.layout_index * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
     return table.take(np.sort(undominated(table.columns, group)))
 
 
@@ -208,10 +208,10 @@ Regime = tuple[int, int, int, float]
 class Instance:
     """One configuration with its prices: ``kinds`` are the tables, ``kind[i]`` is the index of layer ``i``'s table."""
 
-    choice: Choice
+    config: Configuration
     kinds: tuple[Table, ...]
     kind: Indices
-    layout: StagePlaces
+    placement: StagePlaces
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
     known: dict[tuple[object, ...], Any] = field(
         default_factory=dict, compare=False
@@ -220,7 +220,7 @@ class Instance:
 
     @property
     def schedule(self) -> Schedule:
-        return self.choice.schedule
+        return self.config.schedule
 
     @property
     def layers(self) -> int:
@@ -229,7 +229,7 @@ class Instance:
     @cached_property
     def limit(self) -> float:
         """The maximum memory limit of a stage, in bytes."""
-        return max(self.layout.limit)
+        return max(self.placement.limit)
 
     @cached_property
     def offload_tiers(self) -> tuple[int, ...]:
@@ -250,14 +250,14 @@ class Instance:
         return np.array(peak_counts(self.schedule).waiting, dtype=np.int64)
 
     @cached_property
-    def device(self) -> Indices:
+    def rank_of_stage(self) -> Indices:
         """The pipeline rank of each stage."""
-        return np.array(self.schedule.device, dtype=np.int64)
+        return np.array(self.schedule.rank_of_stage, dtype=np.int64)
 
     @cached_property
     def owns(self) -> Array:
         """``[stage, device]``: 1 if the device has the stage or a copy of it, else 0."""
-        own = [self.schedule.own(d) for d in range(self.schedule.pipeline)]
+        own = [self.schedule.stages_of(d) for d in range(self.schedule.pipeline)]
         return np.array([[float(s in mine) for mine in own] for s in range(self.schedule.stages)])
 
     def regime(self, stage: int) -> Regime:
@@ -265,8 +265,9 @@ class Instance:
 
     @cached_property
     def _by_stage(self) -> tuple[Regime, ...]:
-        live = self.in_flight.tolist(), pipeline_buffers(self.schedule)
-        return tuple(zip(*live, self.layout.place, self.layout.limit, strict=False))  # of each device's first stage
+        counts = self.in_flight.tolist(), pipeline_buffers(self.schedule)
+        at = self.placement.place, self.placement.limit
+        return tuple(zip(*counts, *at, strict=False))  # of each device's first stage
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:
@@ -287,30 +288,30 @@ class Instance:
     def resharding(self, layer: int, place: int) -> Array:
         """Return the seconds of resharding between ``layer`` and the next layer, which is at ``place``: ``[layout, next layer's
         layout]``."""
-        times = self.layout.resharding[place]
+        times = self.placement.resharding[place]
         key = (place, times.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
             left, right = self.table(layer), self.table(layer + 1)
-            self.matrices[key] = times.edge(layer, self.choice, left.layouts, right.layouts)
+            self.matrices[key] = times.edge(layer, self.config, left.layouts, right.layouts)
         return self.matrices[key]
 
     def edge(self, layer: int, place: int, before: Indices | int, after: Indices | int) -> Array:
         """Return the seconds of resharding between candidates ``before`` of ``layer`` and ``after`` of the next layer, which is at
         ``place``; index arrays are broadcast."""
         left, right = self.table(layer), self.table(layer + 1)
-        found: Array = self.resharding(layer, place)[left.layout[before], right.layout[after]]
+        found: Array = self.resharding(layer, place)[left.layout_index[before], right.layout_index[after]]
         return found
 
     def p2p(self, layer: int, stage: int) -> Array:
         """Return the seconds to send ``layer``'s outputs from ``stage`` to the next stage: ``[candidate]``."""
-        link = self.layout.link[stage]
+        link = self.placement.link[stage]
         if link is None:
             return np.zeros(len(self.table(layer)))
-        times = self.layout.sends[link]
+        times = self.placement.sends[link]
         key = ("send", link, times.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
             table = self.table(layer)
-            self.matrices[key] = times.p2p(layer, self.choice, table.layouts)[table.layout]
+            self.matrices[key] = times.p2p(layer, self.config, table.layouts)[table.layout_index]
         return self.matrices[key]
 
     @cached_property
@@ -333,9 +334,9 @@ class TransferTimes:
         self._edges: dict[tuple[int, Mesh, int, Roles, Roles], float] = {}
         self._sends: dict[tuple[int, Mesh, int, Roles], float] = {}
 
-    def edge(self, layer: int, choice: Choice, left: tuple[Roles, ...], right: tuple[Roles, ...]) -> Array:
+    def edge(self, layer: int, config: Configuration, left: tuple[Roles, ...], right: tuple[Roles, ...]) -> Array:
         result = np.empty((len(left), len(right)))
-        mesh, m = choice.mesh, choice.schedule.microbatches
+        mesh, m = config.mesh, config.schedule.microbatches
         for i, a in enumerate(left):
             for j, b in enumerate(right):
                 key = (self.border[layer], mesh, m, a, b)
@@ -344,9 +345,9 @@ class TransferTimes:
                 result[i, j] = self._edges[key]
         return result
 
-    def p2p(self, layer: int, choice: Choice, layouts: tuple[Roles, ...]) -> Array:
+    def p2p(self, layer: int, config: Configuration, layouts: tuple[Roles, ...]) -> Array:
         result = np.empty(len(layouts))
-        mesh, m = choice.mesh, choice.schedule.microbatches
+        mesh, m = config.mesh, config.schedule.microbatches
         for i, roles in enumerate(layouts):
             key = (self.border[layer], mesh, m, roles)
             if key not in self._sends:

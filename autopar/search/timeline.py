@@ -60,7 +60,7 @@ class Device:
     def timeline(self) -> tuple[Moment, ...]:
         """Return every action in the order in which the device runs them, with the live memory."""
         order = list(device_order(self.schedule, self.device))
-        activations, transient = live_bytes(order, self.schedule.own(self.device), self.stages)
+        activations, transient = live_bytes(order, self.schedule.stages_of(self.device), self.stages)
         return tuple(
             Moment(kind, stage, microbatch, Memory(*self.state, int(a), int(t)))
             for (kind, stage, microbatch), a, t in zip(order, activations, transient, strict=True)

@@ -128,8 +128,8 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
         other = next((layer for layer in uses if stored[layer] != stored[uses[0]]), None)
         if other is not None:
             raise UsageError(
-                f"{graph.layers[uses[0]].name} and {graph.layers[other].name} share the parameter {name}, which one would "
-                f"hold as {_texts(stored[uses[0]])} and the other as {_texts(stored[other])}",
+                f"{graph.layers[uses[0]].name} and {graph.layers[other].name} share the parameter {name}, which would be "
+                f"stored as {_texts(stored[uses[0]])} in one and as {_texts(stored[other])} in the other",
                 "give them the same roles",
             )
     return tuple(found)
@@ -172,9 +172,9 @@ def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
                     ways = math.prod(axis.size for axis, t in axes if t.dim == dim)
                     if extent % ways:
                         raise UsageError(
-                            f"{name} cannot go from {graph.layers[maker].name} to {layer.name}: on the way its dim {dim}, of {extent}, "
-                            f"would be cut into {ways}",
-                            "give the two layers roles that are nearer to each other",
+                            f"{name} cannot go from {graph.layers[maker].name} to {layer.name}: an intermediate layout would shard "
+                            f"its dim {dim}, of {extent}, {ways} ways",
+                            "give the two layers more similar roles",
                         )
 
 

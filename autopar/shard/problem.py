@@ -68,7 +68,7 @@ _SENT_SHARE = {
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
 # roles in which every rank computes on its own tokens, as in the role data, except for an exchange inside a kernel
-_OWN_TOKENS = (Role.ULYSSES, Role.RING, Role.EXPERT)
+_TOKEN_SHARDED_ROLES = (Role.ULYSSES, Role.RING, Role.EXPERT)
 
 
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
@@ -122,7 +122,7 @@ class Problem:
         self._padding = padding(cls)
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in parameter_nodes(cls)}
-        self._replicated = self._from_weights() if role in _OWN_TOKENS else set()
+        self._replicated = self._from_weights() if role in _TOKEN_SHARDED_ROLES else set()
         # costs of activations count one row of the batch: the trade-off against parameters must not depend on the batch size
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
@@ -144,7 +144,7 @@ class Problem:
         seconds = [
             self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options
         ]
-        self.dearest_s = max(seconds, default=0.0) or 1.0
+        self.max_cost_s = max(seconds, default=0.0) or 1.0
 
     @property
     def feasible(self) -> bool:
@@ -153,15 +153,16 @@ class Problem:
     def cost(self, name: str) -> list[float]:
         """Return the costs of the node's options, in units of the layer's highest cost."""
         return [
-            self._compute_s(self.nodes[name], option) / self.dearest_s + self._repetition(name, option)
+            self._compute_s(self.nodes[name], option) / self.max_cost_s + self._replication_penalty(name, option)
             for option in self.options[name]
         ]
 
-    def _repetition(self, name: str, option: Candidate) -> float:
+    def _replication_penalty(self, name: str, option: Candidate) -> float:
         """Return an extra cost for replicated ops under roles that shard only activations: as much as the layer's highest cost. Without it,
         small layers, where latencies outweigh compute, would get a different solution."""
-        alone = option.letter is None and not option.linear and bool(option.operands)
-        return 1.0 if self.role in _OWN_TOKENS and alone and self._flow[name] and name not in self._replicated else 0.0
+        replicated = option.letter is None and not option.linear and bool(option.operands)
+        wasteful = replicated and self._flow[name] and name not in self._replicated
+        return 1.0 if wasteful and self.role in _TOKEN_SHARDED_ROLES else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
         """Return the cost of converting the node's value, in units of the highest cost; infinite if there is no such conversion."""
@@ -196,7 +197,7 @@ class Problem:
             / REFERENCE_LINK_BYTES_PER_S
         )
         waits = sum(_SENT_SHARE[collective] > 0 for collective in collectives) + (target == P and source != P)
-        return seconds / self.dearest_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
+        return seconds / self.max_cost_s + waits * COLLECTIVE_SHARE + CONVERSION_SHARE
 
     def objective(self, chosen: dict[str, int]) -> float:
         """Return the total cost if each node has the option with the index ``chosen[name]``, in units of the highest cost."""

@@ -19,7 +19,7 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
     for value in (*cls.activations, *cls.outputs):
         t = boundary(cls, role, value)
         if value.shape and t is None:
-            return f"{name}: the activation {value.name} {list(value.shape)} has no dim for {role.value} to cut"
+            return f"{name}: the activation {value.name} {list(value.shape)} has no dim that {role.value} can shard"
         if t is not None and t.dim is not None and value.shape[t.dim] % size:
             return (
                 f"{name}: dim {t.dim} of the activation {value.name} {list(value.shape)} does not divide by {size} "
@@ -36,7 +36,7 @@ def refusal(graph: Graph, layer: int, role: Role, size: int) -> str:
             shape = list(getattr(meta(found).get("val"), "shape", ()))
             what = op_name(found) or "the value"
             return f"{name}: {what} {node} {shape} has no types for {role.value} on {size} devices"
-    return f"{name}: no types of its ops go together for {role.value} on {size} devices"
+    return f"{name}: no consistent sharding of its ops exists for {role.value} on {size} devices"
 
 
 def _attention(node: fx.Node, role: Role, size: int) -> str:
@@ -49,5 +49,5 @@ def _attention(node: fx.Node, role: Role, size: int) -> str:
             if heads % size:
                 return f"attention has {heads} {what}, which do not divide by {size} for {role.value}"
     if role is Role.RING and query[-2] != key[-2]:
-        return f"attention has {query[-2]} queries and {key[-2]} keys, and ring attention needs as many of one as of the other"
+        return f"attention has {query[-2]} queries and {key[-2]} keys, and ring attention needs equal numbers of both"
     return ""

@@ -87,5 +87,5 @@ def _solution(problem: Problem, chosen: dict[str, int]) -> AxisTypes:
         outputs=(*(t for t in outputs if t is not None), *(update_type(role) for _ in cls.updates)),
         letter={name: option.letter for name, option in options.items() if option.letter is not None},
         kernel={name: option.kernel for name, option in options.items() if option.kernel is not None},
-        cost_s=problem.objective(chosen) * problem.dearest_s,
+        cost_s=problem.objective(chosen) * problem.max_cost_s,
     )

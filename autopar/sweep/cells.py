@@ -99,12 +99,12 @@ def read_prices(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def clusters(asked: Range) -> Iterator[Cluster]:
+def clusters_of(request: Range) -> Iterator[Cluster]:
     """Yield a cluster for each GPU kind and number of devices: full nodes, or a part of one node."""
-    for gpu in asked.gpus:
+    for gpu in request.gpus:
         name = hardware.find(gpu)
         node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
-        for count in asked.devices:
+        for count in request.devices:
             if count > node and count % node:
                 raise UsageError(
                     f"{count} devices do not fill nodes of {node} {name}", f"use multiples of {node}, or at most {node}"
@@ -114,7 +114,7 @@ def clusters(asked: Range) -> Iterator[Cluster]:
 
 def sweep(
     capture: CaptureSized,
-    asked: Range,
+    request: Range,
     options: SearchOptions,
     *,
     prices: dict[str, float] | None = None,
@@ -129,24 +129,24 @@ def sweep(
     """
     found: list[Cell] = []
     refused: list[BatchError] = []
-    there = list(clusters(asked))
-    for seq in asked.seqs:
-        for global_batch in asked.global_batches:
+    clusters = list(clusters_of(request))
+    for seq in request.seqs:
+        for global_batch in request.global_batches:
             graph: Graph | BatchError
-            progress("capture", len(found), asked.cells)
+            progress("capture", len(found), request.cells)
             try:
                 graph = capture(seq=seq, global_batch=global_batch)
             except BatchError as error:
                 graph = error
                 refused.append(error)
-                if len(refused) == len(asked.seqs) * len(asked.global_batches):
+                if len(refused) == len(request.seqs) * len(request.global_batches):
                     raise refused[0] from None
             pricers = pricer_of or shared_pricers()
-            for cluster in there:
-                progress(cluster.name, len(found), asked.cells)
+            for cluster in clusters:
+                progress(cluster.name, len(found), request.cells)
                 cell = Cell(cluster.gpu.name, cluster.count, cluster.name, seq, global_batch)
                 found.append(_planned(cell, graph, cluster, options, pricers, prices or {}))
-    progress("done", len(found), asked.cells)
+    progress("done", len(found), request.cells)
     return found
 
 

@@ -31,10 +31,10 @@ PLAN: tuple[Technique, ...] = (SYNC,)
 ALL = (*PLAN, *LAYER)
 BY_NAME = {technique.name: technique for technique in LAYER}
 
-OF_LAYERS = tuple(mode.gives_up for technique in LAYER for mode in technique.modes if mode.gives_up)
+LAYER_DEVIATIONS = tuple(mode.deviation for technique in LAYER for mode in technique.modes if mode.deviation)
 """The numerical deviations that techniques of layers cause: a search decides in which layers."""
 
-GIVEN_UP = (*OF_LAYERS, *(mode.gives_up for technique in PLAN for mode in technique.modes if mode.gives_up))
+DEVIATIONS = (*LAYER_DEVIATIONS, *(mode.deviation for technique in PLAN for mode in technique.modes if mode.deviation))
 """The numerical deviations that techniques cause."""
 
 _made: dict[tuple[str, ...], Options] = {}

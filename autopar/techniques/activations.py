@@ -85,7 +85,7 @@ class Activations(Technique):
             INT8,
             "with activations in 8 bits",
             "in 8 bits",
-            gives_up=INT8_ACTIVATIONS,
+            deviation=INT8_ACTIVATIONS,
             inexact="gradients are computed from activations that were rounded to 8 bits",
             quantized=_IN_8_BITS,
             wraps_layer=True,

@@ -36,7 +36,7 @@ class Sync(Technique):
             LOCAL_STEPS,
             "averaged every {} steps",
             LOCAL_STEPS,
-            gives_up=LOCAL_SGD,
+            deviation=LOCAL_SGD,
             inexact="between two averages every replica trains by itself, which one device does not",
             max_zero=0,
             counted=1,
@@ -46,7 +46,7 @@ class Sync(Technique):
             STALE,
             "updated by gradients {} steps old",
             STALE,
-            gives_up=STALE_GRADIENTS,
+            deviation=STALE_GRADIENTS,
             inexact="an update uses the gradients of an earlier step, taken at parameters that have changed since",
             max_zero=0,
             counted=1,
@@ -68,7 +68,7 @@ class Sync(Technique):
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
         mode = self.mode(value)
-        if not mode.gives_up:
+        if not mode.deviation:
             return ""
         if mode.stale and str(graph.dtype) == "torch.float16":
             return "the loss of a program in float16 is scaled anew in every step, and late gradients have the scale of an earlier one"

@@ -131,7 +131,7 @@ class Mode(Facts):
     """A mode of a technique; its ``name`` is the value in pins and plans.
 
     - ``phrase``: words for it, as in "30 of 34 layers **recomputed**", or empty; ``cell``: its entry in a table.
-    - ``gives_up``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
+    - ``deviation``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
     - ``max_zero``: the highest ZeRO stage that the mode allows.
     - ``unsearched``: why its memory can't be priced; a plan may have such a mode, but no search chooses it.
     - ``counted``: the minimum of the number after its colon (``full:4``); if it is 2, a value without a number means 1.
@@ -145,7 +145,7 @@ class Mode(Facts):
     name: str
     phrase: str = ""
     cell: str = "-"
-    gives_up: str = ""
+    deviation: str = ""
     inexact: str = ""
     max_zero: int = 3
     unsearched: str = ""
@@ -369,7 +369,7 @@ class Technique:
 
     def within(self, values: Sequence[str], context: Context) -> tuple[str, ...]:
         """Return those of ``values`` that are exact, or whose deviation is allowed."""
-        return tuple(v for v in values if not (name := self.mode(v).gives_up) or name in context.allow)
+        return tuple(v for v in values if not (name := self.mode(v).deviation) or name in context.allow)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
         """Return the values that a search tries without a pin."""

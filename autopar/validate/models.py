@@ -123,9 +123,7 @@ def deepen(graph: Graph, blocks: int) -> Graph:
         raise RowError(f"the model's blocks are not alike: {', '.join(kinds)}")
     pattern = graph.layers[middle]
     if len(pattern.activations) != 1 or len(pattern.outputs) != 1:
-        raise RowError(
-            f"{pattern.name} passes on more than one value, so that a deeper model is not a repetition of it"
-        )
+        raise RowError(f"{pattern.name} has several inputs or outputs, so it can't be repeated")
     (made,) = pattern.outputs
     layers: list[GraphLayer] = list(graph.layers[: middle + 1])
     values, parameters = dict(graph.values), dict(graph.parameters)

@@ -97,7 +97,6 @@ _FACTS = {
     "compiled": r"\bcompil",
     "overlap off": r"overlap (is )?(switched )?off|no overlap|without overlap",
     "all-to-all context": r"\ba2a\b|all-to-all|ulysses",
-    "end layers count": r"embedding layers count as pipeline layers",
     "DeepSpeed": r"deepspeed",
     "device memory": r"nvidia-smi",
     "reserved memory": r"\breserved\b",
@@ -145,14 +144,14 @@ def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, le
             raise RowError(f"{key} = {value:g} is not between {least} and {_LARGEST:g}")
         return int(value)
     if default is None:
-        raise RowError(f"{keys[0]} is not given")
+        raise RowError(f"{keys[0]} is missing")
     return default
 
 
 def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     model = data.get("model")
     if not isinstance(model, Mapping):
-        raise RowError("model is not given")
+        raise RowError("model is missing")
     hidden = _integer(model, "hidden", "hidden_size", least=1)
     heads = _integer(model, "n_heads", "num_attention_heads", least=1)
     gated = model.get("gated_mlp")
@@ -268,7 +267,7 @@ def _precision(value: object) -> str:
 def _hardware(data: Mapping[str, Any]) -> Hardware:
     gpu = data.get("gpu")
     if not isinstance(gpu, str) or not gpu:
-        raise RowError("gpu is not given")
+        raise RowError("gpu is missing")
     devices = _integer(data, "n_gpus", least=1)
     per_node = _integer(data, "gpus_per_node", default=8, least=1)
     return Hardware(gpu, devices, per_node, str(data.get("interconnect") or ""))

@@ -16,7 +16,7 @@ from autopar.price import Pricer
 from autopar.search import evaluate
 from autopar.validate.models import graph_of, textbook, textbook_types
 from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
-from autopar.validate.setting import cluster_of, instrument, trainer_of, write
+from autopar.validate.setting import cluster_of, plan_of_row, reported_bytes, trainer_of
 
 _ROWS = 8  # batch size of the small graph that determines the op-level layouts
 
@@ -34,7 +34,8 @@ class RowOutcome:
     feasible: bool | None
     reason: str = ""
     refused: str = ""  # a reason other than memory why the plan can't run
-    roomy: bool = False  # whether memory is within the limit for plans; ``feasible`` compares with the device's capacity, which is larger
+    within_plan_limit: bool = False
+    """Whether memory is within the limit for plans; ``feasible`` compares with a device's capacity, which is larger."""
 
     @property
     def priced(self) -> bool:
@@ -76,7 +77,7 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
                 row = f"not JSON: {error}"
             rows.append(row if isinstance(row, dict | str) else "not a JSON object")
     if not any(isinstance(row, dict) for row in rows):
-        raise UsageError(f"{path} holds no measurements", "write one JSON object per line")
+        raise UsageError(f"{path} contains no measurements", "write one JSON object per line")
     return rows
 
 
@@ -108,24 +109,24 @@ class Bench:
             # list a bad row with its error, and go on with the next row
             return RowOutcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
         memory = max(stage.memory.total for stage in plan.stages)
-        shown = int(instrument(row.setting, memory))
-        roomy = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
-        return RowOutcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, roomy=roomy)
+        shown = int(reported_bytes(row.setting, memory))
+        within = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
+        return RowOutcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, within_plan_limit=within)
 
     def price(self, row: Row) -> tuple[Plan, int]:
         """Return the row's priced plan, and the memory capacity of a device."""
         graph, cluster, pricer = self.prices(row)
         context = Role.ULYSSES if "all-to-all context" in row.setting.facts else Role.RING
-        written = write(graph, row.setting, context)
+        row_plan = plan_of_row(graph, row.setting, context)
         plan = evaluate(
             graph,
             cluster,
             pricer,
-            mesh=written.mesh,
-            stage_bounds=written.bounds,
-            strategies=written.strategies,
-            schedule=written.schedule,
-            precision=written.precision,
+            mesh=row_plan.mesh,
+            stage_bounds=row_plan.bounds,
+            strategies=row_plan.strategies,
+            schedule=row_plan.schedule,
+            precision=row_plan.precision,
         )
         return plan, cluster.memory_capacity_bytes
 

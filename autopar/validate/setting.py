@@ -17,7 +17,7 @@ from autopar.validate.rows import Hardware, RowError, Setting
 
 
 @dataclass(frozen=True)
-class Written:
+class RowPlan:
     """The plan of a row, as arguments of ``search.evaluate`` (which also takes graph, cluster and pricer)."""
 
     mesh: tuple[Axis, ...]
@@ -27,7 +27,7 @@ class Written:
     precision: str
 
 
-def write(graph: Graph, s: Setting, context: Role) -> Written:
+def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
     """Return the plan that the row describes; ``context`` is the role of the context-parallel axis."""
     copies = s.replicate if s.expert == 1 and s.context == 1 else 1
     inner = ("expert", s.expert), ("context", s.context), ("tensor", s.tensor)
@@ -57,7 +57,7 @@ def write(graph: Graph, s: Setting, context: Role) -> Written:
     chunks = s.chunks if s.pipeline > 1 else 1
     name = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
     schedule = Schedule(name, s.pipeline, microbatches, chunks)
-    return Written(mesh, cuts(graph, s), strategies, schedule, s.precision)
+    return RowPlan(mesh, cuts(graph, s), strategies, schedule, s.precision)
 
 
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
@@ -150,8 +150,8 @@ def _gradient_bytes(s: Setting, megatron: bool, fsdp: bool) -> int:
     return int((figures.DDP_GRADIENT_BYTES if s.data > 1 else figures.SUMMED_GRADIENT_BYTES).value)
 
 
-def instrument(s: Setting, memory: int) -> float:
-    """Return the bytes that the row's tool would have shown for ``memory`` allocated bytes: the driver's count, the allocator's
+def reported_bytes(s: Setting, memory: int) -> float:
+    """Return the bytes that the row's tool would have reported for ``memory`` allocated bytes: the driver's count, the allocator's
     reservation, or ``memory`` itself."""
     if "device memory" in s.facts:
         return memory * constants.ALLOCATOR_RESERVE.value + constants.DEVICE_OVERHEAD.value

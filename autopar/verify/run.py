@@ -21,7 +21,7 @@ from autopar.plan import MICROBATCH_STATISTICS, LayerPlan, Plan
 from autopar.plan_files import check_model, read_plan
 from autopar.run.pool import WorkerPool
 from autopar.search.options import check_allowed
-from autopar.techniques import OF_LAYERS
+from autopar.techniques import LAYER_DEVIATIONS
 from autopar.techniques.sync import SYNC
 from autopar.units import size
 from autopar.verify.attacks import Attacks, attack
@@ -122,7 +122,7 @@ def verify_workload(
     if plan is not None:
         check_model(plan, real or subject.graph)
         small = shrink_plan(_exact(plan), subject.graph, devices)
-        for name in (name for name in plan.allow if name in OF_LAYERS):
+        for name in (name for name in plan.allow if name in LAYER_DEVIATIONS):
             run.notes.append(f"numbers were compared with a plan that does not give up {name}")
         plans = [("the given plan", lambda graph: small)]
         run.reference = SYNC.compared(small.sync)
@@ -137,15 +137,15 @@ def verify_workload(
 
 
 def _exact(plan: Plan) -> Plan:
-    """Return the plan with techniques that give up exactness reset to their defaults."""
-    if not set(plan.allow) & set(OF_LAYERS):
+    """Return the plan with inexact techniques reset to their defaults."""
+    if not set(plan.allow) & set(LAYER_DEVIATIONS):
         return plan
 
     def own(layer: LayerPlan) -> LayerPlan:
-        given_up = [t for t, value in layer.strategy.options.chosen if t.mode(value).gives_up]
-        return replace(layer, strategy=layer.strategy.but(**{t.name: t.default for t in given_up}))
+        inexact = [t for t, value in layer.strategy.options.chosen if t.mode(value).deviation]
+        return replace(layer, strategy=layer.strategy.but(**{t.name: t.default for t in inexact}))
 
-    allow = tuple(name for name in plan.allow if name not in OF_LAYERS)
+    allow = tuple(name for name in plan.allow if name not in LAYER_DEVIATIONS)
     return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from autopar.graph import Graph
-from autopar.plan import Axis, Plan, Role, Strategy, given_up
+from autopar.plan import Axis, Plan, Role, Strategy, deviations
 from autopar.schedules import default_schedule
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.techniques import Options
@@ -108,7 +108,7 @@ def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
         microbatches=parts,
         schedule=schedule,
         sync=plan.sync,
-        allow=given_up(plan.sync, (layer.strategy for layer in plan.layers)),
+        allow=deviations(plan.sync, (layer.strategy for layer in plan.layers)),
     )
 
 

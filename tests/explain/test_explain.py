@@ -17,7 +17,7 @@ from autopar.errors import BatchError, InfeasibleError
 from autopar.explain import Study, describe, explain, nearby_batch, suggest
 from autopar.explain.alternatives import alternatives
 from autopar.explain.changes import feasible, grown, larger_counts, spec_of
-from autopar.explain.families import obeys
+from autopar.explain.families import satisfies
 from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.graph import Graph
 from autopar.plan import Plan
@@ -71,7 +71,7 @@ class TestExplanation:
                 continue  # its search ended at the time limit: another may find another plan
             again, compared = request.solve(**pins), compared + 1
             assert family.step_time_s == pytest.approx(again.prediction.step_time_s, rel=0.011), family.name
-            assert obeys(again, pins), family.name
+            assert satisfies(again, pins), family.name
         assert compared >= 6
         assert any(f.chosen for f in explanation.families) and any(not f.chosen for f in explanation.families)
 
@@ -126,7 +126,14 @@ class TestExplanation:
         request = study("1x1xH200-141GB", batch=1)
         small = dataclasses.replace(request, graph=chain(["block"], 1, seq=TransformerPricer.seq))
         best = small.solve()
-        assert len(alternatives(small, best).plans) == 1
+        found = alternatives(small, best)
+        assert len(found.plans) == 1 and found.complete
+
+    def test_alternatives_are_incomplete_if_time_runs_out_while_they_are_priced(self, found: Any) -> None:
+        """Nothing is known of configurations without a price, even if all others were searched."""
+        request, explanation = found
+        late = alternatives(request, explanation.best, limit_s=0.0)
+        assert late.plans == (explanation.best,) and late.total == 0 and not late.complete
 
 
 def test_more_of_everything_is_a_cluster_of_its_own() -> None:

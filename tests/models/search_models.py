@@ -21,7 +21,7 @@ from autopar.schedules.orders import device_order
 from autopar.schedules.step_time import simulate
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions
-from autopar.search.problem import Choice
+from autopar.search.problem import Configuration
 from autopar.search.state import SMALL_LAYERS
 from autopar.techniques.logits import LOGITS, SLICED
 
@@ -153,7 +153,7 @@ class RandomPricer:
     def least_time_s(self, cls: str, mesh: tuple[Axis, ...], tried: Tried, microbatches: int) -> float:
         found = [self.layer(cls, mesh, strategy, microbatches) for strategy in tried.every]
         least = min((p.forward_s + p.backward_s for p in found if p is not None), default=math.inf)
-        return least * self._rng("least", cls, mesh, microbatches).choice([0.1, 0.8, 1.0])
+        return least * self._rng("least", cls, mesh, microbatches).config([0.1, 0.8, 1.0])
 
     def _drawn_layer(
         self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
@@ -235,9 +235,9 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
         return best
     whole = cluster.has_nvme or bool({"any", "host", "nvme", "activations"} & set(options.pins.values()))
     found = [
-        min(every_plan(graph, cluster, pricer, options, choice), default=best)
+        min(every_plan(graph, cluster, pricer, options, config), default=best)
         for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
-        for choice in outer_choices(graph, cluster, replace(options, schedule=schedule))
+        for config in configurations(graph, cluster, replace(options, schedule=schedule))
     ]
     return min([best, *found])
 
@@ -245,28 +245,28 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
 def _best_plain(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
     """The best step time, as far as chunks are pinned."""
 
-    def best_of(choice: Choice) -> tuple[float, bool, Choice] | None:
+    def best_of(config: Configuration) -> tuple[float, bool, Configuration] | None:
         every = (
-            (step, pairs_spare(graph, cluster, pricer, choice, ways, bounds), choice)
-            for step, ways, bounds in plans(graph, cluster, pricer, options, choice)
+            (step, pairs_spare(graph, cluster, pricer, config, ways, bounds), config)
+            for step, ways, bounds in plans(graph, cluster, pricer, options, config)
         )
         return min(every, key=lambda plan: plan[0], default=None)
 
-    found: list[tuple[float, bool, Choice]] = []
-    for choice in outer_choices(graph, cluster, options):
-        best = best_of(choice)
-        if best is None and choice.schedule.name in ("none", "gpipe", "1f1b"):
-            best = best_of(replace(choice, segments=True))
+    found: list[tuple[float, bool, Configuration]] = []
+    for config in configurations(graph, cluster, options):
+        best = best_of(config)
+        if best is None and config.schedule.name in ("none", "gpipe", "1f1b"):
+            best = best_of(replace(config, segments=True))
         found += [best] if best is not None else []
     while found:
-        step, recomputed, choice = min(found, key=lambda plan: plan[0])
-        if choice.segments or not recomputed or choice.schedule.name not in ("none", "gpipe", "1f1b"):
+        step, recomputed, config = min(found, key=lambda plan: plan[0])
+        if config.segments or not recomputed or config.schedule.name not in ("none", "gpipe", "1f1b"):
             return step
-        several = best_of(replace(choice, segments=True))
+        several = best_of(replace(config, segments=True))
         assert several is not None and several[0] <= step
         found.append((several[0], False, several[2]))
-        found.append((step, False, choice))
-        found.remove((step, recomputed, choice))
+        found.append((step, False, config))
+        found.remove((step, recomputed, config))
     return None
 
 
@@ -274,38 +274,38 @@ def pairs_spare(
     graph: Graph,
     cluster: Devices,
     pricer: RandomPricer,
-    choice: Choice,
+    config: Configuration,
     ways: list[Strategy],
     bounds: tuple[int, ...],
 ) -> bool:
     """Whether some stage recomputes so many layers in full that one input less of each two is more than one of them needs at work."""
     for s, (i, j) in enumerate(itertools.pairwise(bounds)):
-        at = pricer.on(cluster.stages(choice.schedule.pipeline)[s % choice.schedule.pipeline])
+        at = pricer.on(cluster.stages(config.schedule.pipeline)[s % config.schedule.pipeline])
         again = [
             a
             for a in range(i, j)
             if ways[a].options.recomputes == "all" and longest_run(graph, graph.layers[a].cls) > 1
         ]
-        prices = [at.layer(graph.layers[a].cls, choice.mesh, ways[a], choice.schedule.microbatches) for a in again]
+        prices = [at.layer(graph.layers[a].cls, config.mesh, ways[a], config.schedule.microbatches) for a in again]
         inputs = sum(p.saved_bytes for p in prices if p is not None)
         least = min((p.transient_bytes for p in prices if p is not None), default=0)
         if (
             again
-            and choice.schedule.name in ("none", "gpipe", "1f1b")
-            and peak_counts(choice.schedule).in_flight[s] * inputs / 2 > least
+            and config.schedule.name in ("none", "gpipe", "1f1b")
+            and peak_counts(config.schedule).in_flight[s] * inputs / 2 > least
         ):
             return True
     return False
 
 
-def outer_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
+def configurations(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Configuration]:
     """Pipeline degree, mesh of a stage, microbatches, schedule, chunks and sequence parallelism: every one that the pins allow."""
-    for choice in _plain_choices(graph, cluster, options):
+    for config in _plain_configurations(graph, cluster, options):
         for sequence in (None, *options.sequences):
-            yield replace(choice, sequence=sequence)
+            yield replace(config, sequence=sequence)
 
 
-def _plain_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Choice]:
+def _plain_configurations(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Configuration]:
     for p in range(1, min(cluster.count, len(graph.layers)) + 1):
         if cluster.count % p or options.pipeline not in (None, p):
             continue
@@ -322,13 +322,13 @@ def _plain_choices(graph: Graph, cluster: Devices, options: SearchOptions) -> It
                 interleaved = options.schedule in ("interleaved-1f1b", *SPLIT) or (options.chunks or 1) > 1
                 schedule = "none" if p == 1 else options.schedule or ("1f1b" if m >= p else "gpipe")
                 if (schedule != "1f1b" or m >= p) and (options.schedule != "none" or p == 1) and not interleaved:
-                    yield Choice(mesh, Schedule(schedule, p, m))
+                    yield Configuration(mesh, Schedule(schedule, p, m))
                 schedule = options.schedule or "interleaved-1f1b"
                 few, many = {"zero-bubble": (1, 8), "zbv": (2, 2), "dualpipev": (2, 2)}.get(schedule, (2, 8))
                 for chunks in range(few, min(many, len(graph.layers) // p) + 1):
                     rounds = {"zbv": True, "dualpipev": m >= 2 * p}.get(schedule, m < p or m % (m // p) == 0)
                     if p > 1 and interleaved and options.chunks in (None, chunks) and rounds:
-                        yield Choice(mesh, Schedule(schedule, p, m, chunks))
+                        yield Configuration(mesh, Schedule(schedule, p, m, chunks))
 
 
 def longest_run(graph: Graph, cls: str) -> int:
@@ -438,33 +438,33 @@ def _kept(kept: str, pins: Mapping[str, object], options: SearchOptions) -> bool
 
 
 def every_plan(
-    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, config: Configuration
 ) -> Iterator[float]:
     """The step times of all plans that fit of one configuration."""
-    return (step for step, _, _ in plans(graph, cluster, pricer, options, choice))
+    return (step for step, _, _ in plans(graph, cluster, pricer, options, config))
 
 
 def plans(
-    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, choice: Choice
+    graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions, config: Configuration
 ) -> Iterator[tuple[float, list[Strategy], tuple[int, ...]]]:
     """All plans that fit of one configuration: their step times, the layers' strategies, and where the stages begin and end."""
-    mesh, m, line, count = choice.mesh, choice.schedule.microbatches, choice.schedule.pipeline, len(graph.layers)
-    stages = line * choice.schedule.chunks
+    mesh, m, line, count = config.mesh, config.schedule.microbatches, config.schedule.pipeline, len(graph.layers)
+    stages = line * config.schedule.chunks
     views, borders = cluster.stages(line), cluster.borders(line)
     limits = [options.memory_limit_bytes or view.memory_limit_bytes for view in views]
-    folded = choice.schedule.name in ("zbv", "dualpipev")
+    folded = config.schedule.name in ("zbv", "dualpipev")
     where = [2 * line - 1 - s if folded and s >= line else s % line for s in range(stages)]
     at = [pricer.on(views[d]) for d in where]
     over = [
         pricer.on(borders[min(a, b) if folded else min(a, line - 2)]) if a != b else None
         for a, b in itertools.pairwise(where)
     ]
-    orders = [list(device_order(choice.schedule, d)) for d in range(line)]
+    orders = [list(device_order(config.schedule, d)) for d in range(line)]
     tables = []
     for i, layer in enumerate(graph.layers):
         priced = [
             (s, [here.layer(layer.cls, mesh, s, m) for here in at])
-            for s in candidates(graph, i, mesh, m, options, choice.segments, cluster.has_nvme, choice.sequence)
+            for s in candidates(graph, i, mesh, m, options, config.segments, cluster.has_nvme, config.sequence)
         ]
         tables.append([(s, p) for s, p in priced if p[0] is not None])
         if not any("logits" in key for key in options.pin):  # slices where whole logits take a tenth of the memory
@@ -506,7 +506,7 @@ def plans(
                 backward.append(b)
                 weight.append(sum(p.weight_s for p in inside))
                 step.append(sum(p.step_s for p in inside))
-            seconds = simulate(choice.schedule, forward, backward, weight)
+            seconds = simulate(config.schedule, forward, backward, weight)
             yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
 
 

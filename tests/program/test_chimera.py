@@ -169,7 +169,7 @@ def test_buffers_are_as_many_as_the_price_says(line: int, microbatches: int) -> 
     """Tensors between stages that a rank keeps: outputs until their backward, what it has received, and gradients until they are sent."""
     schedule = Schedule("chimera", line, microbatches)
     for rank, steps in enumerate(steps_of(schedule)):
-        for stage in schedule.own(rank):
+        for stage in schedule.stages_of(rank):
             inputs = gradients = outputs = most = 0
             for step in steps:
                 here = step.stage == stage and not step.send

@@ -192,7 +192,8 @@ def test_pins() -> None:
     with pytest.raises(UsageError, match="states is 'disk', it must be one of device, host, nvme, any"):
         SearchOptions(states="disk")
     with pytest.raises(
-        UsageError, match=r"layers.1 is pinned to activations=selective\+host.* search does not take: what selective"
+        UsageError,
+        match=r"layers.1 is pinned to activations=selective\+host.* the search never selects: what selective",
     ):
         pins_by_layer(GRAPH, SearchOptions(recompute="selective", pin={"layers.1.offload": "activations"}))
     graph, cluster, pricer, _ = random_offload(0)

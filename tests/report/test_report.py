@@ -102,12 +102,14 @@ def test_the_step_in_detail_adds_up_to_the_plan(subjects: dict[str, tuple[Plan, 
     for rank, actions in enumerate(step.actions):
         ends = [a.stop_s for a in actions]
         assert all(a.start_s >= end - 1e-12 for a, end in zip(actions[1:], ends, strict=False))
-        stage = plan.stages[plan.sized_schedule.own(rank)[0]] if plan.schedule != "chimera" else plan.stages[rank]
+        stage = plan.stages[plan.sized_schedule.stages_of(rank)[0]] if plan.schedule != "chimera" else plan.stages[rank]
         assert max(a.memory.total for a in actions) == stage.memory.total
         parts = figures(PlanFigures("p", plan, step))["step"]["time"][rank]
         assert sum(parts.values()) == pytest.approx(step.step_time_s) and min(parts.values()) >= -1e-12
     sends = [a.send for actions in step.actions for a in actions if a.send is not None]
-    crossings = sum(a != b for a, b in zip(plan.sized_schedule.device, plan.sized_schedule.device[1:], strict=False))
+    crossings = sum(
+        a != b for a, b in zip(plan.sized_schedule.rank_of_stage, plan.sized_schedule.rank_of_stage[1:], strict=False)
+    )
     assert len(sends) == 2 * plan.microbatches * crossings
     between = [one for one in step.traffic if one.axis == "pipeline"]
     assert sum(one.bytes for one in between) * plan.pipeline == pytest.approx(sum(send.bytes for send in sends))

@@ -183,7 +183,7 @@ def timelines(drawn: Sequence[tuple[str, Schedule, Sequence[Span]]], path: Path)
         bars: dict[tuple[str, bool, int], list[tuple[float, float]]] = {}
         for span in spans:
             rank, width = schedule.rank(span.stage, span.microbatch), span.stop_s - span.start_s
-            later = span.stage != schedule.own(rank)[0]
+            later = span.stage != schedule.stages_of(rank)[0]
             bars.setdefault((span.kind, later, rank), []).append((span.start_s, width))
             if span.kind != "W":
                 panel.text(span.start_s + width / 2, rank + 0.5, str(span.microbatch), fontsize=4.5, ha="center", va="center",

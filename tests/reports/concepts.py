@@ -342,7 +342,7 @@ def pipeline() -> Page:
         busy = sum(span.stop_s - span.start_s for span in spans) / schedule.pipeline
         flight = max(max_in_flight(schedule, d) for d in range(schedule.pipeline)) / schedule.chunks
         lines.append(
-            f"`{schedule.name}` | {len(schedule.own(0))} | {end:g} | {1 - busy / end:.0%} | {flight:g} "
+            f"`{schedule.name}` | {len(schedule.stages_of(0))} | {end:g} | {1 - busy / end:.0%} | {flight:g} "
             f"| {'in two parts' if schedule.split else 'whole'}"
         )
         drawn.append((f"{schedule.name}: a step of {end:g}, {1 - busy / end:.0%} waiting", schedule, spans))

@@ -71,8 +71,8 @@ def test_stages_are_where_torch_puts_them(name: str) -> None:
     for schedule in sizes(name):
         for rank, groups in enumerate(torchs(schedule)):
             own = sorted({stage for group in groups for _, stage, _ in group})
-            assert own == list(schedule.own(rank))
-            assert {schedule.device[stage] for stage in own} == {rank}
+            assert own == list(schedule.stages_of(rank))
+            assert {schedule.rank_of_stage[stage] for stage in own} == {rank}
 
 
 @pytest.mark.parametrize("name", ["none", "gpipe", "1f1b", *TORCH])
@@ -90,7 +90,7 @@ def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
                 most = max(most, live)
                 live -= kind in "BI"
             assert most == max_in_flight(schedule, rank), schedule
-            assert schedule.split or most == sum(peak_counts(schedule).in_flight[s] for s in schedule.own(rank))
+            assert schedule.split or most == sum(peak_counts(schedule).in_flight[s] for s in schedule.stages_of(rank))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from autopar.search.evaluation import Solution, cost, fits
 from autopar.search.exact import solve_labels
 from autopar.search.manual import make_mesh
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import configurations
 
 GRAPH = chain(mlp(32, 512, 2048, 8192), 8)
 
@@ -97,13 +97,13 @@ def test_unequal_devices_are_refused(tmp_path: Path) -> None:
     cluster, schedule = parse(str(devices)), Schedule("chimera", 2, 4)
     prices = Pricer(GRAPH, cluster, "bfloat16", solve_mlp)
     mesh = make_mesh(("data", cluster.count // 2))
-    with pytest.raises(UsageError, match="devices that mirror each other") as error:
+    with pytest.raises(UsageError, match="needs symmetric devices and links") as error:
         evaluate(
             GRAPH, cluster, prices, mesh=mesh, stage_bounds=(0, 4, 8), strategies=[Strategy((Role.DATA,))] * 8,
             schedule=schedule, precision="bfloat16",
         )  # fmt: skip
     assert error.value.hint
-    with pytest.raises(UsageError, match="devices that mirror each other"):
+    with pytest.raises(UsageError, match="needs symmetric devices and links"):
         search(GRAPH, cluster, prices, SearchOptions(schedule="chimera", pipeline=2, microbatches=4))
 
 
@@ -114,11 +114,11 @@ def test_bounds_and_solutions_against_every_plan() -> None:
         graph, cluster, prices = random_problem(seed, layers=4, devices=(2,))
         options = SearchOptions(schedule="chimera", pipeline=2, microbatches=2, tensor=1)
         try:
-            found = choices(graph, cluster.count, options)
+            found = configurations(graph, cluster.count, options)
         except UsageError:  # a batch that does not divide
             continue
-        for choice in found:
-            instance = Prices(graph, cluster, prices.with_copies(2), options).instance(choice)
+        for config in found:
+            instance = Prices(graph, cluster, prices.with_copies(2), options).instance(config)
             if instance is None or instance.layers < 4:
                 continue
             numbers = [range(len(instance.table(i))) for i in range(instance.layers)]

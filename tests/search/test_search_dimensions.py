@@ -16,7 +16,7 @@ from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import candidates, choices, context_of
+from autopar.search.problem import candidates, configurations, context_of
 
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)
@@ -87,11 +87,11 @@ def test_each_value_of_a_dimension_is_predicted_differently(dimension: str) -> N
 
 
 def test_the_search_tries_these_values() -> None:
-    tried = choices(GRAPH, CLUSTER.count, SearchOptions())
+    tried = configurations(GRAPH, CLUSTER.count, SearchOptions())
     every = [written for some in DIMENSIONS.values() for written in some]
     for schedule in {Schedule(w.schedule, w.pipeline, w.microbatches, w.chunks) for w in every}:
-        pinned = choices(GRAPH, CLUSTER.count, SearchOptions(schedule=schedule.name))
-        assert schedule in [choice.schedule for choice in (*tried, *pinned)], schedule
+        pinned = configurations(GRAPH, CLUSTER.count, SearchOptions(schedule=schedule.name))
+        assert schedule in [config.schedule for config in (*tried, *pinned)], schedule
     found = candidates(PLAIN.mesh, BATCH // PLAIN.microbatches, CLUSTER.gpus_per_node, SearchOptions()).every
     for written in (w for name in ("roles", "ZeRO", "recomputation") for w in DIMENSIONS[name]):
         assert written.strategy in found, written

@@ -14,7 +14,7 @@ BEST, OTHER = "configuration of the incumbent", "another configuration"
 
 def state(early_s: dict[str, dict[int, float]]) -> Any:
     """A search with an incumbent of one second."""
-    best = SimpleNamespace(choice=SimpleNamespace(without_chunks=BEST)), None
+    best = SimpleNamespace(config=SimpleNamespace(without_chunks=BEST)), None
     return SimpleNamespace(step_s=1.0, best=best, early_s=early_s)
 
 
@@ -31,5 +31,5 @@ def state(early_s: dict[str, dict[int, float]]) -> Any:
     ],
 )
 def test_further_chunks_are_tried_early_after_a_close_solution(early_s: dict[str, dict[int, float]], hopeful: bool):
-    choice: Any = SimpleNamespace(without_chunks=OTHER)
-    assert _is_hopeful(state(early_s), choice) is hopeful
+    config: Any = SimpleNamespace(without_chunks=OTHER)
+    assert _is_hopeful(state(early_s), config) is hopeful

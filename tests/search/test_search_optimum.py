@@ -14,20 +14,20 @@ from search_models import Devices, RandomPricer, brute_force, chain, every_plan,
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.plan import Plan
-from autopar.schedules import CHIMERA, SEVERAL_STAGES
+from autopar.schedules import CHIMERA, MULTI_STAGE
 from autopar.search import SearchOptions, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
-from autopar.search.bounds.linear import device_bound, first_bound, linear_bound
+from autopar.search.bounds.linear import device_bound, linear_bound, textbook_bound
 from autopar.search.construct.candidates import modes_of
 from autopar.search.construct.drafts import construct
-from autopar.search.construct.local import _steps, changed, improved
+from autopar.search.construct.local import _steps, change_candidates, move_layers
 from autopar.search.construct.refine import refined
 from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, transfers
 from autopar.search.exact import solve_labels
 from autopar.search.prices import Prices
-from autopar.search.problem import Choice, choices
+from autopar.search.problem import Configuration, configurations
 
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
 
@@ -114,26 +114,26 @@ def test_more_memory_is_never_slower() -> None:
             before = step
 
 
-def _first_bound(prices: Prices, choice: Choice) -> float:
+def _first_bound(prices: Prices, config: Configuration) -> float:
     """The bound without prices; it is no higher than the cheap bound is with them."""
-    least = prices.least_time_s(choice)
+    least = prices.least_time_s(config)
     assert least is not None
-    return least_pipelined_s(choice.schedule, least)
+    return least_pipelined_s(config.schedule, least)
 
 
-def test_every_bound_of_every_outer_choice_holds() -> None:
+def test_every_bound_of_every_configuration_holds() -> None:
     tight: dict[str, list[float]] = {}
     for seed in range(4000, 4012):
         graph, cluster, pricer = random_problem(seed, layers=4)
         prices = Prices(graph, cluster, pricer, EXACT)
-        for choice in choices(graph, cluster.count, EXACT):
-            instance = prices.instance(choice)
-            plans = every_plan(graph, cluster, pricer, EXACT, choice)
+        for config in configurations(graph, cluster.count, EXACT):
+            instance = prices.instance(config)
+            plans = every_plan(graph, cluster, pricer, EXACT, config)
             best = min(plans, default=float("inf"))
             if instance is None:
                 assert best == float("inf")
                 continue
-            first, cheap = _first_bound(prices, choice), cheap_bound(instance)
+            first, cheap = _first_bound(prices, config), cheap_bound(instance)
             bounds = {
                 "first": first,
                 "cheap": cheap,
@@ -142,7 +142,7 @@ def test_every_bound_of_every_outer_choice_holds() -> None:
                 "linear": linear_bound(instance, cheap, float("inf")),
             }
             for name, bound in bounds.items():
-                assert bound <= best * (1 + 1e-6), (seed, choice, name)
+                assert bound <= best * (1 + 1e-6), (seed, config, name)
                 if best < float("inf"):
                     tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
@@ -160,43 +160,43 @@ def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> N
         limit, options = (150, 220, 10_000)[seed % 3], SearchOptions(schedule="interleaved-1f1b")
         cluster = Devices(2, limit, kinds=((1.0, limit), (1.0 + 2.0 * (seed % 4), limit)) if seed % 2 else ())
         prices = Prices(graph, cluster, pricer, options)
-        for choice in choices(graph, cluster.count, options, prices.pins):
-            instance = prices.instance(choice)
+        for config in configurations(graph, cluster.count, options, prices.pins):
+            instance = prices.instance(config)
             best = inf if instance is None else solve_labels(instance, inf, inf)[0]
             if instance is None or best == inf:
                 continue
             bounds = [device_bound(instance, 0.0, best * more) for more in (1 - 1e-9, 1 + 1e-6, 1.1, 1.5)]
-            assert max(bounds) <= best * (1 + 1e-9), (seed, choice)
+            assert max(bounds) <= best * (1 + 1e-9), (seed, config)
             linear.append(linear_bound(instance, 0.0, inf) / best)
             whole.append(bounds[1] / best)
     assert len(whole) >= 40 and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.01
 
 
-@pytest.mark.parametrize("schedule", [name for name in SEVERAL_STAGES if name != CHIMERA])
-def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [name for name in MULTI_STAGE if name != CHIMERA])
+def test_every_bound_of_configurations_with_several_stages_on_a_device_holds(schedule: str) -> None:
     tight: dict[str, list[float]] = {}
     options = SearchOptions(schedule=schedule)
     for seed in range(6000, 6200 if schedule == "dualpipev" else 6040):
         graph, cluster, pricer, _ = problem("chunks", seed)
         prices = Prices(graph, cluster, pricer, options)
         try:
-            wholes = choices(graph, cluster.count, options, prices.pins)
+            wholes = configurations(graph, cluster.count, options, prices.pins)
         except UsageError:  # too few layers, or rows of the batch
             continue
         for whole in wholes:
             ties = prices.ties(whole, 0) if prices.groups else []
             decided = [replace(whole, ties=((0, roles, zero),)) for roles, zero in ties] or [whole]
-            for choice in decided:
-                instance = prices.instance(choice)
+            for config in decided:
+                instance = prices.instance(config)
                 if instance is None:
                     continue
                 best, solution = solve_labels(instance, inf, inf)
                 assert solution is None or cost(instance, solution).step_time_s == pytest.approx(best, rel=1e-12)
-                first, cheap = _first_bound(prices, choice), cheap_bound(instance)
+                first, cheap = _first_bound(prices, config), cheap_bound(instance)
                 bounds = {
                     "first": first,
                     "cheap": cheap,
-                    "even": first_bound(instance, cheap, inf),
+                    "textbook": textbook_bound(instance, cheap),
                     "linear": linear_bound(instance, cheap, inf),
                 }
                 if best < inf:  # with a cutoff that the optimum is below, it still is no more than it
@@ -204,20 +204,20 @@ def test_every_bound_of_choices_with_several_stages_on_a_device_holds(schedule: 
                     for more in (1.01, 1.2, 3):
                         bounds[f"whole layers below {more}"] = device_bound(instance, cheap, best * more)
                 found = construct(instance)
-                assert found is None or found[0] >= best * (1 - 1e-9), (seed, choice)
+                assert found is None or found[0] >= best * (1 - 1e-9), (seed, config)
                 if found is not None:
-                    assert fits(instance, found[1]) and found[0] == cost(instance, found[1]).step_time_s, (seed, choice)
+                    assert fits(instance, found[1]) and found[0] == cost(instance, found[1]).step_time_s, (seed, config)
                     tight.setdefault("constructed", []).append(found[0] / best)
-                    for cuts in moved(found[1].bounds, permutations(range(choice.schedule.stages), 2)):
+                    for cuts in moved(found[1].bounds, permutations(range(config.schedule.stages), 2)):
                         trial = Solution(cuts, found[1].pick)
                         seconds, resharding = cost(instance, trial).step_time_s, sum(transfers(instance, trial)[0])
                         assert resharding or _steps(instance, found[1], [cuts])[0] == pytest.approx(seconds, rel=1e-9)
                 for name, bound in bounds.items():
-                    assert bound <= best * (1 + 1e-6), (seed, choice, name)
+                    assert bound <= best * (1 + 1e-6), (seed, config, name)
                     if best < inf:
                         tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
-    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["even"] < mean["linear"]
+    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["textbook"] < mean["linear"]
     assert mean["linear"] > 0.75 and mean["constructed"] < 1.05, mean
 
 
@@ -230,14 +230,14 @@ def test_the_local_search_shortens_steps() -> None:
     by_changes, by_moves = [], []
     for seed in range(8):
         prices = Prices(graph, Devices(2, 1500), RandomPricer(graph, seed, 0.6, 0.3), options)
-        for instance in filter(None, map(prices.instance, choices(graph, 2, options, prices.pins))):
+        for instance in filter(None, map(prices.instance, configurations(graph, 2, options, prices.pins))):
             found, mode = construct(instance, known_s=0.0), modes_of(instance)[0]
             if found is None:
                 continue
             before = found[1]
             assert found[0] == cost(instance, before).step_time_s
-            after = changed(instance, before)
-            last = improved(instance, after, lambda bounds: refined(instance, mode, bounds, {}))  # noqa: B023
+            after = change_candidates(instance, before)
+            last = move_layers(instance, after, lambda bounds: refined(instance, mode, bounds, {}))  # noqa: B023
             steps = [cost(instance, each).step_time_s for each in (before, after, last)]
             assert fits(instance, after) and fits(instance, last) and steps == sorted(steps, reverse=True), seed
             by_changes.append(1 - steps[1] / steps[0])

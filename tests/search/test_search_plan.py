@@ -526,4 +526,4 @@ def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:
     cluster = Devices(64, int(72e9))
     plan = search(graph, cluster, TransformerPricer(graph), SearchOptions(time_limit_s=0.0))
     assert 0 < plan.bound_s == pytest.approx(plan.prediction.mfu * plan.prediction.step_time_s)
-    assert any("arithmetic alone" in note for note in plan.notes)
+    assert any("bounded by FLOPs only" in note for note in plan.notes)

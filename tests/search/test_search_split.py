@@ -24,7 +24,7 @@ from autopar.schedules.orders import device_groups
 from autopar.schedules.step_time import longest_paths, parts_of, simulate, simulate_many, textbook_paths, timeline
 from autopar.search import SearchOptions, exact, search
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import configurations
 from autopar.search.tables import Instance
 
 EVERY = [Schedule(s, p, m, v) for s in SPLIT for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 6, 8, 12)]
@@ -52,7 +52,7 @@ def by_passes(schedule: Schedule, f: list[float], b: list[float], w: list[float]
                     latest = max(latest, clock)
                 for (kind, _, _), (way, stage, i, end) in zip(group, ends, strict=True):
                     beside = stage + 1 if way == "F" else stage - 1
-                    here = 0 <= beside < stages and schedule.device[beside] == rank
+                    here = 0 <= beside < stages and schedule.rank_of_stage[beside] == rank
                     if kind != "W":
                         sent[way, stage, i] = end if here else clock
     return latest
@@ -190,7 +190,7 @@ def instances(graph: Graph, cluster: Devices, pricer: Any, options: SearchOption
     """Every configuration that has a price."""
     prices = Prices(graph, cluster, pricer, options)
     try:
-        found = choices(graph, cluster.count, options, prices.pins)
+        found = configurations(graph, cluster.count, options, prices.pins)
     except UsageError:  # too few layers, or rows of the batch
         return []
-    return [instance for choice in found if (instance := prices.instance(choice)) is not None]
+    return [instance for config in found if (instance := prices.instance(config)) is not None]

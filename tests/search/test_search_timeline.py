@@ -44,7 +44,7 @@ def test_split_orders_are_whole_and_leave_nothing(name, chunks, line):
     m = 2 * line
     schedule = Schedule(name, line, m, chunks)
     for rank in range(line):
-        order, own = list(device_order(schedule, rank)), schedule.own(rank)
+        order, own = list(device_order(schedule, rank)), schedule.stages_of(rank)
         where = {action: i for i, action in enumerate(order)}
         assert len(where) == len(order)
         for stage, i in itertools.product(own, range(m)):
@@ -61,7 +61,7 @@ def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
     name = "interleaved-1f1b" if chunks > 1 else "1f1b" if line > 1 else "none"
     schedule = Schedule(name, line, 2 * line, chunks)
     for rank in range(line):
-        order, own = list(device_order(schedule, rank)), schedule.own(rank)
+        order, own = list(device_order(schedule, rank)), schedule.stages_of(rank)
         assert len(order) == len(set(order)) == 2 * 2 * line * chunks
         assert {stage for _, stage, _ in order} == set(own)
         where = {action: i for i, action in enumerate(order)}

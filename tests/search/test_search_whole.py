@@ -17,7 +17,7 @@ from autopar.search import SearchOptions
 from autopar.search.knapsacks import Weights, knapsacks
 from autopar.search.minimum_memory import _by_layer, _by_segment, is_feasible, least_memory, least_share
 from autopar.search.prices import Prices
-from autopar.search.problem import choices
+from autopar.search.problem import configurations
 from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime, Table
 
@@ -46,7 +46,7 @@ def instances() -> list[Instance]:
     for seed in range(30):
         graph, cluster, pricer = random_problem(seed, layers=3)
         prices = Prices(graph, cluster, pricer, OPTIONS)
-        some = [prices.instance(choice) for choice in choices(graph, cluster.count, OPTIONS)]
+        some = [prices.instance(config) for config in configurations(graph, cluster.count, OPTIONS)]
         found += [instance for instance in some if instance is not None]
     return found
 
@@ -108,7 +108,9 @@ def test_the_least_memory_of_every_stage() -> None:
         fits += is_feasible(instance)
         assert is_feasible(instance) == (needs <= 1)
         tight, loose = (
-            replace(instance, layout=replace(instance.layout, limit=tuple(f * n for n in instance.layout.limit)))
+            replace(
+                instance, placement=replace(instance.placement, limit=tuple(f * n for n in instance.placement.limit))
+            )
             for f in (needs * 0.999, needs * 1.001)
         )
         assert not is_feasible(tight) and is_feasible(loose)

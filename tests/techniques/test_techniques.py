@@ -14,7 +14,7 @@ from exactness import subject
 from autopar.errors import UsageError
 from autopar.explain.describe import describe
 from autopar.pins import OWNERS, PINS, LayerPins, PlanPins
-from autopar.plan import ALLOWED, Plan, Role, Strategy, given_up
+from autopar.plan import ALLOWED, Plan, Role, Strategy, deviations
 from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
 from autopar.schedules import SCHEDULES
@@ -26,9 +26,9 @@ from autopar.techniques import (
     ALL,
     BY_NAME,
     DEFAULTS,
-    GIVEN_UP,
+    DEVIATIONS,
     LAYER,
-    OF_LAYERS,
+    LAYER_DEVIATIONS,
     Options,
     cases_of,
     conflict,
@@ -59,7 +59,7 @@ def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
     assert key == technique.name and technique.known(value)
     assert technique.if_missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
     for mode in technique.modes:
-        assert bool(mode.gives_up) == bool(mode.inexact) and (not mode.gives_up or mode.gives_up in ALLOWED)
+        assert bool(mode.deviation) == bool(mode.inexact) and (not mode.deviation or mode.deviation in ALLOWED)
     for wrong in ("", "nothing", 3, None, True, f"{technique.values[1]}:1", f"{technique.default}:2"):
         assert not technique.known(wrong)
     for conflict_ in conflicts_of(technique):
@@ -78,7 +78,7 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
         layers = tuple(
             dataclasses.replace(layer, strategy=layer.strategy.but(**{technique.name: value})) for layer in plan.layers
         )
-        written = dataclasses.replace(plan, layers=layers, allow=given_up("all-reduce", (x.strategy for x in layers)))
+        written = dataclasses.replace(plan, layers=layers, allow=deviations("all-reduce", (x.strategy for x in layers)))
         data = json.loads(written.dumps())
         check_plan(data)
         assert Plan.from_json(data) == written and {layer[technique.name] for layer in data["layers"]} == {value}
@@ -98,7 +98,7 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     free = candidates(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8)).every
     assert technique.default in {s.options[technique] for s in free}
     for value in samples(technique):
-        options = SearchOptions(**{technique.name: value}, allow=GIVEN_UP)
+        options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS)
         known = context_of(options, several=True, chain=8)
         found = {s.options[technique] for s in candidates(mesh, 8, 8, options, context=known).every if s.zero == 3}
         assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
@@ -109,13 +109,13 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
             assert found and all(technique.admits(v, {pin.name: value}.get) for v in found), (pin.name, value)
 
 
-@pytest.mark.parametrize("name", GIVEN_UP)
-def test_what_it_gives_up_must_be_allowed(name: str) -> None:
-    technique, mode = next((t, mode) for t in ALL for mode in t.modes if mode.gives_up == name)
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_a_deviation_must_be_allowed(name: str) -> None:
+    technique, mode = next((t, mode) for t in ALL for mode in t.modes if mode.deviation == name)
     value = f"{mode.name}:{mode.counted}" if mode.counted else mode.name
     with pytest.raises(UsageError, match=f"{technique.name}={value} is not exact: {mode.inexact}"):
         SearchOptions(**{technique.name: value})
-    assert list(SearchOptions(**{technique.name: value}, allow={name}).given_up) == [name]
+    assert list(SearchOptions(**{technique.name: value}, allow={name}).deviations) == [name]
     assert value not in technique.allowed({}.get, context_of(SearchOptions()))
 
 
@@ -125,8 +125,8 @@ def test_only_what_layers_give_up_is_searched_with_and_without() -> None:
     assert [each.narrow for each in allowed_numerics(graph, SearchOptions(allow={"local_steps"}))] == [()]
     pinned = SearchOptions(sync="local-steps:2", allow={"local_steps"})
     assert [each.narrow for each in allowed_numerics(graph, pinned)] == [()]
-    both = SearchOptions(allow=GIVEN_UP)
-    assert {each.narrow for each in allowed_numerics(graph, both)} == {(), OF_LAYERS}
+    both = SearchOptions(allow=DEVIATIONS)
+    assert {each.narrow for each in allowed_numerics(graph, both)} == {(), LAYER_DEVIATIONS}
 
 
 def test_values_that_exclude_each_other_are_never_together() -> None:

@@ -22,7 +22,7 @@ from autopar.validate import RowOutcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
 from autopar.validate.run import Bench
-from autopar.validate.setting import balanced, cuts, trainer_of, write
+from autopar.validate.setting import balanced, cuts, plan_of_row, trainer_of
 
 ROWS = GROUNDTRUTH
 SMALL = {
@@ -90,14 +90,14 @@ def test_a_row_with_gaps_takes_defaults():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tp": None}, "tp is not given"),
+        ({"tp": None}, "tp is missing"),
         ({"tp": 3}, "does not divide n_gpus"),
         ({"global_batch": 10}, "does not divide into dp"),
-        ({"model": None}, "model is not given"),
+        ({"model": None}, "model is missing"),
         ({"model": SMALL["model"] | {"hidden": 100}}, "does not divide into n_heads"),
         ({"precision": "int3"}, "precision"),
         ({"recompute": "sometimes"}, "recompute"),
-        ({"gpu": None}, "gpu is not given"),
+        ({"gpu": None}, "gpu is missing"),
         ({"ep": 3}, "ep = 3 does not divide dp = 4"),
         ({"ep": 4}, "ep = 4 does not divide the model's 0 experts"),
         ({"ep": 4, "model": SMALL["model"] | {"n_experts": 6}}, "ep = 4 does not divide the model's 6 experts"),
@@ -132,7 +132,7 @@ def test_cuts():
     assert cuts(graph, setting) == (0, 5, 10)
     assert balanced(16, 4.0, 2) == (0, 12, 18) and balanced(16, 4.0, 4) == (0, 7, 12, 17, 18)
     interleaved = dataclasses.replace(setting, chunks=2)
-    written = write(graph, interleaved, Role.RING)
+    written = plan_of_row(graph, interleaved, Role.RING)
     assert written.schedule.name == "interleaved-1f1b" and written.bounds == (0, 3, 5, 7, 10)
 
 
@@ -144,7 +144,7 @@ def test_rows_of_mixtures_deal_out_experts(tmp_path):
     whole, _, quarters = (o.memory_bytes for o in found)
     assert whole > quarters and len({o.step_s for o in found}) == 3
     setting = read_row(rows[2], 1).setting
-    written = write(graph_of(read_row(rows[2], 1).architecture, 16), setting, Role.RING)
+    written = plan_of_row(graph_of(read_row(rows[2], 1).architecture, 16), setting, Role.RING)
     assert [s.degree(written.mesh, Role.EXPERT) for s in written.strategies] == [1, 4, 4, 4, 4, 1]
     assert [s.zero for s in written.strategies] == [1, 0, 0, 0, 0, 1]
 

@@ -22,7 +22,7 @@ def cheap_bound(instance: Instance) -> float:
         tables = [float((schedule.microbatches * t.time + t.step).min()) for t in instance.kinds]
         return float(np.array(tables)[instance.kind].sum())
     time, once = instance.least("time"), schedule.copies * float(instance.least("step").sum()) / schedule.pipeline
-    if not schedule.interleaved:
+    if not schedule.multi_stage:
         return least_pipelined_s(schedule, time) + once
     return least_pipelined_s(schedule, time, fill_s(instance), float(sends(instance).sum())) + once
 
@@ -33,7 +33,7 @@ def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = No
     With several stages on each device, ``fill_s`` has each layer's pipeline fill (see the function ``fill_s``; default 0), and ``sent_s``
     the seconds that all stages spend on sends.
     """
-    if not schedule.interleaved:
+    if not schedule.multi_stage:
         return _one_stage(schedule, time)
     pp, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
     work = max((float(time.sum()) + sent_s) / pp, float(time.max()) / copies)
@@ -42,7 +42,7 @@ def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = No
     if fill_s is None:
         return max(m * work, passed)
     # a device whose first stage is s begins after at least s layers, because each stage has at least one layer
-    begins = np.array([schedule.own(d)[0] for d in range(pp)])
+    begins = np.array([schedule.stages_of(d)[0] for d in range(pp)])
     later = (begins[:, None] > np.arange(pp - 1)).sum(axis=0)
     return max(m * work + float((later * fill_s[: pp - 1]).sum()) / pp, passed)
 
@@ -75,9 +75,9 @@ def cheapest_send(instance: Instance) -> float:
     """Return the seconds of the cheapest send that any cut could need, one direction."""
     if instance.schedule.pipeline == 1:
         return 0.0
-    layout, kind = instance.layout, instance.kind.tolist()
-    stages = {link: s for s, link in enumerate(layout.link) if link is not None}  # one stage for each link
-    borders = {link: zip(layout.sends[link].border, kind[:-1], strict=False) for link in stages}
+    placement, kind = instance.placement, instance.kind.tolist()
+    stages = {link: s for s, link in enumerate(placement.link) if link is not None}  # one stage for each link
+    borders = {link: zip(placement.sends[link].border, kind[:-1], strict=False) for link in stages}
     layers = {link: dict(zip(some, range(len(kind) - 1), strict=True)).values() for link, some in borders.items()}
     return min(float(instance.p2p(i, s).min()) for link, s in stages.items() for i in layers[link])
 
@@ -90,7 +90,7 @@ def sends(instance: Instance) -> Array:
 
 def buffer_bytes(instance: Instance, device: int) -> float:
     """Return the minimum bytes of the pipeline buffers on a device."""
-    if device == instance.schedule.device[-1]:  # the last layer sends nothing
+    if device == instance.schedule.rank_of_stage[-1]:  # the last layer sends nothing
         return 0.0
     kinds = np.unique(instance.kind[:-1])
     borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)

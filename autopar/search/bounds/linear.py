@@ -62,9 +62,9 @@ CUT_ACTIONS = 40_000
 """Maximum number of microbatches times stages for which paths are searched, action by action in Python."""
 
 
-def first_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
-    """Return the bound with equal multipliers of all textbook paths; ``inf`` if nothing fits."""
-    return max(at_least_s, _Lagrangian(instance).first())
+def textbook_bound(instance: Instance, at_least_s: float) -> float:
+    """Return the bound with equal multipliers of all textbook paths, at least ``at_least_s``; ``inf`` if nothing fits."""
+    return max(at_least_s, _Lagrangian(instance).textbook_bound())
 
 
 def linear_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
@@ -102,7 +102,7 @@ class _Lagrangian:
         self.instance, self.pp, self.stages = instance, schedule.pipeline, schedule.stages
         self.paths = textbook_paths(schedule)  # [part, path, stage]
         self.in_flight, self.waiting = instance.in_flight.astype(np.float64), instance.waiting.astype(np.float64)
-        self.device = instance.device
+        self.rank_of_stage = instance.rank_of_stage
         least = float(instance.least("transient").min())
         self.room = np.array([space(instance, d) for d in range(self.pp)])
         # for the stage that runs when a device's memory peaks: its maximum transient is at least the mean of its layers' transients
@@ -110,7 +110,7 @@ class _Lagrangian:
         self.transient[list(peak_counts(schedule).running)] = 1 / (instance.layers - self.stages + 1)
         self.send = np.zeros((len(self.paths), self.stages))
         self.send[:2] = sends(instance)
-        self.place = np.searchsorted(sorted(set(instance.layout.place)), instance.layout.place)  # [stage]
+        self.place = np.searchsorted(sorted(set(instance.placement.place)), instance.placement.place)  # [stage]
         widest = max(len(table.bounding) for table in instance.kinds)
         # [place, price, kind, candidate]; shorter lists are padded by repetition
         self.prices = np.array(
@@ -126,12 +126,12 @@ class _Lagrangian:
                         [table.transient - least for table in tables],
                     )
                 ]
-                for tables in (instance.at(place) for place in sorted(set(instance.layout.place)))
+                for tables in (instance.at(place) for place in sorted(set(instance.placement.place)))
             ]
         )
         self.most = int(np.bincount(instance.kind).argmax())  # the most frequent kind
 
-    def first(self) -> float:
+    def textbook_bound(self) -> float:
         """Return the bound with equal multipliers of all textbook paths, and multipliers of memory if it binds; ``inf`` if all devices
         together lack memory."""
         nothing, even = np.zeros(self.pp), np.full(self.pp, 1 / self.pp)
@@ -151,7 +151,7 @@ class _Lagrangian:
 
     def value(self, by: Multipliers) -> tuple[float, Indices, Indices]:
         """Return the minimum value, its cuts, and the candidate of each kind on each stage, ``[stage, kind]``."""
-        per_byte, per_step = by.byte[self.device], by.once[self.device]
+        per_byte, per_step = by.byte[self.rank_of_stage], by.once[self.rank_of_stage]
         kinds = self.prices.shape[2]
         cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
         for place, (*parts, g, w, a, q, z) in enumerate(self.prices):
@@ -166,7 +166,7 @@ class _Lagrangian:
             )
             pick[rows] = each.argmin(axis=2)
             cost[rows] = each.min(axis=2)
-        cost[:, self.most] += by.layer[self.device]
+        cost[:, self.most] += by.layer[self.rank_of_stage]
         value, bounds = _cheapest_cuts(cost[:, self.instance.kind])
         return value + float((by.seconds * self.send).sum() - by.byte @ self.room) + by.constant, bounds, pick
 
@@ -180,17 +180,17 @@ class _Lagrangian:
         """Return the live bytes of each device with these cuts and candidates."""
         found = np.zeros(self.pp)
         for s, kind, layers in self._stages(bounds):
-            found[self.device[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
+            found[self.rank_of_stage[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
         return found
 
     def even_cuts(self) -> Indices:
         """Return cuts that give all devices about equal work."""
         least = [
             np.array([float(table.time.min()) for table in self.instance.at(place)])[self.instance.kind]
-            for place in self.instance.layout.place[: self.pp]
+            for place in self.instance.placement.place[: self.pp]
         ]
         sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in least]
-        return np.array(balanced_cuts(sums, self.instance.schedule.device))
+        return np.array(balanced_cuts(sums, self.instance.schedule.rank_of_stage))
 
     def seconds(self, bounds: Indices, pick: Indices) -> Array:
         """Return the seconds ``[part, stage]`` of stages with these cuts and candidates."""
@@ -210,7 +210,7 @@ class _Lagrangian:
 def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> float:
     """Return the bound of the linear program, with rows of whole layers from ``whole``; store the program's mean cuts in the instance."""
     lagrangian = _Lagrangian(instance)
-    best = lagrangian.first()
+    best = lagrangian.textbook_bound()
     if not best < cutoff_s or len(instance.runs) * lagrangian.stages > LARGEST:
         return best
     model, paths = _Program(lagrangian, best, whole), None
@@ -380,7 +380,7 @@ class _Program:
                 continue
             self.admitted.add(key)
             seconds, step, live = self.of.takes(*key)
-            device, layers = int(self.of.device[stage]), self._variable()
+            device, layers = int(self.of.rank_of_stage[stage]), self._variable()
             self.split[stage, kind].SetCoefficient(layers, 1)
             for spent, part in zip(self.spent, seconds, strict=True):
                 spent[stage].SetCoefficient(layers, -float(part) / self.scale_s)
@@ -398,7 +398,7 @@ class _Program:
 
     def _common(self, device: int) -> Iterable[pywraplp.Variable]:
         """Yield the variables of the numbers of layers of the most frequent kind on a device."""
-        for s in self.of.instance.schedule.own(device):
+        for s in self.of.instance.schedule.stages_of(device):
             for layers, (kind, _, _) in zip(self.layers[s], self.of.instance.runs, strict=True):
                 if kind == self.of.most:
                     yield layers
@@ -454,7 +454,7 @@ class _Program:
 def space(instance: Instance, device: int) -> float:
     """Return the maximum bytes that a device has for weights and activations, after the minimum of transients and pipeline buffers."""
     least = float(instance.least("transient").min())
-    return instance.layout.limit[device] - least - buffer_bytes(instance, device)
+    return instance.placement.limit[device] - least - buffer_bytes(instance, device)
 
 
 def _cheapest_cuts(cost: Array) -> tuple[float, Indices]:

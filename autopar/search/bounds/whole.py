@@ -114,17 +114,17 @@ class _Device:
     def __init__(self, instance: Instance, number: int, frequent: int) -> None:
         self.instance, self.number, self.frequent = instance, number, frequent
         schedule, kind = instance.schedule, instance.kind
-        self.own = schedule.own(number)
+        self.stages = schedule.stages_of(number)
         self.send = sends(instance)
         ends = {0: int(kind[0]), schedule.stages - 1: int(kind[-1])}
         self.ends = {s: k for s, k in ends.items() if k != frequent}  # end stages that may have only the end's layer
         self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have only layers of other kinds
-        (self.running,) = set(peak_counts(schedule).running) & set(self.own)
-        self.room = instance.layout.limit[number] - buffer_bytes(instance, number)
+        (self.running,) = set(peak_counts(schedule).running) & set(self.stages)
+        self.room = instance.placement.limit[number] - buffer_bytes(instance, number)
 
     @property
     def least_layers(self) -> int:
-        return sum(self._needs(s) for s in self.own)
+        return sum(self._needs(s) for s in self.stages)
 
     def _needs(self, stage: int) -> bool:
         return self.known and stage not in self.ends
@@ -132,7 +132,7 @@ class _Device:
     def others(self, path: Array) -> Array:
         """Return a path without the device's own stages."""
         found = path.copy()
-        found[:, list(self.own)] = 0
+        found[:, list(self.stages)] = 0
         return found
 
     def _seconds_elsewhere(self, path: Array, layers: Indices) -> Array:
@@ -142,7 +142,7 @@ class _Device:
             weight * min(float(part.min()) for part in parts)
             for weight, parts in zip(others, zip(*(at.seconds for at in table.places), strict=True), strict=True)
         )
-        stages = [s for s in range(len(each)) if s not in self.own]
+        stages = [s for s in range(len(each)) if s not in self.stages]
         needed = [s for s in stages if self._needs(s)]
         sent = float((others[:2] * self.send).sum())
         return sent + each[needed].sum() + np.maximum(layers - len(needed), 0) * each[stages].min(initial=np.inf)
@@ -150,7 +150,7 @@ class _Device:
     def _singles(self, path: Array, stage: int, kind: int, level: float) -> Front:
         """Return the front of one layer's candidates on a stage, with transients up to ``level`` if the stage runs when memory peaks."""
         table, keep = (
-            self.instance.kinds[kind].at(self.instance.layout.place[stage]),
+            self.instance.kinds[kind].at(self.instance.placement.place[stage]),
             self.instance.kinds[kind].bounding,
         )
         if stage == self.running:
@@ -162,7 +162,7 @@ class _Device:
     @cached_property
     def _levels(self) -> list[tuple[float, float]]:
         """The minimum and maximum transients of each group of transients that count as equal."""
-        place = self.instance.layout.place[self.running]
+        place = self.instance.placement.place[self.running]
         kinds = {self.frequent, *([self.ends[self.running]] if self.running in self.ends else [])}
         tables = [self.instance.kinds[kind] for kind in kinds]
         levels = np.unique(np.concatenate([table.at(place).transient[table.bounding] for table in tables]))
@@ -180,11 +180,11 @@ class _Device:
         elsewhere = self._seconds_elsewhere(
             path, int((self.instance.kind == self.frequent).sum()) - np.arange(most + 1)
         )
-        sent = float((path[:2, list(self.own)] * self.send[:, list(self.own)]).sum())
-        dearest = cutoff_s - float(elsewhere.min()) - sent
+        sent = float((path[:2, list(self.stages)] * self.send[:, list(self.stages)]).sum())
+        max_s = cutoff_s - float(elsewhere.min()) - sent
         work = np.full(most + 1, np.inf)
         for least, largest in self._levels:
-            self._fill(work, path, fewest, (self.room - least, largest, dearest))
+            self._fill(work, path, fewest, (self.room - least, largest, max_s))
         work = (work + sent) * (1 - TOLERANCE)
         possible = np.flatnonzero(work + elsewhere < cutoff_s)
         return int(possible.max(initial=fewest - 1)), work
@@ -193,8 +193,8 @@ class _Device:
         """Lower ``work[number of layers]`` to the minimum seconds within ``limits`` of live bytes, transients and seconds."""
         room, level, max_cost = limits
         front, layers = NO_LAYERS, 0
-        free = [self._singles(path, s, self.frequent, level) for s in self.own]
-        for s, single in zip(self.own, free, strict=True):
+        free = [self._singles(path, s, self.frequent, level) for s in self.stages]
+        for s, single in zip(self.stages, free, strict=True):
             if s in self.ends:
                 front = combined(self._singles(path, s, self.ends[s], level), front, room, True, max_cost)
             if self._needs(s):

@@ -72,7 +72,7 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
 @dataclass(frozen=True, eq=False)
 class _Layer:
     """The candidates of a layer that may be used: their indices in the table (``keep``), seconds per microbatch (``weight``), live bytes,
-    transient bytes, and bytes in each offload tier. Resharding depends on layouts alone: ``layout`` is each candidate's index in
+    transient bytes, and bytes in each offload tier. Resharding depends on layouts alone: ``layout_index`` is each candidate's index in
     ``layouts``, which has the table's indices of the layouts that occur; ``sort`` orders the candidates by layout, and ``starts`` is where
     each layout begins in that order.
     """
@@ -82,7 +82,7 @@ class _Layer:
     live: Array
     transient: Array
     layouts: Indices
-    layout: Indices
+    layout_index: Indices
     sort: Indices
     starts: Indices
     offloaded: tuple[Array, ...] = ()
@@ -101,12 +101,12 @@ class _Layer:
 
     def cheapest(self, cost: Array, layout: int) -> int:
         """Return the candidate of minimum cost of one layout."""
-        members = np.flatnonzero(self.layout == layout)
+        members = np.flatnonzero(self.layout_index == layout)
         return int(members[cost[members].argmin()])
 
 
 def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, float], buffers: int) -> _Layer:
-    layouts, layout, counts = np.unique(table.layout[keep], return_inverse=True, return_counts=True)
+    layouts, layout, counts = np.unique(table.layout_index[keep], return_inverse=True, return_counts=True)
     live, transient = table.live(*in_flight)[keep], table.transient_bytes(buffers)[keep]
     sort, starts = np.argsort(layout, kind="stable"), np.cumsum(counts) - counts
     return _Layer(keep, weight[keep], live, transient, layouts, layout, sort, starts)
@@ -116,10 +116,10 @@ class LayerSelection:
     """Chooses the candidates of layers, in order, together under one memory limit. ``in_flight`` has for each layer the microbatches in
     flight, and those between the two parts of a split backward; ``buffers`` is the number of pipeline buffers.
 
-    ``rooms`` are the memory limits of the offload tiers that some candidate uses.
+    ``tier_limits`` are the memory limits of the offload tiers that some candidate uses.
     """
 
-    rooms: Sequence[float] = ()
+    tier_limits: Sequence[float] = ()
     pressure = 0.0  # the price of filling an offload tier, relative to that of filling device memory
     multiplier = 0.0  # memory's multiplier at which the last candidates that fit were found
 
@@ -150,7 +150,7 @@ class LayerSelection:
 
     def solve(self) -> tuple[int, ...] | None:
         """Return the fastest candidates found that fit, or ``None``."""
-        for pressure in TIER_MULTIPLIERS if self.rooms else (0.0,):
+        for pressure in TIER_MULTIPLIERS if self.tier_limits else (0.0,):
             self.pressure = pressure
             pick = self._within_limit()
             if pick is not None:
@@ -219,7 +219,7 @@ class LayerSelection:
         return self._room_for(self._kept(pick))
 
     def _room_for(self, pick: list[int]) -> bool:
-        return all(self._offloaded_bytes(i, pick) <= room for i, room in enumerate(self.rooms))
+        return all(self._offloaded_bytes(i, pick) <= room for i, room in enumerate(self.tier_limits))
 
     def _offloaded_bytes(self, memory: int, pick: list[int]) -> float:
         return float(sum(layer.offloaded[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
@@ -234,7 +234,7 @@ class LayerSelection:
         return self._seconds(self._kept(pick))
 
     def _seconds(self, kept: list[int]) -> float:
-        layouts = [layer.layout[k] for layer, k in zip(self.layers, kept, strict=True)]
+        layouts = [layer.layout_index[k] for layer, k in zip(self.layers, kept, strict=True)]
         own = sum(float(layer.weight[k]) for layer, k in zip(self.layers, kept, strict=True))
         return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(layouts), strict=True))
 
@@ -264,7 +264,7 @@ class LayerSelection:
         """Return the seconds of candidates plus their bytes times ``price``. Only a share of a transient is priced, because only the
         stage's maximum counts, which is not known yet."""
         cost = layer.weight + price * (layer.live + layer.transient / len(self.layers))
-        for sizes, room in zip(layer.offloaded, self.rooms, strict=True) if self.pressure else ():
+        for sizes, room in zip(layer.offloaded, self.tier_limits, strict=True) if self.pressure else ():
             cost = cost + price * self.pressure * self.limit / max(room, 1.0) * sizes
         return cost
 
@@ -296,13 +296,13 @@ class LayerSelection:
         layer, now = self.layers[a], pick[a]
         total = layer.weight
         if a > 0:
-            total = total + self.edges[a - 1][self.layers[a - 1].layout[pick[a - 1]]][layer.layout]
+            total = total + self.edges[a - 1][self.layers[a - 1].layout_index[pick[a - 1]]][layer.layout_index]
         if a + 1 < len(pick):
-            total = total + self.edges[a][:, self.layers[a + 1].layout[pick[a + 1]]][layer.layout]
+            total = total + self.edges[a][:, self.layers[a + 1].layout_index[pick[a + 1]]][layer.layout_index]
         saves = total[now] - total
         more = layer.live - layer.live[now]
         ok = (saves > 1e-15) & (live + more + np.maximum(highest, layer.transient) <= self.limit)
-        for i, room in enumerate(self.rooms):
+        for i, room in enumerate(self.tier_limits):
             ok &= self._offloaded_bytes(i, pick) - layer.offloaded[i][now] + layer.offloaded[i] <= room
         if not ok.any():
             return 0.0, now
@@ -325,13 +325,13 @@ def stage_of(
     n, buffers, place, limit = instance.regime(s)
     found = LayerSelection(instance, allowed, range(i, j), [(n, 0.0)] * (j - i), place, buffers, limit - spare)
     if before is not None:
-        layer, sent = found.layers[0], instance.table(i - 1).layout[before]
-        found.layers[0] = layer.slower(instance.resharding(i - 1, place)[sent, layer.layouts[layer.layout]])
+        layer, sent = found.layers[0], instance.table(i - 1).layout_index[before]
+        found.layers[0] = layer.slower(instance.resharding(i - 1, place)[sent, layer.layouts[layer.layout_index]])
     if j < instance.layers:  # the forward's send, and the next stage's send in the backward
         layer = found.layers[-1]
         found.layers[-1] = layer.slower(2 * instance.p2p(j - 1, s)[layer.keep])
     if instance.offload_tiers:
-        found.rooms = [instance.layout.tier_limits[place][k] for k in instance.offload_tiers]
+        found.tier_limits = [instance.placement.tier_limits[place][k] for k in instance.offload_tiers]
         for a, k in enumerate(instance.kind[i:j].tolist()):
             sizes, layer = instance.kinds[k].at(place).offloaded_bytes(n), found.layers[a]
             found.layers[a] = replace(layer, offloaded=tuple(sizes[i][layer.keep] for i in instance.offload_tiers))

@@ -19,9 +19,9 @@ from autopar.schedules import INTERLEAVED
 from autopar.schedules.memory import peak_moments
 from autopar.schedules.step_time import simulate_many
 from autopar.search.construct.candidates import LADDER, CandidateMode, memory_scale, modes_of, seconds_of
-from autopar.search.construct.local import add_sends, changed, improved
+from autopar.search.construct.local import add_sends, change_candidates, move_layers
 from autopar.search.construct.refine import Cache, refined
-from autopar.search.cuts import balanced_cuts, in_rounds
+from autopar.search.cuts import balanced_cuts, even_chunk_cuts
 from autopar.search.evaluation import Solution, cost
 from autopar.search.minimum_memory import least_memory
 from autopar.search.pareto import Array
@@ -66,7 +66,7 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
     for bounds in _of_program(instance):
         steps = {mode.roles: tries.cut(bounds, mode) for mode in modes}
         modes = sorted(modes, key=lambda mode: steps[mode.roles])[:MODES]
-    few = tries.solution is not None and instance.schedule.interleaved  # cuts of many stages take long
+    few = tries.solution is not None and instance.schedule.multi_stage  # cuts of many stages take long
     for draft in _drafts(instance, picks)[: FEW if few else REFINED]:
         if tries.solution is None or time.monotonic() < deadline:
             tries.cut(draft.bounds, draft.mode)
@@ -79,10 +79,10 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
         return None
     found, step_s = tries.solution, tries.step_s
     if step_s < (1 + CLOSE) * known_s:
-        found = changed(instance, found, deadline)
+        found = change_candidates(instance, found, deadline)
         step_s = cost(instance, found).step_time_s
     if step_s < (1 + CLOSE) * known_s:
-        found = improved(instance, found, tries.refined, deadline)
+        found = move_layers(instance, found, tries.refined, deadline)
     return cost(instance, found).step_time_s, found
 
 
@@ -118,7 +118,7 @@ def _picks(instance: Instance) -> list[_Pick]:
     """Return for each mode the fastest candidates, and the fastest that together fit on the devices; sorted by estimate."""
     counts = np.bincount(instance.kind, minlength=len(instance.kinds))
     n, q, pp = float(instance.in_flight.mean()), float(instance.waiting.mean()), instance.schedule.pipeline
-    room, copies = float(sum(instance.layout.limit[:pp])), instance.schedule.copies
+    room, copies = float(sum(instance.placement.limit[:pp])), instance.schedule.copies
     found = []
     for mode in modes_of(instance):
         seconds = [seconds_of(instance, table)[keep] for table, keep in zip(instance.kinds, mode.allowed, strict=True)]
@@ -146,7 +146,7 @@ def _sends_s(instance: Instance, pick: list[int]) -> float:
     return 2 * (stages - 1) * float(instance.p2p(layer, 0)[pick[int(instance.kind[layer])]])
 
 
-def _alike_in_rounds(instance: Instance) -> bool:
+def _balanced_by_even_chunks(instance: Instance) -> bool:
     """Return whether stages with equal numbers of layers are nearly balanced: under interleaved 1F1B, if at most one kind has several
     layers."""
     return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
@@ -163,7 +163,7 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
     for s in range(1, stages):
         bounds.append(int(np.clip(round(float(mean[s])), bounds[-1] + 1, count - (stages - s))))
     found = [(*bounds, count)]
-    if _alike_in_rounds(instance):
+    if _balanced_by_even_chunks(instance):
         exact = np.diff(mean) @ instance.owns
         least = np.floor(exact + 1e-6).astype(np.int64)
         more = count - int(least.sum())
@@ -174,7 +174,7 @@ def _of_program(instance: Instance) -> list[tuple[int, ...]]:
         for first in (np.argsort(least - exact), np.argsort(exact - least < 0.01, kind="stable")):
             layers = least.copy()
             layers[first[:more]] += 1
-            found += [in_rounds(layers.tolist(), chunks, ends, order) for order in orders]
+            found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in orders]
     distinct = dict.fromkeys(found)
     return [b for b in distinct if all(i < j for i, j in pairwise(b)) and b[-1] == count]
 
@@ -186,10 +186,10 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
     for each in picks:
         parts, live = _sums(instance, each.pick)
         seconds = parts[:, :-1].sum(axis=1) + parts[:, -1] / instance.schedule.microbatches
-        device = instance.schedule.device
+        device = instance.schedule.rank_of_stage
         share = seconds / float(seconds[:, -1].mean()) * len(live)
         cuts = list(dict.fromkeys(balanced_cuts(list((1 - w) * share + w * live), device) for w in MIXTURES))
-        at = instance.device[None, :], np.array(cuts)[:, 1:]
+        at = instance.rank_of_stage[None, :], np.array(cuts)[:, 1:]
         before = at[0], np.array(cuts)[:, :-1]
         *stages, once = (sums[at].T - sums[before].T for sums in parts.swapaxes(0, 1))  # [stage, set] each
         add_sends(instance, np.array(each.pick)[instance.kind].tolist(), np.array(cuts).T, stages)
@@ -206,7 +206,7 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
 def _in_flight(instance: Instance, d: int) -> list[tuple[float, float]]:
     """Return a pair for each moment when a device's memory may peak: its stages' mean microbatches in flight, and those between the two
     parts of a split backward."""
-    own = list(instance.schedule.own(d))
+    own = list(instance.schedule.stages_of(d))
     if not instance.schedule.peak_varies:
         return [(float(instance.in_flight[own].mean()), 0.0)]
     counts, _ = peak_moments(instance.schedule, d)
@@ -221,11 +221,11 @@ def _sums(instance: Instance, pick: list[int]) -> tuple[Array, Array]:
     number = np.bincount(instance.kind, minlength=len(instance.kinds))
     parts, live = [], []
     for d in range(schedule.pipeline):
-        chosen = list(zip(instance.at(instance.layout.place[d]), pick, strict=True))
+        chosen = list(zip(instance.at(instance.placement.place[d]), pick, strict=True))
         each = np.array([[float(part[k]) for part in (*t.seconds, t.step)] for t, k in chosen]).T
         needs = [np.array([float(t.live(*mean)[k]) for t, k in chosen]) for mean in _in_flight(instance, d)]
         most = max(needs, key=lambda live: float(number @ live))  # the moment at which these layers need most memory
-        rows = np.vstack([each, most / instance.layout.limit[d]])
+        rows = np.vstack([each, most / instance.placement.limit[d]])
         sums = np.zeros((len(rows), instance.layers + 1))
         np.cumsum(rows[:, instance.kind], axis=1, out=sums[:, 1:])
         parts.append(sums[:-1])

@@ -4,9 +4,9 @@ The constructors choose candidates by the seconds of one stage or device. But if
 on which of them a slower layer is in: every microbatch takes longer there, and the neighbouring devices wait for it, unless their slower
 layers are in stages that run at the same time.
 
-- ``changed``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate. The layout (the
-  roles) stays, so resharding does too. All such changes are simulated at once, and the best one that fits is kept.
-- ``improved``: a layer moves from one stage to another. All such moves are simulated at once, with unchanged candidates; for the best
+- ``change_candidates``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate. The layout
+  (the roles) stays, so resharding does too. All such changes are simulated at once, and the best one that fits is kept.
+- ``move_layers``: a layer moves from one stage to another. All such moves are simulated at once, with unchanged candidates; for the best
   moves the candidates of the stages are chosen again.
 
 Both continue as long as the step gets shorter.
@@ -34,17 +34,17 @@ ROUNDS, LONGEST = 24, 200_000
 ACTIONS = 8_000_000
 """Maximum number of actions of all changes of one round together."""
 
-CHECKED = 32
+CHANGES_CHECKED = 32
 """The number of a round's best changes for which memory is checked."""
 
-LEAST = 1e-5
+MIN_GAIN = 1e-5
 """Minimum share of a step that a change must save."""
 
-TRIED = 12
+MOVES_TRIED = 12
 """The number of a round's best moves for which the candidates are chosen again."""
 
 CLOSE = 0.005
-"""``improved`` also changes candidates (``changed``) after a move that makes the step at most this share longer than the best one."""
+"""After a move that makes the step at most this share longer than the best one, ``move_layers`` also calls ``change_candidates``."""
 
 Refine = Callable[[tuple[int, ...]], Solution | None]
 """Returns the solution for cuts, with chosen candidates; ``None`` if it finds none that fit."""
@@ -54,7 +54,7 @@ Change = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class _Now:
+class _Evaluated:
     """A solution with the stage of each layer, the parts of the stages' seconds, and the ``spare`` bytes of each device."""
 
     instance: Instance
@@ -69,17 +69,17 @@ class _Now:
         instance, pick = self.instance, self.solution.pick
         alike = {(int(self.stage[i]), int(instance.kind[i]), k): i for i, k in enumerate(pick)}
         for ((s, kind, k), a), ((z, other, j), b) in itertools.combinations(alike.items(), 2):
-            near = kind == other and s != z and instance.device[s] == instance.device[z]
-            if near and k != j and instance.kinds[kind].layout[k] == instance.kinds[kind].layout[j]:
+            near = kind == other and s != z and instance.rank_of_stage[s] == instance.rank_of_stage[z]
+            if near and k != j and instance.kinds[kind].layout_index[k] == instance.kinds[kind].layout_index[j]:
                 yield (a, j), (b, k)
         for (s, _, k), i in alike.items():
-            table = instance.table(i, instance.layout.place[s])
+            table = instance.table(i, instance.placement.place[s])
             needs = table.live(float(instance.in_flight[s]), float(instance.waiting[s])) + table.transient
             faster = table.step < table.step[k]
             for part in table.seconds:
                 faster |= part < part[k]
-            fit = needs - needs[k] <= self.spare[instance.device[s]] + table.transient[k]
-            for new in np.flatnonzero(faster & fit & (table.layout == table.layout[k])).tolist():
+            fit = needs - needs[k] <= self.spare[instance.rank_of_stage[s]] + table.transient[k]
+            for new in np.flatnonzero(faster & fit & (table.layout_index == table.layout_index[k])).tolist():
                 yield ((i, new),)
 
     def trial(self, change: Change) -> Solution:
@@ -96,13 +96,13 @@ class _Now:
         for number, change in enumerate(changes):
             for i, k in change:
                 s = int(self.stage[i])
-                table, now = instance.table(i, instance.layout.place[s]), self.solution.pick[i]
+                table, now = instance.table(i, instance.placement.place[s]), self.solution.pick[i]
                 parts[:, s, number] += [float(part[k] - part[now]) for part in table.seconds]
                 once[s, number] += table.step[k] - table.step[now]
         return np.asarray(simulate_many(instance.schedule, parts) + (instance.owns.T @ once).max(axis=0))
 
 
-def changed(instance: Instance, solution: Solution, deadline: float = np.inf) -> Solution:
+def change_candidates(instance: Instance, solution: Solution, deadline: float = np.inf) -> Solution:
     """Return ``solution``, or a faster one that fits, after changes of candidates."""
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
@@ -117,32 +117,32 @@ def changed(instance: Instance, solution: Solution, deadline: float = np.inf) ->
 
 def _better(instance: Instance, solution: Solution, step_s: float, most: int) -> tuple[Solution, float] | None:
     """Return the best solution that fits after one change, and its step time; at most ``most`` changes are simulated."""
-    now = _now(instance, solution)
+    now = _evaluate(instance, solution)
     changes = list(itertools.islice(now.changes(), most))
     steps = now.after(changes) if changes else np.zeros(0)
-    for number in np.argsort(steps)[:CHECKED]:
+    for number in np.argsort(steps)[:CHANGES_CHECKED]:
         trial = now.trial(changes[number])
-        if steps[number] >= step_s * (1 - LEAST):
+        if steps[number] >= step_s * (1 - MIN_GAIN):
             return None
         if fits(instance, trial):
             return trial, float(steps[number])
     return None
 
 
-def _now(instance: Instance, solution: Solution) -> _Now:
+def _evaluate(instance: Instance, solution: Solution) -> _Evaluated:
     found, bounds = cost(instance, solution), np.array(solution.bounds)
     live = np.array([m.total for m in memories(instance, solution)], dtype=np.float64)
-    return _Now(
+    return _Evaluated(
         instance,
         solution,
         np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)),
         parts_of(instance.schedule, found.forward_s, found.backward_s, found.weight_s),
         np.array(found.per_step_s),
-        np.array(instance.layout.limit[: len(live)]) - live,
+        np.array(instance.placement.limit[: len(live)]) - live,
     )
 
 
-def improved(instance: Instance, solution: Solution, refine: Refine, deadline: float = np.inf) -> Solution:
+def move_layers(instance: Instance, solution: Solution, refine: Refine, deadline: float = np.inf) -> Solution:
     """Return ``solution``, or a faster one that fits, after moves of single layers between stages."""
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
@@ -151,7 +151,7 @@ def improved(instance: Instance, solution: Solution, refine: Refine, deadline: f
         stages = range(schedule.stages)
         moves = [b for b in moved(solution.bounds, itertools.permutations(stages, 2)) if b not in seen]
         steps = _steps(instance, solution, moves[: ACTIONS // actions]) if moves else np.zeros(0)
-        for number in np.argsort(steps)[:TRIED]:
+        for number in np.argsort(steps)[:MOVES_TRIED]:
             if time.monotonic() > deadline:
                 return solution
             seen.add(moves[number])
@@ -159,8 +159,8 @@ def improved(instance: Instance, solution: Solution, refine: Refine, deadline: f
             if trial is None:
                 continue
             if cost(instance, trial).step_time_s < (1 + CLOSE) * step_s:
-                trial = changed(instance, trial, deadline)
-            if (trial_s := cost(instance, trial).step_time_s) < step_s * (1 - LEAST):
+                trial = change_candidates(instance, trial, deadline)
+            if (trial_s := cost(instance, trial).step_time_s) < step_s * (1 - MIN_GAIN):
                 step_s, solution = trial_s, trial
                 break
         else:
@@ -171,13 +171,13 @@ def improved(instance: Instance, solution: Solution, refine: Refine, deadline: f
 def add_sends(instance: Instance, pick: Sequence[int], bounds: Indices, parts: Sequence[Array]) -> None:
     """Add the seconds of sends between stages to those of forward and backward (the first two of ``parts``, ``[stage, set]``), for cuts
     ``bounds[stage + 1, set]`` and the candidate of each layer."""
-    layout, last = instance.layout, instance.schedule.stages - 1
-    stage_of_link = {link: s for s, link in enumerate(layout.link[:last])}
+    placement, last = instance.placement, instance.schedule.stages - 1
+    stage_of_link = {link: s for s, link in enumerate(placement.link[:last])}
     links = {
         link: np.array([instance.p2p(i, s)[pick[i]] for i in range(instance.layers - 1)])
         for link, s in stage_of_link.items()
     }
-    for s, link in enumerate(layout.link[:last]):
+    for s, link in enumerate(placement.link[:last]):
         seconds = links[link][bounds[s + 1] - 1]
         parts[0][s] += seconds
         parts[1][s + 1] += seconds
@@ -185,11 +185,11 @@ def add_sends(instance: Instance, pick: Sequence[int], bounds: Indices, parts: S
 
 def _steps(instance: Instance, solution: Solution, cuts: Sequence[tuple[int, ...]]) -> Array:
     """Return the seconds of a step with each of ``cuts`` and unchanged candidates, without resharding."""
-    layout, schedule, pick = instance.layout, instance.schedule, solution.pick
+    placement, schedule, pick = instance.placement, instance.schedule, solution.pick
     bounds = np.array(cuts).T  # [stage + 1, set]
-    sums = {place: _sums(instance, solution, place) for place in layout.place}
+    sums = {place: _sums(instance, solution, place) for place in placement.place}
     stages = [
-        sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(layout.place, pairwise(bounds), strict=True)
+        sums[place][:, j] - sums[place][:, i] for place, (i, j) in zip(placement.place, pairwise(bounds), strict=True)
     ]
     *parts, once = np.stack(stages, axis=1)  # [stage, set] each
     add_sends(instance, pick, bounds, parts)

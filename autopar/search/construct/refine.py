@@ -16,7 +16,7 @@ from autopar.search.runs import compositions
 from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 
-ROOMS = 8
+SPARE_TRIES = 8
 """Maximum number of times a stage's candidates are chosen, each time with different spare memory, if segments keep more bytes than the sum
 of the mean bytes by which their layers' candidates were chosen (``Table.saved``)."""
 
@@ -33,7 +33,7 @@ Cache = dict[tuple[object, ...], tuple[int, ...] | None]
 
 def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """Return the solution with these cuts and the best candidates found; ``None`` if none fit."""
-    if instance.schedule.interleaved:
+    if instance.schedule.multi_stage:
         return _devices(instance, mode, bounds, cache)
     pick = _stages(instance, mode, bounds, cache)
     solution = None if pick is None else Solution(bounds, pick)
@@ -43,12 +43,12 @@ def refined(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
 def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> tuple[int, ...] | None:
     """Choose each stage's candidates, from the first stage to the last, because the layout that a stage sends affects the next stage."""
     pick: list[int] = []
-    layout = instance.layout
+    placement = instance.placement
     for s, (i, j) in enumerate(pairwise(bounds)):
         regime = instance.regime(s)
         came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
-        link = layout.link[s] if j < instance.layers else None
-        borders = tuple(layout.resharding[0].border[max(i - 1, 0) : j])
+        link = placement.link[s] if j < instance.layers else None
+        borders = tuple(placement.resharding[0].border[max(i - 1, 0) : j])
         key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, link
         if key not in cache:
             before = pick[-1] if i else None
@@ -85,7 +85,7 @@ def _in_segments(
     """Return the fastest candidates that fit with all bytes that their segments keep: from ``found``, or chosen with spare memory."""
     fit: list[tuple[int, ...]] = []
     low, high, spare = 0.0, np.inf, 0.0
-    for _ in range(ROOMS):
+    for _ in range(SPARE_TRIES):
         trials = [regrouped(instance, i, pick) for pick in found]
         over = [stage_bytes(instance, i, s, trial) - full.limit for trial in trials]
         fit += [trial for trial, more in zip(trials, over, strict=True) if more <= 0]
@@ -116,26 +116,26 @@ def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regi
         return None
     left = dict(zip(np.flatnonzero(runs.counts[composition]).tolist(), picks, strict=True))
     for kind, chosen in left.items():
-        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout[k]), k))
+        chosen.sort(key=lambda k: (int(instance.kinds[kind].layout_index[k]), k))
     return tuple(left[kind].pop(0) for kind in instance.kind[i:j].tolist())
 
 
 def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], cache: Cache) -> Solution | None:
     """Choose the candidates of every device's layers for these cuts; return ``None`` if none are found that fit."""
     pp, kind = instance.schedule.pipeline, instance.kind
-    border = instance.layout.resharding[0].border
-    rooms, moments = [1.0] * pp, first_moments(instance)
+    border = instance.placement.resharding[0].border
+    limit_shares, moments = [1.0] * pp, first_moments(instance)
     seen = [[moment] for moment in moments]
     for _ in range(TRIES):
         pick = [0] * instance.layers
         for d in range(pp):
-            own = instance.schedule.own(d)
-            if instance.schedule.device[own[0]] != d:
+            own = instance.schedule.stages_of(d)
+            if instance.schedule.rank_of_stage[own[0]] != d:
                 continue  # an earlier device has the same stages
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
             live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
-            place, limit = instance.layout.place[d], instance.layout.limit[d] * rooms[d]
+            place, limit = instance.placement.place[d], instance.placement.limit[d] * limit_shares[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             buffers = device_buffers(instance.schedule, d)
             key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, buffers, limit)
@@ -152,16 +152,16 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
         # another moment of the schedule has more live memory than the planned one
         full = shares_of_limits(instance, solution)
         if instance.schedule.peak_varies:
-            _turn(moments, seen, rooms, full, counts_at_peaks(instance, solution))
+            _replan_at_peak(moments, seen, limit_shares, full, counts_at_peaks(instance, solution))
         else:
-            rooms = [room * 0.999 / max(full) for room in rooms]
+            limit_shares = [share * 0.999 / max(full) for share in limit_shares]
     return None
 
 
-def _turn(
+def _replan_at_peak(
     moments: list[Counts],
     seen: list[list[Counts]],
-    rooms: list[float],
+    limit_shares: list[float],
     full: Sequence[float],
     peak_counts: Sequence[Counts],
 ) -> None:
@@ -173,4 +173,4 @@ def _turn(
             several = len(seen[d]) > 2 or moment == moments[d]
             mean = np.mean(seen[d] if several else [moment], axis=0)
             moments[d] = tuple((float(n), float(q)) for n, q in mean)
-            rooms[d] *= 0.999 / share if several else 1.0
+            limit_shares[d] *= 0.999 / share if several else 1.0
