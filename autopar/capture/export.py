@@ -35,7 +35,7 @@ from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
-from autopar.capture.specialise import Answers, ReplayAnswers, keep_guards, record_answers
+from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
 from autopar.capture.state import Left, State, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
 from autopar.errors import CaptureError
@@ -58,7 +58,7 @@ class _RefusedError(Exception):
 
 
 class _Captured(nn.Module):
-    """Calls the model and returns its loss. With ``answers``, it also returns the tensors from which forward read a value."""
+    """Calls the model and returns its loss. With ``reads``, it also returns the tensors from which forward read a value."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class _Captured(nn.Module):
         loss_fn: Callable[..., Any] | None,
         structure: BatchStructure,
         registered: Collection[str],
-        answers: Answers | None = None,
+        reads: RecordedReads | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.registered = registered
         self.loss_fn = loss_fn
         self.structure = structure
-        self.answers = answers
+        self.reads = reads
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if self.answers is not None:
-            self.answers.asked.clear()
+        if self.reads is not None:
+            self.reads.read_tensors.clear()
         given = buffers(self.module)
         try:
             with assigned_buffers_written(self.module, self.registered):
@@ -86,7 +86,7 @@ class _Captured(nn.Module):
             raise _RefusedError(error) from error
         replaced = {key: b for key, b in buffers(self.module).items() if b is not given.get(key)}
         _STATE[:] = [state(self.module) | replaced]  # not an attribute: torch.export restores attributes
-        return loss if self.answers is None else (loss, *self.answers.asked)
+        return loss if self.reads is None else (loss, *self.reads.read_tensors)
 
 
 def _registered(model: nn.Module) -> frozenset[str]:
@@ -194,11 +194,11 @@ def export(
     kept: dict[str, str] = {}
     functions: Functions = {}
     notes: list[str] = []
-    answers: Answers | None = None
+    reads: RecordedReads | None = None
     while True:
         try:
             with functions_kept(functions):
-                gm, values = _exported(model, structure, loss_fn, dtype, surroundings, kept, answers)
+                gm, values = _exported(model, structure, loss_fn, dtype, surroundings, kept, reads)
             break
         except NotTraceableError as error:
             if not valued:
@@ -210,16 +210,16 @@ def export(
                     f"{function.__name__} kept whole, every rank executes it alike: {error.message.splitlines()[0]}"
                 )
                 continue
-            known = answers
+            known = reads
             try:  # an opaque module works for every batch, guards only for batches with the same values
                 kept, sentence = find_whole(error, model, kept, run)
                 notes.append(sentence)
-                answers = record_answers(model, run_kept) if known is not None else None
+                reads = record_reads(model, run_kept) if known is not None else None
             except NotTraceableError:
-                answers = record_answers(model, run_kept) if known is None else None
-                if answers is None and function is None:
+                reads = record_reads(model, run_kept) if known is None else None
+                if reads is None and function is None:
                     raise
-                if answers is None:
+                if reads is None:
                     functions[function] = None
                     notes.append(assumption(function, "")[0])
     for sentence in notes:
@@ -248,9 +248,9 @@ def _exported(
     dtype: torch.dtype | None,
     surroundings: ExternalState,
     kept: dict[str, str],
-    answers: Answers | None,
+    reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """Export once, with an opaque op for each module in ``kept``. Reads of values (``.item()``) return the recorded ``answers``."""
+    """Export once, with an opaque op for each module in ``kept``. Reads of values (``.item()``) return the values in ``reads``."""
 
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
@@ -260,12 +260,12 @@ def _exported(
         keep_whole(kept, copied.module)
         return copied
 
-    repeats = None if answers is not None or has_hooks(model) else _repeats(model, structure, fake_copy)
+    repeats = None if reads is not None or has_hooks(model) else _repeats(model, structure, fake_copy)
     copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
     def run(repeats: Repeats | None = repeats) -> tuple[Any, Left]:
-        return _export(model, copied, structure, repeats, answers)
+        return _export(model, copied, structure, repeats, reads)
 
     with buffers_kept(copied.module):
         program, left = run()
@@ -287,7 +287,7 @@ def _exported(
     refuse_nodes(gm)
     gm = inline_regions_pass(gm)
     refuse_derivatives(gm)
-    keep_guards(gm, answers)
+    keep_guards(gm, reads)
     return gm, values
 
 
@@ -331,12 +331,12 @@ def _export(
     copied: FakeModel,
     structure: BatchStructure,
     repeats: Repeats | None = None,
-    answers: Answers | None = None,
+    reads: RecordedReads | None = None,
 ) -> tuple[Any, Left]:
     """Return the exported program, and the state after its forward."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
+    captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), reads)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -345,8 +345,8 @@ def _export(
     try:
         with warnings.catch_warnings(), ExitStack() as around:
             warnings.simplefilter("ignore")
-            if answers is not None:
-                around.enter_context(ReplayAnswers(answers))
+            if reads is not None:
+                around.enter_context(ReplayReads(reads))
             run = around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
