@@ -36,7 +36,7 @@ from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
-from autopar.capture.state import Left, State, buffers, buffers_kept, check_again, state
+from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
 from autopar.errors import CaptureError
 from autopar.graph import Parameter
@@ -174,13 +174,13 @@ def export(
     """
     _refuse(model, loss_fn)
 
-    surroundings = ExternalState(model, loss_fn)
+    external_state = ExternalState(model, loss_fn)
 
     def run(copied: nn.Module) -> None:
         cast = copied if dtype is None else copied.to(dtype)
         if dtype == torch.float64:
             choose_experts(cast, "eager")
-        with surroundings.restored():
+        with external_state.restored():
             call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
 
     def run_kept(copied: nn.Module) -> None:
@@ -198,7 +198,7 @@ def export(
     while True:
         try:
             with functions_kept(functions):
-                gm, values = _exported(model, structure, loss_fn, dtype, surroundings, kept, reads)
+                gm, values = _exported(model, structure, loss_fn, dtype, external_state, kept, reads)
             break
         except NotTraceableError as error:
             if not valued:
@@ -246,7 +246,7 @@ def _exported(
     structure: BatchStructure,
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
-    surroundings: ExternalState,
+    external_state: ExternalState,
     kept: dict[str, str],
     reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
@@ -256,7 +256,7 @@ def _exported(
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
     def fake_copy(**options: Any) -> FakeModel:
-        copied = fake_model(model, dtype, loss_fn, surroundings, cache=cache, **options)
+        copied = fake_model(model, dtype, loss_fn, external_state, cache=cache, **options)
         keep_whole(kept, copied.module)
         return copied
 
@@ -264,17 +264,17 @@ def _exported(
     copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
-    def run(repeats: Repeats | None = repeats) -> tuple[Any, Left]:
+    def run(repeats: Repeats | None = repeats) -> tuple[Any, StateAfterForward]:
         return _export(model, copied, structure, repeats, reads)
 
     with buffers_kept(copied.module):
-        program, left = run()
-        notes, assumed = check_again(program, before, left, copied, run)
+        program, after = run()
+        notes, assumed = check_again(program, before, after, copied, run)
     lifted = _lifted(program)
     expanded = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if expanded is None:
         copied = fake_copy()
-        program, left = _export(model, copied, structure)
+        program, _ = _export(model, copied, structure)
         expanded = _lifted(program)
     gm = selections_pass(program.graph_module)
     values = _label(gm, expanded, program.constants, model, copied, structure)
@@ -315,7 +315,7 @@ def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..
 def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
     """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
     refused. On exit, the trace's tensors are removed from external state."""
-    with copied.surroundings.restored() as run:
+    with copied.external_state.restored() as run:
         with guarded(model, copied.module), masks_as_given(), plain_averages(), RefuseLongLoops():
             yield run
 
@@ -332,7 +332,7 @@ def _export(
     structure: BatchStructure,
     repeats: Repeats | None = None,
     reads: RecordedReads | None = None,
-) -> tuple[Any, Left]:
+) -> tuple[Any, StateAfterForward]:
     """Return the exported program, and the state after its forward."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
@@ -353,7 +353,7 @@ def _export(
             around.enter_context(traces_of_functions())
             program = torch.export.export(captured, tensors, strict=False)
         _complete_users(program.graph_module)
-        return program, Left(_STATE.pop(), run.changes)
+        return program, StateAfterForward(_STATE.pop(), run.changes)
     except _RefusedError as refused:
         if isinstance(refused.error, NotTraceableError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)

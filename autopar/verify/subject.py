@@ -66,10 +66,10 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    copied, surroundings = prepared(model, loss_fn), ExternalState(model, loss_fn)
+    copied, external_state = prepared(model, loss_fn), ExternalState(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
     switched_off = _without_dropout(model)
-    with surroundings.restored(), Float64Everywhere(), WithoutDropout() as off:
+    with external_state.restored(), Float64Everywhere(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
         assert isinstance(structure, BatchStructure)
