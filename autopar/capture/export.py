@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.auto_opaque import find as find_whole
-from autopar.capture.auto_opaque import keep as keep_whole
-from autopar.capture.auto_opaque import paths_of
+from autopar.capture.auto_opaque import find_opaque, install_opaque_ops, paths_of
 from autopar.capture.backward import (
     OP_HINT,
-    OPAQUE_HINT,
     NotTraceableError,
     refuse_nodes,
     refuse_scripts,
@@ -33,12 +30,12 @@ from autopar.capture.external_state import ExternalState, Run
 from autopar.capture.functions import Functions, assumption, functions_kept, observed
 from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import RefuseLongLoops
-from autopar.capture.opaque import observe
+from autopar.capture.opaque import observe, opaque_note
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
 from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
@@ -183,22 +180,22 @@ def export(
         with external_state.restored():
             call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
 
-    def run_kept(copied: nn.Module) -> None:
-        keep_whole(kept, copied)
+    def run_with_opaque_ops(copied: nn.Module) -> None:
+        install_opaque_ops(opaque_ops, copied)
         with masks_as_given(), plain_averages():
             run(copied)
 
     valued = batch is not None and not any(map(is_fake, flatten_batch(structure, batch).values()))
     if valued:
         observe(model, run)
-    kept: dict[str, str] = {}
+    opaque_ops: dict[str, str] = {}
     functions: Functions = {}
     notes: list[str] = []
     reads: RecordedReads | None = None
     while True:
         try:
             with functions_kept(functions):
-                gm, values = _exported(model, structure, loss_fn, dtype, external_state, kept, reads)
+                gm, values = _exported(model, structure, loss_fn, dtype, external_state, opaque_ops, reads)
             break
         except NotTraceableError as error:
             if not valued:
@@ -206,17 +203,15 @@ def export(
             function = None if error.function in functions else error.function
             if function is not None and (found := observed(function, model, run)) is not None:
                 functions[function] = found
-                notes.append(
-                    f"{function.__name__} kept whole, every rank executes it alike: {error.message.splitlines()[0]}"
-                )
+                notes.append(opaque_note(function.__name__, error.message.splitlines()[0]))
                 continue
             known = reads
             try:  # an opaque module works for every batch, guards only for batches with the same values
-                kept, sentence = find_whole(error, model, kept, run)
+                opaque_ops, sentence = find_opaque(error, model, opaque_ops, run)
                 notes.append(sentence)
-                reads = record_reads(model, run_kept) if known is not None else None
+                reads = record_reads(model, run_with_opaque_ops) if known is not None else None
             except NotTraceableError:
-                reads = record_reads(model, run_kept) if known is None else None
+                reads = record_reads(model, run_with_opaque_ops) if known is None else None
                 if reads is None and function is None:
                     raise
                 if reads is None:
@@ -247,17 +242,17 @@ def _exported(
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
     external_state: ExternalState,
-    kept: dict[str, str],
+    opaque_ops: dict[str, str],
     reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """Export once, with an opaque op for each module in ``kept``. Reads of values (``.item()``) return the values in ``reads``."""
+    """Export once, with an opaque op for each module in ``opaque_ops``. Reads of values (``.item()``) return the values in ``reads``."""
 
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
     def fake_copy(**options: Any) -> FakeModel:
         copied = fake_model(model, dtype, loss_fn, external_state, cache=cache, **options)
-        keep_whole(kept, copied.module)
+        install_opaque_ops(opaque_ops, copied.module)
         return copied
 
     repeats = None if reads is not None or has_hooks(model) else _repeats(model, structure, fake_copy)

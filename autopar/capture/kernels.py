@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.capture.opaque import register, target_of
+from autopar.capture.opaque import opaque_note, register, target_of
 from autopar.errors import CaptureError
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
@@ -48,5 +48,5 @@ def _keep(gm: fx.GraphModule, node: fx.Node) -> None:
     several = not isinstance(found, Tensor)
     name = register(module, lambda *inputs: found)
     new = add(node, target_of(name, several=several), (tensors, []))
-    note(gm, f"{op_name(node)} kept whole, every rank executes it alike: torch has no meta kernel for it")
+    note(gm, opaque_note(op_name(node), "torch has no meta kernel for it"))
     replace(node, new)

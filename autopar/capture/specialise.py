@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, NotTraceableError, caller
+from autopar.capture.backward import NOT_USER_CODE, NotTraceableError, caller
 from autopar.capture.blocks import stack
 from autopar.capture.storage import copied
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.ops.facts import is_random
 from autopar.ops.meta import graph_meta, meta

@@ -569,19 +569,27 @@ class Selecting(nn.Module):
 
 
 WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
-    "chosen rows": ([Chosen], "1 (Chosen) kept whole", 1),
-    "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more kept whole", 1),
-    "control flow, other numbers": ([Turned, lambda: Turned(3.0), Turned], "1 (Turned) and 2 more kept whole", 2),
-    "by name": ([lambda: ByName(True, power=1), lambda: ByName(False)], "1.part (Scaled) and 1 more kept whole", 1),
-    "another number": ([lambda: ByName(True, power=2)], "1 (ByName) kept whole", 1),
-    "reversal": ([Reversing], "Reversed kept whole", 1),
-    "straight through": ([Rounding, Reversing], "Rounded kept whole", 2),
-    "vmap": ([Each], "1 (Each) kept whole", 1),
-    "in blocks": ([Block] * 5, "Reversed kept whole", 1),
-    "autocast": ([Mixed], "1 (Mixed) kept whole", 1),
-    "two results": ([Parting], "Parted kept whole", 1),
-    "nested results": ([lambda: Router(False)], "1.route (Routing) kept whole", 1),
-    "padded again": ([Shrinking], "1 (Shrinking) kept whole", 1),
+    "chosen rows": ([Chosen], "1 (Chosen) runs as one opaque op", 1),
+    "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more run as opaque ops", 1),
+    "control flow, other numbers": (
+        [Turned, lambda: Turned(3.0), Turned],
+        "1 (Turned) and 2 more run as opaque ops",
+        2,
+    ),
+    "by name": (
+        [lambda: ByName(True, power=1), lambda: ByName(False)],
+        "1.part (Scaled) and 1 more run as opaque ops",
+        1,
+    ),
+    "another number": ([lambda: ByName(True, power=2)], "1 (ByName) runs as one opaque op", 1),
+    "reversal": ([Reversing], "Reversed runs as one opaque op", 1),
+    "straight through": ([Rounding, Reversing], "Rounded runs as one opaque op", 2),
+    "vmap": ([Each], "1 (Each) runs as one opaque op", 1),
+    "in blocks": ([Block] * 5, "Reversed runs as one opaque op", 1),
+    "autocast": ([Mixed], "1 (Mixed) runs as one opaque op", 1),
+    "two results": ([Parting], "Parted runs as one opaque op", 1),
+    "nested results": ([lambda: Router(False)], "1.route (Routing) runs as one opaque op", 1),
+    "padded again": ([Shrinking], "1 (Shrinking) runs as one opaque op", 1),
 }
 
 
@@ -595,7 +603,7 @@ def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
     torch.manual_seed(0)
     graph = assert_equals_eager(sequence(*parts), pair(8, 4), F.mse_loss)
     assert any(sentence.startswith(words) for sentence in graph.notes) and len(graph.opaque) == ops
-    assert all("every rank executes it alike" in sentence for sentence in graph.notes)
+    assert all("replicated on every rank" in sentence for sentence in graph.notes)
 
 
 def test_a_function_that_takes_modules_is_followed() -> None:
@@ -669,7 +677,7 @@ def test_a_module_whose_parameters_may_get_no_gradient_is_not_kept_whole() -> No
 def test_a_module_of_torch_is_kept_whole() -> None:
     torch.manual_seed(0)
     graph = assert_equals_eager(Aligned(), (torch.randn(6, 10, 8, dtype=torch.float64),))
-    assert graph.notes[0].startswith("loss (CTCLoss) kept whole")
+    assert graph.notes[0].startswith("loss (CTCLoss) runs as one opaque op")
 
 
 @pytest.mark.parametrize("part", [Counting, Drawing, Selecting])
