@@ -17,7 +17,7 @@ from autopar.capture.constants import fold_constants, share_constants, simplify_
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
 from autopar.capture.kernels import keep_ops_without_shapes
-from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
+from autopar.capture.layers import build_layers, build_prelude, layer_interfaces, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
 from autopar.capture.reach import freeze_unreached
@@ -108,9 +108,9 @@ def _assemble(
     guards = batch_guards(gm)
     scalars, prelude = build_prelude(gm, inputs, constants, [node for _, node in guards])
     groups = segment(gm, classes)
-    found = borders(gm, groups)
+    interfaces = layer_interfaces(gm, groups)
     rows = inputs[0].shape[0]
-    layers, library, values = build_layers(groups, found, classes, type(model).__name__)
+    layers, library, values = build_layers(groups, interfaces, classes, type(model).__name__)
     parameters = _parameters(gm, model)
     notes = list(graph_meta(gm).get("notes", ()))
     tied = ties(model)

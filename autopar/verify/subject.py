@@ -18,7 +18,7 @@ from autopar.capture import (
     rebuild_batch,
     separate_microbatches,
 )
-from autopar.capture.eager import WithoutDropout, prepared, summed
+from autopar.capture.eager import WithoutDropout, copy_for_eager, summed
 from autopar.capture.export import call_model
 from autopar.capture.external_state import ExternalState
 from autopar.capture.storage import ties
@@ -66,7 +66,7 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    copied, external_state = prepared(model, loss_fn), ExternalState(model, loss_fn)
+    copied, external_state = copy_for_eager(model, loss_fn), ExternalState(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
     switched_off = _without_dropout(model)
     with external_state.restored(), Float64Everywhere(), WithoutDropout() as off:
@@ -95,7 +95,7 @@ def with_batch(
     subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
 ) -> Subject:
     """Return the subject with another batch of the same shapes, by input name. Raises any error that the model raises."""
-    copied, structure = prepared(model, loss_fn), subject.graph.structure
+    copied, structure = copy_for_eager(model, loss_fn), subject.graph.structure
     assert isinstance(structure, BatchStructure)
     # rebuilt, so that a row that all examples of the original batch share is one row here, too
     tensors = flatten_batch(structure, rebuild_batch(structure, list(tensors.values())))
