@@ -155,7 +155,7 @@ def check_again(
             hint=BUFFER_HINT,
         )
     moving = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
-    notes = [f"forward changes the attribute {name} in every call, a program does not" for name in moving]
+    notes = [f"a program does not update the attribute {name}, which forward changes in every call" for name in moving]
     return notes, _assumptions(after.tensors if same else (*changed, *after.tensors))
 
 
