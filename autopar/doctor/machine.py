@@ -112,7 +112,7 @@ def _calibration() -> Finding:
         found = calibration.read(path)
     except DeviceError as error:
         return Finding(PART, name, WARNING, error.message, error.hint or hint)
-    if other := calibration.elsewhere(found):
+    if other := calibration.machine_mismatch(found):
         return Finding(PART, name, WARNING, f"{path} {other}", hint)
     counts = {device: found.processes(device) for device in ("cpu", "cuda")}
     said = ", ".join(f"{'/'.join(map(str, n))} x {device}" for device, n in counts.items() if n)
