@@ -201,7 +201,7 @@ def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]
         ("update", {"elements": 64}),
         *(("wire", {"name": name, "members": 2, "size": 4096}) for name in (*COLLECTIVES, "p2p")),
         ("sharded", {"members": 2, "width": 16}),
-        ("meeting", {"members": 2}),
+        ("straggler_wait", {"members": 2}),
         ("call", {"members": 2}),
         ("overlap", {"members": 2}),
     ],
