@@ -20,7 +20,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
-from autopar.rules.traffic import OF_MICROBATCHES
+from autopar.rules.traffic import MICROBATCHABLE_KERNELS
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
 from passes.collectives import MICROBATCH
@@ -50,7 +50,7 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
         if node.name in types.kernel and not (axis.name == MICROBATCH and axis.size == 1)
     }
-    if named.get(MICROBATCH, "local_batch_norm") not in OF_MICROBATCHES:
+    if named.get(MICROBATCH, "local_batch_norm") not in MICROBATCHABLE_KERNELS:
         raise ProgramError(
             f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which run one by one",
             hint="plan with one microbatch",

@@ -125,7 +125,7 @@ def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
     differentiable = run.requires_grad[node.name]
     same_size = all(n == made for _, n, _ in read)
     if moves:
-        silent = facts(node).passes_gradient_on and same_size
+        silent = facts(node).backward_is_free and same_size
     else:
         silent = same_size  # the gradient of a slice or an expand is padded or summed; the gradient of any other view is a view
     slots = []

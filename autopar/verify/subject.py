@@ -178,7 +178,7 @@ def _refuse_random(graph: Graph) -> None:
     """Raise ``ModelError`` for a model that draws random numbers: no two runs of it are equal, even without autopar."""
     for layer in graph.layers:
         for node in graph.classes[layer.cls].graph.graph.nodes:
-            if facts(node).kind is OpKind.DRAW:
+            if facts(node).kind is OpKind.RANDOM:
                 raise ModelError(
                     f"the model draws random numbers ({facts(node).short} ones, in {layer.name}), so no two runs "
                     "of it can be compared",
