@@ -90,12 +90,9 @@ def find_opaque(
             alike = [path]
         alike = [p for p in alike if p in calls and calls[p].replicable and calls[p].results]
         if path in alike:
-            return opaque_ops | _ops({p: by_path[p] for p in alike}, calls), _note(alike, by_path[path], error)
+            note = opaque_note(f"{alike[0]} ({kind.__name__})", error.message.splitlines()[0], len(alike) - 1)
+            return opaque_ops | _ops({p: by_path[p] for p in alike}, calls), note
     raise error
-
-
-def _note(paths: list[str], module: nn.Module, error: NotTraceableError) -> str:
-    return opaque_note(f"{paths[0]} ({type(module).__name__})", error.message.splitlines()[0], len(paths) - 1)
 
 
 def _is_data(module: nn.Module) -> bool:

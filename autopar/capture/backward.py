@@ -42,7 +42,7 @@ class NotTraceableError(CaptureError):
 
 @contextmanager
 def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
-    """A context in which hooks on saved tensors, and a user's ``autograd.Function`` that ``functions_kept`` doesn't handle, raise
+    """A context in which hooks on saved tensors, and a user's ``autograd.Function`` that ``functions_as_ops`` doesn't handle, raise
     ``CaptureError`` with the calling line; ``engine`` replaces torch's autograd engine."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__

@@ -27,7 +27,7 @@ from autopar.capture.clone import LOSS, FakeModel, choose_experts, configs_with_
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.effects import assigned_buffers_written, guarded
 from autopar.capture.external_state import ExternalState, Run
-from autopar.capture.functions import Functions, assumption, functions_kept, observed
+from autopar.capture.functions import Functions, assumption, functions_as_ops, observed
 from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe, opaque_note
@@ -194,7 +194,7 @@ def export(
     reads: RecordedReads | None = None
     while True:
         try:
-            with functions_kept(functions):
+            with functions_as_ops(functions):
                 gm, values = _exported(model, structure, loss_fn, dtype, external_state, opaque_ops, reads)
             break
         except NotTraceableError as error:

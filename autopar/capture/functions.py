@@ -152,24 +152,24 @@ def assumption(function: Any, hint: str) -> tuple[str, str]:
     return f"the backward of {function.__name__} is taken to be the derivative of its forward", hint
 
 
-_KEPT: list[Functions] = []
+_FUNCTIONS: list[Functions] = []
 
 
 @contextmanager
-def functions_kept(functions: Functions) -> Iterator[None]:
+def functions_as_ops(functions: Functions) -> Iterator[None]:
     """A context in which calls of ``functions`` use their ops, or are traced like plain code if there is no op."""
-    _KEPT.append(functions)
+    _FUNCTIONS.append(functions)
     try:
         yield
     finally:
-        _KEPT.pop()
+        _FUNCTIONS.pop()
 
 
 def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function through its op or like plain code; return ``None`` for other functions and for signatures that weren't observed."""
-    if not _KEPT or function not in _KEPT[-1]:
+    if not _FUNCTIONS or function not in _FUNCTIONS[-1]:
         return None
-    record = _KEPT[-1][function]
+    record = _FUNCTIONS[-1][function]
     if record is None:
         return trace_forward(function, *args, **kwargs) if any(map(_has_module, args)) else None
     return record.applied(*args) if not kwargs else None

@@ -20,17 +20,17 @@ from autopar.program.opaque import TorchOp
 from passes.clean.nodes import add, calls, evaluate, flat, note, replace
 
 
-def keep_ops_without_shapes(gm: fx.GraphModule) -> None:
+def make_opaque_without_meta_kernel(gm: fx.GraphModule) -> None:
     """Replace each op without a meta kernel by an opaque one. Raises ``CaptureError`` if the op takes a list of tensors, or no tensor."""
     for node in calls(gm):
         if op_name(node).startswith("aten."):
             try:
                 evaluate(node.target, node.args, dict(node.kwargs))
             except NotImplementedError:
-                _keep(gm, node)
+                _make_opaque(gm, node)
 
 
-def _keep(gm: fx.GraphModule, node: fx.Node) -> None:
+def _make_opaque(gm: fx.GraphModule, node: fx.Node) -> None:
     given = arguments(node)
     tensors = [value for value in given.values() if isinstance(value, fx.Node)]
     if not tensors or any(

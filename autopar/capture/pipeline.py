@@ -16,7 +16,7 @@ from autopar.capture.boundary import errors_as_capture_errors
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, used_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
-from autopar.capture.kernels import keep_ops_without_shapes
+from autopar.capture.kernels import make_opaque_without_meta_kernel
 from autopar.capture.layers import build_layers, build_prelude, layer_interfaces, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
@@ -86,7 +86,7 @@ def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.Grap
     gm = run_passes(gm, STEPS[-1:])
     constants = fold_constants(gm, Evaluator(gm, buffers))
     simplify_constants(gm, constants)
-    keep_ops_without_shapes(gm)
+    make_opaque_without_meta_kernel(gm)
     gm = run_passes(gm, FINAL_STEPS)
     return gm, used_constants(gm, constants)
 

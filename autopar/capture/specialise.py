@@ -121,15 +121,15 @@ class _FlipRead(TorchFunctionMode):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.left, self.decided = index, False
+        self.remaining, self.decided = index, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _reads_value(func):
             return result
-        self.decided |= self.left < 0 and isinstance(result, bool)
-        self.left -= len(_numbers(result)) if isinstance(result, list) else 1
-        return not result if self.left == -1 and isinstance(result, bool) else result
+        self.decided |= self.remaining < 0 and isinstance(result, bool)
+        self.remaining -= len(_numbers(result)) if isinstance(result, list) else 1
+        return not result if self.remaining == -1 and isinstance(result, bool) else result
 
 
 def _numbers(value: Any) -> list[Any]:
