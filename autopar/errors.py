@@ -77,6 +77,10 @@ class CaptureError(AutoparError):
     """
 
 
+OPAQUE_HINT = "wrap the module in autopar.opaque(module), which runs it as one op, replicated on every rank"
+"""The hint of a ``CaptureError`` for code in a module."""
+
+
 class InfeasibleError(AutoparError):
     """No plan fits. The message names the stage, the layer and the bytes; the hint names the smallest change with which a plan fits.
 

@@ -245,7 +245,7 @@ def _on_the_best_devices(
     except InfeasibleError as error:
         refused = error
     best, devices = whole, cluster
-    for fewer in cluster.with_idle() if may_be_idle else ():
+    for fewer in cluster.smaller_clusters() if may_be_idle else ():
         left_s = deadline - time.monotonic()
         if best is None:  # find any plan, even beyond the time limit
             left_s = max(left_s, options.time_limit_s / 4)

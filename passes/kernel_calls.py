@@ -15,12 +15,12 @@ from torch import fx
 
 from autopar.errors import ProgramError
 from autopar.ops.facts import is_custom, op_name
+from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
-from autopar.ops.own import own_op
 from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
-from autopar.rules.traffic import OF_MICROBATCHES
+from autopar.rules.traffic import MICROBATCHABLE_KERNELS
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
 from passes.collectives import MICROBATCH
@@ -50,14 +50,14 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
         if node.name in types.kernel and not (axis.name == MICROBATCH and axis.size == 1)
     }
-    if named.get(MICROBATCH, "local_batch_norm") not in OF_MICROBATCHES:
+    if named.get(MICROBATCH, "local_batch_norm") not in MICROBATCHABLE_KERNELS:
         raise ProgramError(
             f"{node.name} would need the kernel {named[MICROBATCH]} over the microbatches, which run one by one",
             hint="plan with one microbatch",
         )
     named.pop(MICROBATCH, None)
-    own = own_op(node)
-    by_op = BY_OP.get(op_name(node)) if own is None else own.call
+    fused = fused_op(node)
+    by_op = BY_OP.get(op_name(node)) if fused is None else fused.call
     entries: set[Entry | None] = {BY_KERNEL.get(name, by_op) for name in named.values()} or {by_op}
     assert len(entries) == 1, f"{node.name}: several kernels at once, {named}"
     (entry,) = entries

@@ -352,10 +352,8 @@ def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
 def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.GraphModule:
     """Mark the turns in the local graph of ``cls`` for one half (``part_of``).
 
-    ``meta["turn"]``: the halves take turns before the node. ``meta["inner"]`` of a mixture of experts: the function that makes its
-    collectives take turns. ``meta["async_op"]`` of a ``convert``: the function that issues it asynchronously; ``meta["once"]``: it converts
-    a parameter for both halves. ``meta["sends"]``: the conversions that are issued right after the node. ``meta["across"]``: there is a
-    turn between the node and one of its readers.
+    ``ops.meta`` describes the keys: ``other_half_before``, ``kernel_async_op`` (of a mixture of experts), ``async_op`` and ``shared_async``
+    (of a ``convert``; the latter of a parameter), ``issued_after``, ``other_half_between``.
     """
     graph = gm.graph
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
@@ -369,9 +367,9 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         op = next((local[name] for name in turns.ops[at:] if name in local), output)
         own = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
         starts[at] = min((*own, op), key=lambda node: where[node])
-        meta(starts[at])["turn"] = True
+        meta(starts[at])["other_half_before"] = True
     for expert in turns.experts:
-        meta(local[turns.ops[expert]])["inner"] = "halves.send"
+        meta(local[turns.ops[expert]])["kernel_async_op"] = "halves.send"
     for read, (_, before) in turns.flights.items():
         node = arriving[read]
         value = node.args[0]
@@ -379,20 +377,21 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
         anchor = _moved_to_producer(graph, local[read[0]], value)
         if before is not None:
             anchor = starts[before].prev
-        meta(node)["async_op"], meta(node)["once"] = "halves.start", read in turns.shared and value.op == "placeholder"
-        meta(anchor).setdefault("sends", []).append(node)
-    _mark_across(graph)
+        meta(node)["async_op"] = "halves.start"
+        meta(node)["shared_async"] = read in turns.shared and value.op == "placeholder"
+        meta(anchor).setdefault("issued_after", []).append(node)
+    _mark_other_half_between(graph)
     graph.lint()
     return gm
 
 
-def _mark_across(graph: fx.Graph) -> None:
+def _mark_other_half_between(graph: fx.Graph) -> None:
     piece: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        turn = meta(node).get("turn") or (node.prev in piece and meta(node.prev).get("inner"))
+        turn = meta(node).get("other_half_before") or (node.prev in piece and meta(node.prev).get("kernel_async_op"))
         piece[node] = (next(reversed(piece.values())) if piece else 0) + bool(turn)
     for node in graph.nodes:
-        meta(node)["across"] = any(piece[user] > piece[node] for user in node.users)
+        meta(node)["other_half_between"] = any(piece[user] > piece[node] for user in node.users)
 
 
 def _conversion_of(value: fx.Node, needed: Types, gradient: bool) -> fx.Node:

@@ -15,9 +15,9 @@ from torch import fx
 from autopar.flow import parameter_nodes
 from autopar.graph import LayerClass
 from autopar.ops.facts import OpKind, facts, op_name
+from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
-from autopar.ops.own import own_op
 from autopar.rules.padding import padding
 from autopar.sharding import Sharding
 from passes.localise import SLICE_END, reshape_op
@@ -67,8 +67,8 @@ def _resize(new: fx.Node, old: fx.Node) -> None:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
-    elif (own := own_op(old)) is not None:
-        own.resize(new, old)
+    elif (fused := fused_op(old)) is not None:
+        fused.resize(new, old)
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):
         if kind in (OpKind.RESHAPE, OpKind.EXPANSION):
             target = reshape_op(name) if kind is OpKind.RESHAPE else torch.ops.aten.expand.default

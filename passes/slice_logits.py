@@ -23,9 +23,9 @@ from torch import fx
 from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.cost import tensors
 from autopar.ops.facts import OpKind, facts, op_name
+from autopar.ops.fused import ExtraWork, FusedOp, Size, register
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, operands, shape_of, val
-from autopar.ops.own import OwnOp, Passes, Size, register
 from autopar.program import kernels_logits
 from autopar.rules.table import TABLE
 from autopar.units import Constant
@@ -180,7 +180,7 @@ SLICE_KERNELS_BACK = Constant(
 )
 
 
-def _passes(node: fx.Node, size: Size) -> Passes:
+def _extra_work(node: fx.Node, size: Size) -> ExtraWork:
     """Return the bytes that passes over the logits move, forward and backward, the live bytes of a slice, and the number of kernels. The
     input gradient is summed over the slices in float32 or wider."""
     slices = _slices(node)
@@ -195,7 +195,7 @@ def _passes(node: fx.Node, size: Size) -> Passes:
     live = logits / slices * (2 * wide + casts * 2 * narrow + steps * narrow) + casts * x.numel() * wide
     adding = slices * x.numel() * 2 * wide * (1 + casts)  # each slice adds its part of the input gradient
     kernels = slices * SLICE_KERNELS.value, slices * SLICE_KERNELS_BACK.value
-    return Passes(forward * logits, backward * logits + adding, live, *kernels)
+    return ExtraWork(forward * logits, backward * logits + adding, live, *kernels)
 
 
 def _slices(node: fx.Node) -> float:
@@ -229,12 +229,12 @@ def _samples(normal: Callable[..., Any], below: Callable[..., Any]) -> list[tupl
 
 TABLE["kernels_logits.loss_in_slices"] = "* k!, v k!, *, v -> ; v = loss_in_slices -> I"
 register(
-    OwnOp(
+    FusedOp(
         name="kernels_logits.loss_in_slices",
         function=kernels_logits.loss_in_slices,
         flops=_flops,
         slices=_slices,
-        passes=_passes,
+        extra_work=_extra_work,
         padding_after=lambda zero: True if zero[0] is None and zero[2] is None else None,  # a vocabulary may be padded
         resize=_resize,
         call=_call,

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.backward import OPAQUE_HINT, NotTraceableError
-from autopar.capture.functions import OTHERS
-from autopar.capture.opaque import Opaque, Shapes, call, described, register, shapes, without_values
+from autopar.capture.backward import NotTraceableError
+from autopar.capture.functions import VALUE_CHANGES
+from autopar.capture.opaque import Opaque, Shapes, call, described, opaque_note, register, shapes, without_values
 from autopar.capture.state import describe, equal, state
 from autopar.capture.storage import copied, identity
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.program.opaque import tensors_in
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -31,15 +31,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(slots=True)
 class _Calls:
-    """Observed calls of a module. ``given`` maps operand shapes to a result on meta; ``sound``: the module may become opaque."""
+    """Observed calls of a module. ``results`` maps operand shapes to a result on meta; ``replicable``: the module may become opaque."""
 
-    given: dict[Shapes, Any] = field(default_factory=dict)
-    sound: bool = True
+    results: dict[Shapes, Any] = field(default_factory=dict)
+    replicable: bool = True
 
 
-def keep(kept: dict[str, str], fake: nn.Module) -> None:
-    """Make submodules of ``fake`` call their opaque ops. ``kept`` maps the submodules' paths to op names."""
-    for path, name in kept.items():
+def install_opaque_ops(opaque_ops: dict[str, str], fake: nn.Module) -> None:
+    """Make submodules of ``fake`` call their opaque ops. ``opaque_ops`` maps the submodules' paths to op names."""
+    for path, name in opaque_ops.items():
         module = fake.get_submodule(path)
         vars(module)["forward"] = functools.partial(_call, name, module, module.forward)
 
@@ -68,14 +68,14 @@ def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return values[:count] if count and plain and not bound.kwargs else None
 
 
-def find(
-    error: NotTraceableError, model: nn.Module, kept: dict[str, str], run: Callable[[nn.Module], object]
+def find_opaque(
+    error: NotTraceableError, model: nn.Module, opaque_ops: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """Return ``kept`` plus the innermost module around ``error`` that may become opaque, with others of its class, and a note for the plan.
+    """Return ``opaque_ops`` plus the innermost module around ``error`` that may become opaque and others of its class, and a note.
 
     ``run`` runs a copy of the model on the batch's values. Raises ``error`` if no module around it may become opaque.
     """
-    inside = [path for path in reversed(error.paths) if path and path not in kept]
+    inside = [path for path in reversed(error.paths) if path and path not in opaque_ops]
     tensors = [*model.parameters(), *model.buffers()]
     if not inside or any(tensor.is_meta for tensor in tensors):
         raise error
@@ -85,21 +85,14 @@ def find(
     calls = _observed(model, candidates, run)
     for path in inside:
         kind = type(by_path[path])
-        alike = [p for p in candidates if type(by_path[p]) is kind and p not in kept]
+        alike = [p for p in candidates if type(by_path[p]) is kind and p not in opaque_ops]
         if kind.__module__.startswith("torch."):  # two modules of a generic class may have little in common
             alike = [path]
-        alike = [p for p in alike if p in calls and calls[p].sound and calls[p].given]
+        alike = [p for p in alike if p in calls and calls[p].replicable and calls[p].results]
         if path in alike:
-            return kept | _ops({p: by_path[p] for p in alike}, calls), _note(alike, by_path[path], error)
+            note = opaque_note(f"{alike[0]} ({kind.__name__})", error.message.splitlines()[0], len(alike) - 1)
+            return opaque_ops | _ops({p: by_path[p] for p in alike}, calls), note
     raise error
-
-
-def _note(paths: list[str], module: nn.Module, error: NotTraceableError) -> str:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return (
-        f"{paths[0]} ({type(module).__name__}){more} kept whole, every rank executes it alike: "
-        f"{error.message.splitlines()[0]}"
-    )
 
 
 def _is_data(module: nn.Module) -> bool:
@@ -114,16 +107,16 @@ def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, s
     for path, module in modules.items():
         known = next((entry for entry in made if _alike(entry[0], module)), None)
         if known is None:
-            given: dict[Shapes, Any] = {}
-            known = module, given, register(module, functools.partial(_blank, given))
+            results: dict[Shapes, Any] = {}
+            known = module, results, register(module, functools.partial(_blank, results))
             made.append(known)
-        known[1].update(calls[path].given)
+        known[1].update(calls[path].results)
         found[path] = known[2]
     return found
 
 
-def _blank(given: dict[Shapes, Any], *inputs: Tensor) -> Any:
-    return given[shapes(inputs)]
+def _blank(results: dict[Shapes, Any], *inputs: Tensor) -> Any:
+    return results[shapes(inputs)]
 
 
 def _alike(one: nn.Module, other: nn.Module) -> bool:
@@ -161,22 +154,22 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
     result = forward(*args, **kwargs)
     after = [t._version for t in held], state(module), torch.get_rng_state()
     tensors = _tensors(forward, args, kwargs)
-    calls.sound &= tensors is not None
-    calls.sound &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
-    if calls.sound:
+    calls.replicable &= tensors is not None
+    calls.replicable &= before[0] == after[0] and equal(before[1], after[1]) and torch.equal(before[2], after[2])
+    if calls.replicable:
         try:
             found = without_values(result, type(module).__name__)
-            calls.sound = described(calls.given.setdefault(shapes(tensors or ()), found)) == described(found)
+            calls.replicable = described(calls.results.setdefault(shapes(tensors or ()), found)) == described(found)
         except CaptureError:
-            calls.sound = False
-        calls.sound &= _reaches_all(module, result)
-    for other in OTHERS if calls.sound else ():
+            calls.replicable = False
+        calls.replicable &= _reaches_all(module, result)
+    for change in VALUE_CHANGES if calls.replicable else ():
         try:
-            again = forward(*(other(tensor.detach()) for tensor in tensors or ()))
+            again = forward(*(change(tensor.detach()) for tensor in tensors or ()))
         except Exception:  # the changed values may be invalid; a program checks shapes at run time
             continue
-        calls.sound &= described(again) == described(result) and torch.equal(before[2], torch.get_rng_state())
-        calls.sound &= _reaches_all(module, again)
+        calls.replicable &= described(again) == described(result) and torch.equal(before[2], torch.get_rng_state())
+        calls.replicable &= _reaches_all(module, again)
     return result
 
 

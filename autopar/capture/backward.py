@@ -15,13 +15,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.blocks import stack
 from autopar.capture.functions import applied, apply_of_torch
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.operands import arguments
 from autopar.ops.source import source_line
 from autopar.torch_private import gradient_hooks, patch_backward
 
-OPAQUE_HINT = "keep that module whole and replicated: wrap it in autopar.opaque(module)"
 OP_HINT = (
     "make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
     + OPAQUE_HINT
@@ -43,7 +42,7 @@ class NotTraceableError(CaptureError):
 
 @contextmanager
 def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
-    """A context in which hooks on saved tensors, and a user's ``autograd.Function`` that ``functions_kept`` doesn't handle, raise
+    """A context in which hooks on saved tensors, and a user's ``autograd.Function`` that ``functions_as_ops`` doesn't handle, raise
     ``CaptureError`` with the calling line; ``engine`` replaces torch's autograd engine."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__

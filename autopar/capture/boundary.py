@@ -16,8 +16,8 @@ from types import TracebackType
 from torch import fx, nn
 
 import passes
-from autopar.capture.backward import OPAQUE_HINT, TORCH
-from autopar.errors import AutoparError, CaptureError
+from autopar.capture.backward import TORCH
+from autopar.errors import OPAQUE_HINT, AutoparError, CaptureError
 from autopar.ops.source import source_line
 
 _NOT_THE_USERS = (TORCH, str(Path(__file__).parents[1]), *passes.__path__, "<")

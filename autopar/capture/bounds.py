@@ -35,7 +35,7 @@ _AT_CORNERS = frozenset(
 )  # fmt: skip
 # monotone for booleans only
 _LOGICAL = frozenset(f"aten.{kind}_{name}" for kind in ("bitwise", "logical") for name in ("and", "or", "not"))
-_TURNED = frozenset(("aten.transpose", "aten.t", "aten.permute"))
+_PERMUTATIONS = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 
 
 class Blocks:
@@ -66,13 +66,13 @@ class Blocks:
         """Return the block's elements; a dim along which they are equal may have size 1."""
         key = (node, block)
         if key not in self._elements:
-            self._elements[key] = self._worked_out(node, block)
+            self._elements[key] = self._evaluate_block(node, block)
         return self._elements[key]
 
     def _bounded(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
         if self._is_whole(node):
             return _extremes(self.elements(node, block))
-        if (source := _moved(node, block)) is not None:
+        if (source := _source_block(node, block)) is not None:
             return self.bounds(*source)
         name = op_name(node)
         if name == "aten.full":
@@ -82,7 +82,7 @@ class Blocks:
         if name == "aten.index" and elementwise_operands(node) is not None:
             source_node = args_of(node)[0]
             return self.bounds(source_node, tuple((0, size) for size in shape_of(source_node)))
-        operands = {operand: self.bounds(operand, _behind(operand, block)) for operand in node.all_input_nodes}
+        operands = {operand: self.bounds(operand, _broadcast_block(operand, block)) for operand in node.all_input_nodes}
         known = {operand: ends for operand, ends in operands.items() if ends is not None}
         if name == "aten.where" and len(node.args) == 3:
             return self._chosen(node, operands)
@@ -140,15 +140,15 @@ class Blocks:
         differ = torch.tensor(op_name(node) == "aten.ne")
         return differ, differ
 
-    def _worked_out(self, node: fx.Node, block: Block) -> Tensor:
+    def _evaluate_block(self, node: fx.Node, block: Block) -> Tensor:
         if self._is_whole(node):
             value = self._whole[node]
             for dim, (start, stop) in enumerate(block):
                 if value.shape[dim] > 1:
                     value = value.narrow(dim, start, stop - start)
             return value
-        if (source := _moved(node, block)) is not None:
-            return _turned(node, self.elements(*source))
+        if (source := _source_block(node, block)) is not None:
+            return _apply_view(node, self.elements(*source))
         name = op_name(node)
         if name == "aten.full":
             fill = args_of(node)[1]
@@ -162,7 +162,7 @@ class Blocks:
             return torch.where(kept, source_values, torch.zeros((), dtype=source_values.dtype))
         operands = elementwise_operands(node)
         assert operands is not None, node
-        found = {operand: self.elements(operand, _behind(operand, block)) for operand in operands}
+        found = {operand: self.elements(operand, _broadcast_block(operand, block)) for operand in operands}
         if name == "aten.index":
             source_node = args_of(node)[0]
             found[source_node] = self.elements(source_node, tuple((0, size) for size in shape_of(source_node)))
@@ -181,17 +181,17 @@ def _in_blocks(node: fx.Node) -> bool:
     name = op_name(node)
     if name in ("aten.full", "aten.tril", "aten.triu") or elementwise_operands(node) is not None:
         return True
-    return _moved(node, tuple((0, size) for size in shape_of(node))) is not None
+    return _source_block(node, tuple((0, size) for size in shape_of(node))) is not None
 
 
-def _behind(operand: fx.Node, block: Block) -> Block:
+def _broadcast_block(operand: fx.Node, block: Block) -> Block:
     """Return the block of a broadcast operand that an elementwise op reads for ``block`` of its result."""
     sizes = shape_of(operand)
     own = block[len(block) - len(sizes) :]
     return tuple((0, 1) if size == 1 else ends for size, ends in zip(sizes, own, strict=True))
 
 
-def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
+def _source_block(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     """Return the operand of an op that only moves elements, and the operand's block that becomes ``block``; ``None`` for other ops."""
     name = op_name(node)
     source = args_of(node)[0] if node.args and isinstance(args_of(node)[0], fx.Node) else None
@@ -201,8 +201,8 @@ def _moved(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     if facts(node).kind in (OpKind.IDENTITY, OpKind.DETACH):
         return source, block
     if name == "aten.expand":
-        return source, _behind(source, block)
-    if name in _TURNED:
+        return source, _broadcast_block(source, block)
+    if name in _PERMUTATIONS:
         back = _order(node)
         there: list[tuple[int, int]] = [(0, 0)] * len(block)
         for position, dim in enumerate(back):
@@ -236,10 +236,10 @@ def _order(node: fx.Node) -> list[int]:
     return order
 
 
-def _turned(node: fx.Node, elements: Tensor) -> Tensor:
+def _apply_view(node: fx.Node, elements: Tensor) -> Tensor:
     """Apply an op that only moves elements to the elements of a block of its operand."""
     name = op_name(node)
-    if name in _TURNED:
+    if name in _PERMUTATIONS:
         return elements.permute(_order(node))
     if name == "aten.unsqueeze":
         return elements.unsqueeze(args_of(node)[1])

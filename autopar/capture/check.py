@@ -84,17 +84,18 @@ def check_capture(
         # the model doesn't run on few rows, or their graph differs from the planned one
         rows, first = total, comparison.check(tensors, steps=2) or first
     if first is None:
-        why = f"on {rows} rows of the batch {comparison.why}"
+        why = f"on {rows} rows of the batch {comparison.failure_reason}"
         if drawn:
             return _without_comparison(graph, f"{why}, with random values")
         if rows < total and not affordable:
             return _without_comparison(graph, f"{why}, and {total} rows take too long")
         raise CaptureError(f"the captured graph cannot be compared with the model: {why}", CANNOT_RUN)
     second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]), steps=1)
-    rest = f"and a step of {second}" if second else f"(of {rows + 1} rows it was not compared: {comparison.why})"
+    failed = f"(of {rows + 1} rows it was not compared: {comparison.failure_reason})"
+    rest = f"and a step of {second}" if second else failed
     seconds = time.perf_counter() - start_s
     return (
-        f"the captured graph equals the model over two steps of {first} {rest}: loss, gradients and buffers, in {comparison.numbers} "
+        f"the captured graph equals the model over two steps of {first} {rest}: loss, gradients and buffers, in {comparison.precision} "
         f"(compared in {seconds:.1f} s)"
     )
 
@@ -156,7 +157,7 @@ def _reordered(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _Comparison:
     """Compares the graph with the model on rows of a batch.
 
-    ``numbers`` is the precision of the comparison: float64, or the model's if it doesn't run in float64. ``why`` is the reason why the
+    ``precision`` is that of the comparison: float64, or the model's if it doesn't run in float64. ``failure_reason`` is the reason why the
     last rows weren't compared. ``difference`` describes the first difference between their graph and the planned one. ``chances`` are the
     dropout probabilities that the model used.
     """
@@ -165,20 +166,20 @@ class _Comparison:
         self, graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None, structure: BatchStructure, local: bool
     ) -> None:
         self.graph, self.model, self.loss_fn, self.structure, self.local = graph, model, loss_fn, structure, local
-        self.surroundings = ExternalState(model, loss_fn)
-        self.numbers, self.why, self.difference = "float64", "", ""
+        self.external_state = ExternalState(model, loss_fn)
+        self.precision, self.failure_reason, self.difference = "float64", "", ""
         self.chances: set[float] = set()
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return torch.float64 if self.numbers == "float64" else None
+        return torch.float64 if self.precision == "float64" else None
 
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
         """Compare on these rows; return a description of the comparison, or ``None`` if the model doesn't run on them."""
-        if (eager := self._eager(tensors, steps)) is None and self.numbers == "float64":
-            why, self.numbers = self.why, name_of(self.graph.dtype)
+        if (eager := self._eager(tensors, steps)) is None and self.precision == "float64":
+            why, self.precision = self.failure_reason, name_of(self.graph.dtype)
             if (eager := self._eager(tensors, steps)) is None:
-                self.numbers, self.why = "float64", why
+                self.precision, self.failure_reason = "float64", why
         if eager is None:
             return None
         count = f"{tensors[0].shape[0]} rows"
@@ -189,13 +190,13 @@ class _Comparison:
                 how: dict[str, Any] = {"precision": self.dtype and "float64", "local_batch_norm": self.local}
                 small = capture(self.model, batch, self.loss_fn, **how)
         except AutoparError as error:
-            self.why = error.message
+            self.failure_reason = error.message
             return None
         if other := _other_branch(self.graph.guards, small.guards):
-            self.why = f"they do something else at {other}"
+            self.failure_reason = f"they take a different branch at {other}"
             return None
         given = self.eager_model()  # outside of the modes, which must not change initial values
-        with self.surroundings.restored(), self.modes():  # opaque modules run the user's code
+        with self.external_state.restored(), self.modes():  # opaque modules run the user's code
             steps_of_graph = list(graph_steps(small, given, tensors, eager))
         for number, (mine, theirs) in enumerate(zip(steps_of_graph, eager, strict=True)):
             off, where = _compared(mine, theirs, set(small.buffers))
@@ -238,23 +239,23 @@ class _Comparison:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
 
     def _eager(self, tensors: list[Tensor], count: int) -> list[EagerStep] | None:
-        """Run ``count`` training steps of the model; if they fail, set ``why`` and return ``None``."""
+        """Run ``count`` training steps of the model; if they fail, set ``failure_reason`` and return ``None``."""
         try:
             given = self.eager_model()
         except Exception as error:  # raised by the user's classes
-            self.why = f"the model cannot be copied ({_named(error)})"
+            self.failure_reason = f"the model cannot be copied ({_named(error)})"
             return None
         steps, parameters = list[EagerStep](), given.parameters
         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
         try:
-            with self.surroundings.restored(), self.modes(self.chances):
+            with self.external_state.restored(), self.modes(self.chances):
                 for _ in range(count):
                     if steps:
                         update(parameters, steps[-1].gradients)
                         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
                     steps.append(given.step(self._cast(tensors)))
         except Exception as error:  # raised by the model's code
-            self.why = f"the model raises {_named(error)}"
+            self.failure_reason = f"the model raises {_named(error)}"
             return None
         for name, p in parameters.items():
             if (p._version, p.data_ptr()) != before[name]:
@@ -263,7 +264,7 @@ class _Comparison:
                     "make it a buffer, freeze it where it is not trained, or change the parameter after the optimizer's step",
                 )
         if not math.isfinite(steps[0].loss):
-            self.why = f"the model's loss is {steps[0].loss}"
+            self.failure_reason = f"the model's loss is {steps[0].loss}"
             return None
         return steps
 
@@ -352,7 +353,7 @@ def _noise(dtype: torch.dtype) -> float:
 def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
     """Describe the first node with a value that eager PyTorch never computes, and its source line; return an empty string without one."""
     given = comparison.eager_model()
-    with comparison.surroundings.restored(), comparison.modes():
+    with comparison.external_state.restored(), comparison.modes():
         seen = _Seen()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
         with torch.no_grad():

@@ -31,21 +31,21 @@ class FakeModel:
     """Fake-tensor copies of a model and its loss function.
 
     ``buffers`` has the real buffers, each under all of its names (none for buffers on meta). ``mode`` is the fake-tensor mode,
-    ``surroundings`` the external state that the copies share with the originals.
+    ``external_state`` the external state that the copies share with the originals.
     """
 
     module: nn.Module
     loss_fn: Any
     buffers: dict[str, torch.Tensor]
     mode: Any
-    surroundings: ExternalState
+    external_state: ExternalState
 
 
 def fake_model(
     model: nn.Module,
     dtype: torch.dtype | None,
     loss_fn: Any,
-    surroundings: ExternalState,
+    external_state: ExternalState,
     *,
     meta: bool = False,
     without: Collection[str] = (),
@@ -108,7 +108,7 @@ def fake_model(
     module = copies["model"]
     _configure(module, cache)
     loss_fn = copies[_LOSS_KEY] if isinstance(loss_fn, nn.Module) else loss_fn
-    return FakeModel(module, loss_fn, values, mode, surroundings)
+    return FakeModel(module, loss_fn, values, mode, external_state)
 
 
 def _configure(module: nn.Module, cache: bool) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 
-from autopar.capture.backward import OPAQUE_HINT, NotTraceableError, caller
+from autopar.capture.backward import NotTraceableError, caller
+from autopar.errors import OPAQUE_HINT
 from passes.clean.ctc import traced
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.capture.backward import OPAQUE_HINT, NotTraceableError, caller, refuse_backward
+from autopar.capture.backward import NotTraceableError, caller, refuse_backward
 from autopar.capture.blocks import stack
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.torch_private import is_traced
 from passes.clean import DERIVATIVE_STEPS
 from passes.clean.derivatives import derivative

@@ -116,15 +116,15 @@ class EagerStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """Copies of a model and its loss function; ``dropout``: ``prepared`` switched off RNN dropout, which ``WithoutDropout`` can't see."""
+class EagerCopy:
+    """Copies of a model and its loss function. ``dropout``: RNN dropout was switched off, because ``WithoutDropout`` can't see it."""
 
     model: nn.Module
     loss_fn: Any
     dropout: bool
 
 
-def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> Copied:
+def copy_for_eager(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> EagerCopy:
     """Copy ``model``, and ``loss_fn`` if it is a module, to the CPU in ``dtype``, keeping the modules' modes.
 
     Parameters on meta get random values.
@@ -142,7 +142,7 @@ def prepared(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = 
     for module in made[0].modules():
         if isinstance(module, nn.RNNBase) and module.dropout:
             module.dropout, recurrent = 0.0, True  # the kernel takes it by position, where WithoutDropout can't see it
-    return Copied(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)
+    return EagerCopy(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)
 
 
 class EagerModel:
@@ -157,7 +157,7 @@ class EagerModel:
         dtype: torch.dtype | None,
         written: Collection[str] = (),
     ) -> None:
-        made = prepared(model, loss_fn, dtype)
+        made = copy_for_eager(model, loss_fn, dtype)
         self.model, self.loss_fn, self.structure = made.model, made.loss_fn, structure
         self.written = frozenset(written)
         self.ties = ties(made.model)

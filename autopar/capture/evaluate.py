@@ -78,9 +78,9 @@ class Evaluator:
     def _computed(self, node: fx.Node) -> Tensor | None:
         """Return the node's value, or ``None`` if it or an operand is too large."""
         if node.op == "get_attr":
-            return _once(getattr(self.gm, str(node.target)))
+            return _with_shared_rows(getattr(self.gm, str(node.target)))
         if node.op == "placeholder":
-            return _once(self._buffer(node))
+            return _with_shared_rows(self._buffer(node))
         if any(self._memo[operand] is None for operand in node.all_input_nodes):
             return None
 
@@ -97,16 +97,16 @@ class Evaluator:
         operands = [self._memo[operand] for operand in node.all_input_nodes]
         if (elementwise := elementwise_operands(node)) is not None:
             strip = {id(self._memo[operand]): stripped(self._memo[operand]) for operand in elementwise}
-            args = _swapped(args, strip)
+            args = _substitute(args, strip)
             needed = torch.broadcast_shapes(*(tensor.shape for tensor in strip.values())) if strip else sizes
         elif operands and by_rows(node) and all(value is not None and value.stride(0) == 0 for value in operands):
-            args = _swapped(args, {id(value): value[:1] for value in operands if value is not None})
+            args = _substitute(args, {id(value): value[:1] for value in operands if value is not None})
             needed = (1, *sizes[1:])
         if math.prod(needed) * val(node).dtype.itemsize > BUDGET_BYTES:
             return None
         target: Any = node.target
         with torch.no_grad():
-            return _once(target(*args, **kwargs).expand(sizes))
+            return _with_shared_rows(target(*args, **kwargs).expand(sizes))
 
     def _buffer(self, node: fx.Node) -> Tensor:
         name = meta(node)["buffer"]
@@ -190,7 +190,7 @@ def _as_integers(value: Tensor) -> Tensor:
     return value.view(_INTEGERS[value.dtype.itemsize]) if value.is_floating_point() else value
 
 
-def _once(value: Tensor) -> Tensor:
+def _with_shared_rows(value: Tensor) -> Tensor:
     """Return ``value``, with stride 0 along dim 0 if its rows are equal."""
     value = value.detach()
     if value.dim() == 0 or value.shape[0] < 2 or value.stride(0) == 0:
@@ -209,9 +209,9 @@ def stripped(value: Tensor | None) -> Tensor:
     return value
 
 
-def _swapped(value: Any, by_identity: Mapping[int, Tensor]) -> Any:
+def _substitute(value: Any, by_identity: Mapping[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return by_identity.get(id(value), value)
     if isinstance(value, tuple | list):
-        return type(value)(_swapped(item, by_identity) for item in value)
+        return type(value)(_substitute(item, by_identity) for item in value)
     return value

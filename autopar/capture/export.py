@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.auto_opaque import find as find_whole
-from autopar.capture.auto_opaque import keep as keep_whole
-from autopar.capture.auto_opaque import paths_of
+from autopar.capture.auto_opaque import find_opaque, install_opaque_ops, paths_of
 from autopar.capture.backward import (
     OP_HINT,
-    OPAQUE_HINT,
     NotTraceableError,
     refuse_nodes,
     refuse_scripts,
@@ -30,15 +27,15 @@ from autopar.capture.clone import LOSS, FakeModel, choose_experts, configs_with_
 from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.effects import assigned_buffers_written, guarded
 from autopar.capture.external_state import ExternalState, Run
-from autopar.capture.functions import Functions, assumption, functions_kept, observed
+from autopar.capture.functions import Functions, assumption, functions_as_ops, observed
 from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import RefuseLongLoops
-from autopar.capture.opaque import observe
+from autopar.capture.opaque import observe, opaque_note
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
-from autopar.capture.specialise import Answers, ReplayAnswers, keep_guards, record_answers
-from autopar.capture.state import Left, State, buffers, buffers_kept, check_again, state
+from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
+from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
@@ -58,7 +55,7 @@ class _RefusedError(Exception):
 
 
 class _Captured(nn.Module):
-    """Calls the model and returns its loss. With ``answers``, it also returns the tensors from which forward read a value."""
+    """Calls the model and returns its loss. With ``reads``, it also returns the tensors from which forward read a value."""
 
     def __init__(
         self,
@@ -66,18 +63,18 @@ class _Captured(nn.Module):
         loss_fn: Callable[..., Any] | None,
         structure: BatchStructure,
         registered: Collection[str],
-        answers: Answers | None = None,
+        reads: RecordedReads | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.registered = registered
         self.loss_fn = loss_fn
         self.structure = structure
-        self.answers = answers
+        self.reads = reads
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        if self.answers is not None:
-            self.answers.asked.clear()
+        if self.reads is not None:
+            self.reads.read_tensors.clear()
         given = buffers(self.module)
         try:
             with assigned_buffers_written(self.module, self.registered):
@@ -86,7 +83,7 @@ class _Captured(nn.Module):
             raise _RefusedError(error) from error
         replaced = {key: b for key, b in buffers(self.module).items() if b is not given.get(key)}
         _STATE[:] = [state(self.module) | replaced]  # not an attribute: torch.export restores attributes
-        return loss if self.answers is None else (loss, *self.answers.asked)
+        return loss if self.reads is None else (loss, *self.reads.read_tensors)
 
 
 def _registered(model: nn.Module) -> frozenset[str]:
@@ -174,31 +171,31 @@ def export(
     """
     _refuse(model, loss_fn)
 
-    surroundings = ExternalState(model, loss_fn)
+    external_state = ExternalState(model, loss_fn)
 
     def run(copied: nn.Module) -> None:
         cast = copied if dtype is None else copied.to(dtype)
         if dtype == torch.float64:
             choose_experts(cast, "eager")
-        with surroundings.restored():
+        with external_state.restored():
             call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
 
-    def run_kept(copied: nn.Module) -> None:
-        keep_whole(kept, copied)
+    def run_with_opaque_ops(copied: nn.Module) -> None:
+        install_opaque_ops(opaque_ops, copied)
         with masks_as_given(), plain_averages():
             run(copied)
 
     valued = batch is not None and not any(map(is_fake, flatten_batch(structure, batch).values()))
     if valued:
         observe(model, run)
-    kept: dict[str, str] = {}
+    opaque_ops: dict[str, str] = {}
     functions: Functions = {}
     notes: list[str] = []
-    answers: Answers | None = None
+    reads: RecordedReads | None = None
     while True:
         try:
-            with functions_kept(functions):
-                gm, values = _exported(model, structure, loss_fn, dtype, surroundings, kept, answers)
+            with functions_as_ops(functions):
+                gm, values = _exported(model, structure, loss_fn, dtype, external_state, opaque_ops, reads)
             break
         except NotTraceableError as error:
             if not valued:
@@ -206,20 +203,18 @@ def export(
             function = None if error.function in functions else error.function
             if function is not None and (found := observed(function, model, run)) is not None:
                 functions[function] = found
-                notes.append(
-                    f"{function.__name__} kept whole, every rank executes it alike: {error.message.splitlines()[0]}"
-                )
+                notes.append(opaque_note(function.__name__, error.message.splitlines()[0]))
                 continue
-            known = answers
+            known = reads
             try:  # an opaque module works for every batch, guards only for batches with the same values
-                kept, sentence = find_whole(error, model, kept, run)
+                opaque_ops, sentence = find_opaque(error, model, opaque_ops, run)
                 notes.append(sentence)
-                answers = record_answers(model, run_kept) if known is not None else None
+                reads = record_reads(model, run_with_opaque_ops) if known is not None else None
             except NotTraceableError:
-                answers = record_answers(model, run_kept) if known is None else None
-                if answers is None and function is None:
+                reads = record_reads(model, run_with_opaque_ops) if known is None else None
+                if reads is None and function is None:
                     raise
-                if answers is None:
+                if reads is None:
                     functions[function] = None
                     notes.append(assumption(function, "")[0])
     for sentence in notes:
@@ -246,35 +241,35 @@ def _exported(
     structure: BatchStructure,
     loss_fn: Callable[..., Any] | None,
     dtype: torch.dtype | None,
-    surroundings: ExternalState,
-    kept: dict[str, str],
-    answers: Answers | None,
+    external_state: ExternalState,
+    opaque_ops: dict[str, str],
+    reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """Export once, with an opaque op for each module in ``kept``. Reads of values (``.item()``) return the recorded ``answers``."""
+    """Export once, with an opaque op for each module in ``opaque_ops``. Reads of values (``.item()``) return the values in ``reads``."""
 
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
     def fake_copy(**options: Any) -> FakeModel:
-        copied = fake_model(model, dtype, loss_fn, surroundings, cache=cache, **options)
-        keep_whole(kept, copied.module)
+        copied = fake_model(model, dtype, loss_fn, external_state, cache=cache, **options)
+        install_opaque_ops(opaque_ops, copied.module)
         return copied
 
-    repeats = None if answers is not None or has_hooks(model) else _repeats(model, structure, fake_copy)
+    repeats = None if reads is not None or has_hooks(model) else _repeats(model, structure, fake_copy)
     copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
-    def run(repeats: Repeats | None = repeats) -> tuple[Any, Left]:
-        return _export(model, copied, structure, repeats, answers)
+    def run(repeats: Repeats | None = repeats) -> tuple[Any, StateAfterForward]:
+        return _export(model, copied, structure, repeats, reads)
 
     with buffers_kept(copied.module):
-        program, left = run()
-        notes, assumed = check_again(program, before, left, copied, run)
+        program, after = run()
+        notes, assumed = check_again(program, before, after, copied, run)
     lifted = _lifted(program)
     expanded = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
     if expanded is None:
         copied = fake_copy()
-        program, left = _export(model, copied, structure)
+        program, _ = _export(model, copied, structure)
         expanded = _lifted(program)
     gm = selections_pass(program.graph_module)
     values = _label(gm, expanded, program.constants, model, copied, structure)
@@ -287,7 +282,7 @@ def _exported(
     refuse_nodes(gm)
     gm = inline_regions_pass(gm)
     refuse_derivatives(gm)
-    keep_guards(gm, answers)
+    keep_guards(gm, reads)
     return gm, values
 
 
@@ -315,7 +310,7 @@ def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..
 def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
     """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
     refused. On exit, the trace's tensors are removed from external state."""
-    with copied.surroundings.restored() as run:
+    with copied.external_state.restored() as run:
         with guarded(model, copied.module), masks_as_given(), plain_averages(), RefuseLongLoops():
             yield run
 
@@ -331,12 +326,12 @@ def _export(
     copied: FakeModel,
     structure: BatchStructure,
     repeats: Repeats | None = None,
-    answers: Answers | None = None,
-) -> tuple[Any, Left]:
+    reads: RecordedReads | None = None,
+) -> tuple[Any, StateAfterForward]:
     """Return the exported program, and the state after its forward."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), answers)
+    captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), reads)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     noisy = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in noisy]
@@ -345,15 +340,15 @@ def _export(
     try:
         with warnings.catch_warnings(), ExitStack() as around:
             warnings.simplefilter("ignore")
-            if answers is not None:
-                around.enter_context(ReplayAnswers(answers))
+            if reads is not None:
+                around.enter_context(ReplayReads(reads))
             run = around.enter_context(_traceable(model, copied))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
             around.enter_context(traces_of_functions())
             program = torch.export.export(captured, tensors, strict=False)
         _complete_users(program.graph_module)
-        return program, Left(_STATE.pop(), run.changes)
+        return program, StateAfterForward(_STATE.pop(), run.changes)
     except _RefusedError as refused:
         if isinstance(refused.error, NotTraceableError):
             refused.error.paths = paths_of(refused.error.__traceback__, copied.module)

@@ -34,17 +34,17 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @dataclass(slots=True)
 class RecordedFunction:
-    """A function. ``given`` has results by signature, ``sound`` tells whether it may become ops, ``ops`` has these by plain arguments."""
+    """A function. ``results`` has results by signature; ``replicable``: it may become ops, which ``ops`` has by plain arguments."""
 
     function: Any
-    given: dict[_Signature, Any] = field(default_factory=dict)
-    sound: bool = True
+    results: dict[_Signature, Any] = field(default_factory=dict)
+    replicable: bool = True
     ops: dict[str, tuple[str, nn.Module]] = field(default_factory=dict)
 
     def applied(self, *args: Any) -> Any:
         """Call the op and return its result; ``None`` for a signature that wasn't observed."""
         text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
-        if (text, shapes(tensors)) not in self.given:
+        if (text, shapes(tensors)) not in self.results:
             return None
         if text not in self.ops:
             module = AutogradFunctionModule(self.function, [None if isinstance(arg, Tensor) else [arg] for arg in args])
@@ -52,45 +52,46 @@ class RecordedFunction:
         return call(*self.ops[text], *tensors)
 
     def _blank(self, text: str, *inputs: Tensor) -> Any:
-        return self.given[text, shapes(inputs)]
+        return self.results[text, shapes(inputs)]
 
 
 def observed(function: Any, model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedFunction | None:
     """Return the calls of ``function`` that occur while ``run`` runs a copy of ``model``; ``None`` if it may not become an op."""
-    kept = RecordedFunction(function)
+    record = RecordedFunction(function)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _observe(kept, args, kwargs) if cls is function else apply_of_torch(cls, *args, **kwargs)
+        return _observe(record, args, kwargs) if cls is function else apply_of_torch(cls, *args, **kwargs)
 
     with torch.random.fork_rng(devices=[]), mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         try:
             run(copied([model])[0])
         except Exception:  # the model itself fails, and export reports where
             return None
-    return kept if kept.sound and kept.given else None
+    return record if record.replicable and record.results else None
 
 
-def _observe(kept: RecordedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _observe(record: RecordedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     versions, drawn = [tensor._version for tensor in tensors], torch.get_rng_state()
-    result = apply_of_torch(kept.function, *args, **kwargs)
-    kept.sound &= bool(tensors) and not kwargs and all(map(_is_plain, args))
-    kept.sound &= versions == [tensor._version for tensor in tensors]
-    kept.sound &= torch.equal(drawn, torch.get_rng_state())
-    if not kept.sound:
+    result = apply_of_torch(record.function, *args, **kwargs)
+    record.replicable &= bool(tensors) and not kwargs and all(map(_is_plain, args))
+    record.replicable &= versions == [tensor._version for tensor in tensors]
+    record.replicable &= torch.equal(drawn, torch.get_rng_state())
+    if not record.replicable:
         return result
     try:
-        found = without_values(result, kept.function.__name__)
+        found = without_values(result, record.function.__name__)
     except CaptureError:
-        kept.sound = False
+        record.replicable = False
         return result
-    kept.sound = described(kept.given.setdefault((_plain(args), shapes(tensors)), found)) == described(found)
-    for other in OTHERS:
+    known = record.results.setdefault((_plain(args), shapes(tensors)), found)
+    record.replicable = described(known) == described(found)
+    for change in VALUE_CHANGES:
         try:
-            again = apply_of_torch(kept.function, *(other(a.detach()) if isinstance(a, Tensor) else a for a in args))
+            again = apply_of_torch(record.function, *(change(a.detach()) if isinstance(a, Tensor) else a for a in args))
         except Exception:  # the changed values may be invalid; a program checks shapes at run time
             continue
-        kept.sound &= described(again) == described(result) and torch.equal(drawn, torch.get_rng_state())
+        record.replicable &= described(again) == described(result) and torch.equal(drawn, torch.get_rng_state())
     return result
 
 
@@ -108,7 +109,7 @@ def _of_floats(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return lambda tensor: change(tensor) if tensor.is_floating_point() else tensor
 
 
-OTHERS: tuple[Callable[[Tensor], Tensor], ...] = (
+VALUE_CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda tensor: tensor.flip(0) if tensor.dim() else tensor,
     _of_floats(torch.neg),
     _of_floats(torch.zeros_like),
@@ -133,7 +134,7 @@ class _Context:
     mark_dirty = mark_non_differentiable = set_materialize_grads = save_for_forward = lambda self, *_: None
 
 
-def followed(function: Any, *args: Any, **kwargs: Any) -> Any:
+def trace_forward(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the function's forward like plain code, with gradients enabled, so that autograd differentiates the forward."""
     context = () if function.setup_context is not torch.autograd.Function.setup_context else (_Context(),)
     with (
@@ -151,24 +152,24 @@ def assumption(function: Any, hint: str) -> tuple[str, str]:
     return f"the backward of {function.__name__} is taken to be the derivative of its forward", hint
 
 
-_KEPT: list[Functions] = []
+_FUNCTIONS: list[Functions] = []
 
 
 @contextmanager
-def functions_kept(functions: Functions) -> Iterator[None]:
+def functions_as_ops(functions: Functions) -> Iterator[None]:
     """A context in which calls of ``functions`` use their ops, or are traced like plain code if there is no op."""
-    _KEPT.append(functions)
+    _FUNCTIONS.append(functions)
     try:
         yield
     finally:
-        _KEPT.pop()
+        _FUNCTIONS.pop()
 
 
 def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function through its op or like plain code; return ``None`` for other functions and for signatures that weren't observed."""
-    if not _KEPT or function not in _KEPT[-1]:
+    if not _FUNCTIONS or function not in _FUNCTIONS[-1]:
         return None
-    kept = _KEPT[-1][function]
-    if kept is None:
-        return followed(function, *args, **kwargs) if any(map(_has_module, args)) else None
-    return kept.applied(*args) if not kwargs else None
+    record = _FUNCTIONS[-1][function]
+    if record is None:
+        return trace_forward(function, *args, **kwargs) if any(map(_has_module, args)) else None
+    return record.applied(*args) if not kwargs else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.capture.opaque import register, target_of
+from autopar.capture.opaque import opaque_note, register, target_of
 from autopar.errors import CaptureError
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
@@ -20,17 +20,17 @@ from autopar.program.opaque import TorchOp
 from passes.clean.nodes import add, calls, evaluate, flat, note, replace
 
 
-def keep_ops_without_shapes(gm: fx.GraphModule) -> None:
+def make_opaque_without_meta_kernel(gm: fx.GraphModule) -> None:
     """Replace each op without a meta kernel by an opaque one. Raises ``CaptureError`` if the op takes a list of tensors, or no tensor."""
     for node in calls(gm):
         if op_name(node).startswith("aten."):
             try:
                 evaluate(node.target, node.args, dict(node.kwargs))
             except NotImplementedError:
-                _keep(gm, node)
+                _make_opaque(gm, node)
 
 
-def _keep(gm: fx.GraphModule, node: fx.Node) -> None:
+def _make_opaque(gm: fx.GraphModule, node: fx.Node) -> None:
     given = arguments(node)
     tensors = [value for value in given.values() if isinstance(value, fx.Node)]
     if not tensors or any(
@@ -48,5 +48,5 @@ def _keep(gm: fx.GraphModule, node: fx.Node) -> None:
     several = not isinstance(found, Tensor)
     name = register(module, lambda *inputs: found)
     new = add(node, target_of(name, several=several), (tensors, []))
-    note(gm, f"{op_name(node)} kept whole, every rank executes it alike: torch has no meta kernel for it")
+    note(gm, opaque_note(op_name(node), "torch has no meta kernel for it"))
     replace(node, new)

@@ -29,7 +29,7 @@ KINDS = ("activation", "input", "constant", "state", "scalar", "parameter")
 
 
 @dataclass(slots=True)
-class Borders:
+class LayerInterface:
     """A layer's interface: the nodes of other layers and the placeholders that it reads, by kind, its outputs, and new values of buffers.
 
     ``state`` are the buffers that the layer reads and the model writes; ``body`` are the layer's nodes.
@@ -46,15 +46,15 @@ class Borders:
     body: list[fx.Node] = field(default_factory=list)
 
 
-def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
-    """Return the borders of each group. A node that depends only on inputs and constants is in the body of every group that needs it."""
+def layer_interfaces(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[LayerInterface]:
+    """Return each group's interface. A node that depends only on inputs and constants is in the body of every group that needs it."""
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     owner = {node: index for index, group in enumerate(groups) for node in group.nodes}
     result = []
     written = updates(gm)
     loss = loss_node(gm)
     for index, group in enumerate(groups):
-        border, members = Borders(), set(group.nodes)
+        interface, members = LayerInterface(), set(group.nodes)
         seen: set[fx.Node] = set()
         stack = [operand for node in group.nodes for operand in node.all_input_nodes]
         while stack:
@@ -67,19 +67,21 @@ def borders(gm: fx.GraphModule, groups: list[NodeGroup]) -> list[Borders]:
                 members.add(node)
                 stack.extend(node.all_input_nodes)
             else:
-                getattr(border, kind).append(node)
-        border.body = sorted(members, key=position.__getitem__)
+                getattr(interface, kind).append(node)
+        interface.body = sorted(members, key=position.__getitem__)
         first_use: dict[fx.Node, int] = {}
-        for rank, node in enumerate(border.body):
+        for rank, node in enumerate(interface.body):
             for operand in node.all_input_nodes:
                 first_use.setdefault(operand, rank * 64 + node.all_input_nodes.index(operand))
-        border.activation.sort(key=position.__getitem__)
-        border.input.sort(key=position.__getitem__)
-        for names in (border.constant, border.state, border.scalar, border.parameter):
+        interface.activation.sort(key=position.__getitem__)
+        interface.input.sort(key=position.__getitem__)
+        for names in (interface.constant, interface.state, interface.scalar, interface.parameter):
             names.sort(key=first_use.__getitem__)
-        border.outputs = [n for n in group.nodes if n is loss or any(owner.get(user, -1) > index for user in n.users)]
-        border.updates = {name: node for name, node in written.items() if owner.get(node) == index}
-        result.append(border)
+        interface.outputs = [
+            n for n in group.nodes if n is loss or any(owner.get(user, -1) > index for user in n.users)
+        ]
+        interface.updates = {name: node for name, node in written.items() if owner.get(node) == index}
+        result.append(interface)
     return result
 
 
@@ -101,7 +103,7 @@ def _kind(node: fx.Node, owner: dict[fx.Node, int]) -> str | None:
 
 
 def build_layers(
-    groups: list[NodeGroup], interfaces: list[Borders], classes: dict[str, str], root: str
+    groups: list[NodeGroup], interfaces: list[LayerInterface], classes: dict[str, str], root: str
 ) -> tuple[tuple[GraphLayer, ...], dict[str, LayerClass], dict[str, Value]]:
     """Return the layers, their classes by name, and the activations by name. ``classes`` maps module paths to class names; ``root``
     is the model's class name."""
@@ -110,31 +112,31 @@ def build_layers(
     by_signature: dict[Any, LayerClass] = {}
     taken: set[str] = set()
     layers = []
-    for index, (border, name) in enumerate(zip(interfaces, names, strict=True)):
+    for index, (interface, name) in enumerate(zip(interfaces, names, strict=True)):
         final = index == len(interfaces) - 1
-        for k, node in enumerate(border.outputs):
-            label = "loss" if final else name if len(border.outputs) == 1 else f"{name}:{k}"
+        for k, node in enumerate(interface.outputs):
+            label = "loss" if final else name if len(interface.outputs) == 1 else f"{name}:{k}"
             values[node] = Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"])
-        stored = [meta(n)["parameter"].name for n in border.parameter] + _buffer_names(border)
+        stored = [meta(n)["parameter"].name for n in interface.parameter] + _buffer_names(interface)
         local = _local_names(stored, name, groups[index].leaves)
-        key = _signature(border, local)
+        key = _signature(interface, local)
         if key not in by_signature:
             cls = class_name(name, groups[index], classes, root, first=index == 0, final=final)
-            by_signature[key] = _layer_class(unique(cls, taken), border, local)
+            by_signature[key] = _layer_class(unique(cls, taken), interface, local)
         layers.append(
             GraphLayer(
                 name=name,
                 cls=by_signature[key].name,
-                activations=tuple(values[n].name for n in border.activation),
-                inputs=tuple(meta(n)["input"] for n in border.input),
+                activations=tuple(values[n].name for n in interface.activation),
+                inputs=tuple(meta(n)["input"] for n in interface.input),
                 constants=(
-                    *(meta(n)["constant"] for n in border.constant),
-                    *(meta(n)["buffer"] for n in border.state),
+                    *(meta(n)["constant"] for n in interface.constant),
+                    *(meta(n)["buffer"] for n in interface.state),
                 ),
-                scalars=tuple(meta(n)["scalar_value"].name for n in border.scalar),
-                parameters=tuple(meta(n)["parameter"].name for n in border.parameter),
-                outputs=tuple(values[n].name for n in border.outputs),
-                buffers=tuple(_buffer_names(border)),
+                scalars=tuple(meta(n)["scalar_value"].name for n in interface.scalar),
+                parameters=tuple(meta(n)["parameter"].name for n in interface.parameter),
+                outputs=tuple(values[n].name for n in interface.outputs),
+                buffers=tuple(_buffer_names(interface)),
             )
         )
     return tuple(layers), {cls.name: cls for cls in by_signature.values()}, {v.name: v for v in values.values()}
@@ -160,9 +162,9 @@ def _local_names(stored: list[str], name: str, leaves: tuple[str, ...]) -> dict[
     return local
 
 
-def _buffer_names(border: Borders) -> list[str]:
+def _buffer_names(interface: LayerInterface) -> list[str]:
     """Return the names of the buffers that the model writes and the layer reads or writes."""
-    return list(dict.fromkeys((*(meta(n)["buffer"] for n in border.state), *border.updates)))
+    return list(dict.fromkeys((*(meta(n)["buffer"] for n in interface.state), *interface.updates)))
 
 
 def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
@@ -222,24 +224,24 @@ def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, 
     return identifier(root + ("" if first and final else "Embeddings" if first else "Head" if final else "Bridge"))
 
 
-def _signature(border: Borders, names: dict[str, str]) -> Any:
+def _signature(interface: LayerInterface, names: dict[str, str]) -> Any:
     """Return a key that two layers share if and only if one graph can represent both."""
     index: dict[fx.Node, int] = {}
     key: list[Any] = []
     for kind in KINDS:
-        for node in getattr(border, kind):
+        for node in getattr(interface, kind):
             index[node] = len(index)
             local = names[_stored_name(node)] if kind in ("parameter", "state") else ""
             local = meta(node)["input"] if kind == "input" else local
             key.append((kind, local, shape_of(node), dtype_of(node), meta(node)["gradient"]))
-    for node in border.body:
+    for node in interface.body:
         index[node] = len(index)
         frozen = _numbered((node.args, dict(node.kwargs)), index)
         value = meta(node)["val"]
         layout = (shape_of(node), dtype_of(node), value.stride()) if isinstance(value, torch.Tensor) else str(value)
         key.append((node.target, frozen, layout, meta(node)["gradient"]))
-    key.append(tuple(index[n] for n in border.outputs))
-    key.append(tuple((names[name], index[n]) for name, n in border.updates.items()))
+    key.append(tuple(index[n] for n in interface.outputs))
+    key.append(tuple((names[name], index[n]) for name, n in interface.updates.items()))
     return tuple(key)
 
 
@@ -259,13 +261,13 @@ def _stored_name(node: fx.Node) -> str:
     return name
 
 
-def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClass:
+def _layer_class(name: str, interface: LayerInterface, names: dict[str, str]) -> LayerClass:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     described: dict[str, list[Value]] = {kind: [] for kind in KINDS}
     taken: set[str] = {"self"}
     for kind in KINDS:
-        for node in getattr(border, kind):
+        for node in getattr(interface, kind):
             argument = unique(identifier(_placeholder_name(kind, node, names)), taken, separator="_")
             placeholder = graph.create_node("placeholder", argument, name=argument)
             meta(placeholder).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
@@ -273,15 +275,15 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
             env[node] = placeholder
             label = names[_stored_name(node)] if kind in ("parameter", "state") else placeholder.name
             described[kind].append(Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"]))
-    for node in border.body:
+    for node in interface.body:
         env[node] = copy = _copy_node(graph, node, env)
         meta(copy).update({"val": meta(node)["val"], "gradient": meta(node)["gradient"]})
         copy_origin(node, copy)
-    results = [_without_parameter(env[n], views_of(n, "parameter"), env) for n in border.outputs]
-    graph.output((*results, *(env[n] for n in border.updates.values())))
+    results = [_without_parameter(env[n], views_of(n, "parameter"), env) for n in interface.outputs]
+    graph.output((*results, *(env[n] for n in interface.updates.values())))
     outputs = tuple(Value(n.name, shape_of(n), dtype_of(n), meta(n)["gradient"]) for n in results)
     stored = {value.name: value for value in described["state"]}
-    for buffer, node in border.updates.items():
+    for buffer, node in interface.updates.items():
         stored.setdefault(names[buffer], Value(names[buffer], shape_of(node), dtype_of(node)))
     gm = fx.GraphModule(nn.Module(), graph, class_name=name)
     return LayerClass(
@@ -294,7 +296,7 @@ def _layer_class(name: str, border: Borders, names: dict[str, str]) -> LayerClas
         tuple(described["parameter"]),
         outputs,
         tuple(stored.values()),
-        tuple(names[buffer] for buffer in border.updates),
+        tuple(names[buffer] for buffer in interface.updates),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, TORCH, NotTraceableError
+from autopar.capture.backward import NOT_USER_CODE, TORCH, NotTraceableError
+from autopar.errors import OPAQUE_HINT
 
 MAX_ITERATIONS = 1000
 """Maximum executions of an expression in one function call: more than a model has layers, fewer than a long sequence has positions."""

@@ -108,6 +108,12 @@ def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
     return {name: _OPS[name].module for name in names if name in _OPS}
 
 
+def opaque_note(what: str, reason: str, more: int = 0) -> str:
+    """Return a note for the plan: ``what`` became an opaque op, and ``more`` like it, because of ``reason``."""
+    runs = f"and {more} more run as opaque ops" if more else "runs as one opaque op"
+    return f"{what} {runs}, replicated on every rank: {reason}"
+
+
 def opaque(module: nn.Module, output: Callable[..., Any] | None = None) -> nn.Module:
     """Wrap ``module`` so that capture doesn't trace into it and every rank executes it on the same inputs.
 

@@ -16,8 +16,8 @@ from autopar.capture.boundary import errors_as_capture_errors
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, used_constants
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.export import export
-from autopar.capture.kernels import keep_ops_without_shapes
-from autopar.capture.layers import borders, build_layers, build_prelude, loss_node
+from autopar.capture.kernels import make_opaque_without_meta_kernel
+from autopar.capture.layers import build_layers, build_prelude, layer_interfaces, loss_node
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
 from autopar.capture.reach import freeze_unreached
@@ -48,13 +48,15 @@ def capture(
 ) -> Graph:
     """Capture one training step's forward pass of ``model`` as layers.
 
-    ``model`` may be on the CPU or on meta; capture doesn't change it and allocates nothing of its size. ``batch`` is an example of one
-    global batch (shapes matter, values mostly don't): a tensor, a tuple of positional or a dict of keyword arguments, with the batch along
-    dim 0. The model returns its loss, an object or dict with ``loss``, or a tuple that starts with it; with ``loss_fn`` the batch is
-    ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a ``loss_fn`` of one argument gets only the output, and the
-    batch is the inputs. ``precision`` (``"float64"``, ``"float32"``, ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and
-    inputs. ``progress`` is called with each stage's name. With ``local_batch_norm`` batch norm uses the statistics of each rank's part of
-    each microbatch, as in most trainers; otherwise it uses those of the global batch, as on one device.
+    ``model`` may be on the CPU or on meta; capture doesn't change it. It traces a copy that has no memory for parameters. A full copy runs
+    on the batch's values, if it has any, only where code can't be traced (a module, a function, a branch on a value), or for an opaque
+    module without ``output``. ``batch`` is an example of one global batch (shapes matter, values mostly don't): a tensor, a tuple of
+    positional or a dict of keyword arguments, with the batch along dim 0. The model returns its loss, an object or dict with ``loss``, or a
+    tuple that starts with it; with ``loss_fn`` the batch is ``(inputs, targets)`` and the loss is ``loss_fn(model(inputs), targets)``; a
+    ``loss_fn`` of one argument gets only the output, and the batch is the inputs. ``precision`` (``"float64"``, ``"float32"``,
+    ``"bfloat16"``, ``"float16"``) casts floating parameters, buffers and inputs. ``progress`` is called with each stage's name. With
+    ``local_batch_norm`` batch norm uses the statistics of each rank's part of each microbatch, as in most trainers; otherwise it uses those
+    of the global batch, as on one device.
 
     Raises ``CaptureError`` (with the source line) if the model can't be exported, ``BatchError`` if the batch is invalid.
     """
@@ -84,7 +86,7 @@ def clean(gm: fx.GraphModule, buffers: dict[str, torch.Tensor]) -> tuple[fx.Grap
     gm = run_passes(gm, STEPS[-1:])
     constants = fold_constants(gm, Evaluator(gm, buffers))
     simplify_constants(gm, constants)
-    keep_ops_without_shapes(gm)
+    make_opaque_without_meta_kernel(gm)
     gm = run_passes(gm, FINAL_STEPS)
     return gm, used_constants(gm, constants)
 
@@ -108,9 +110,9 @@ def _assemble(
     guards = batch_guards(gm)
     scalars, prelude = build_prelude(gm, inputs, constants, [node for _, node in guards])
     groups = segment(gm, classes)
-    found = borders(gm, groups)
+    interfaces = layer_interfaces(gm, groups)
     rows = inputs[0].shape[0]
-    layers, library, values = build_layers(groups, found, classes, type(model).__name__)
+    layers, library, values = build_layers(groups, interfaces, classes, type(model).__name__)
     parameters = _parameters(gm, model)
     notes = list(graph_meta(gm).get("notes", ()))
     tied = ties(model)
@@ -124,7 +126,7 @@ def _assemble(
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
     notes += _eval_mode(model)
     held = {name for layer in layers for name in layer.buffers}
-    notes += [f"the update of buffer {name} is left out" for name in written if name not in held]
+    notes += [f"buffer {name} is not updated" for name in written if name not in held]
     dtypes = _dtypes(parameters)
     if len(dtypes) > 1:
         kinds = ", ".join(f"{count:,} of {name_of(dtype)}" for dtype, count in dtypes)

@@ -23,8 +23,8 @@ from autopar.torch_private import overload_name
 from passes.clean.nodes import described, gradients_pass, like, note
 
 _SHOWN = 5
-_FOUND: dict[Any, tuple[bool, ...]] = {}
-_LIMIT = 4096
+_FLOW_CACHE: dict[Any, tuple[bool, ...]] = {}
+_CACHE_LIMIT = 4096
 
 
 def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
@@ -72,14 +72,14 @@ def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
         return ()
     marked = map_arg((node.args, node.kwargs), lambda n: (n is operand, described(n)))
     key = (node.target, described(marked))
-    if key not in _FOUND:
-        if len(_FOUND) >= _LIMIT:
-            _FOUND.clear()
-        _FOUND[key] = _ask(node, operand)
-    return _FOUND[key]
+    if key not in _FLOW_CACHE:
+        if len(_FLOW_CACHE) >= _CACHE_LIMIT:
+            _FLOW_CACHE.clear()
+        _FLOW_CACHE[key] = _probe_autograd(node, operand)
+    return _FLOW_CACHE[key]
 
 
-def _ask(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
+def _probe_autograd(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:
     probe = like(val(operand)).requires_grad_()
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: probe if n is operand else meta(n)["val"])
     assert callable(node.target)

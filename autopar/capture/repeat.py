@@ -369,12 +369,13 @@ def _leave(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     raise AssertionError("markers are never run")
 
 
-@torch.library.custom_op("autopar::again", mutates_args=())
-def _again(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
+@torch.library.custom_op("autopar::repeat_block", mutates_args=())
+def _repeat_block(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     raise AssertionError("markers are never run")
 
 
-_results: dict[str, tuple[Any, ...]] = {}  # path -> descriptions of the results of ``autopar::again``, during an export
+_results: dict[str, tuple[Any, ...]] = {}
+"""Path -> descriptions of the results of ``autopar::repeat_block``, during an export."""
 
 
 @_enter.register_fake
@@ -387,7 +388,7 @@ def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     return _like(tensors)
 
 
-@_again.register_fake
+@_repeat_block.register_fake
 def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
     return [
         torch.empty_strided(size, stride, dtype=dtype, device="cpu")  # the device that the exported fake copy claims
@@ -405,7 +406,7 @@ def traced_once(module: nn.Module, repeats: Repeats) -> Iterator[None]:
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if path in repeats.first:
-            return tree_unflatten(_again(given, path), repeats.outputs[path][0])
+            return tree_unflatten(_repeat_block(given, path), repeats.outputs[path][0])
         marked = iter(_enter(given, path))
         leaves = [next(marked) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, tree)
@@ -428,7 +429,7 @@ Lifted = tuple[str, str, fx.Node]
 
 
 def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
-    """Replace each ``autopar::again`` by a copy of the traced block, remove the markers, and return all placeholders.
+    """Replace each ``autopar::repeat_block`` by a copy of the traced block, remove the markers, and return all placeholders.
 
     Parameters of the model ``module`` that weren't exported get placeholders. If a block writes to its arguments or a parameter is missing,
     returns ``None`` and leaves the graph unusable: the caller must export again.
@@ -440,16 +441,16 @@ def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: n
     first: dict[str, dict[str, fx.Node]] = {}
     entries: dict[str, fx.Node] = {}
     exits: dict[str, fx.Node] = {}
-    again = []
+    repeated = []
     for node in graph.nodes:
         marker = _marker(node)
         if marker == "enter":
             entries[node.args[1]] = node
         elif marker == "leave":
             exits[node.args[1]] = node
-        elif marker == "again":
-            again.append(node)
-    for node in again:
+        elif marker == "repeat_block":
+            repeated.append(node)
+    for node in repeated:
         original = repeats.first[node.args[1]]
         if original not in bodies:
             bodies[original] = _between(entries[original], exits[original])
@@ -488,7 +489,7 @@ def _with_parameters(graph: fx.Graph, lifted: list[Lifted], repeats: Repeats, mo
     return [*added, *lifted]
 
 
-_MARKERS = {f"autopar.{name}.default": name for name in ("enter", "leave", "again")}
+_MARKERS = {f"autopar.{name}.default": name for name in ("enter", "leave", "repeat_block")}
 
 
 def _marker(node: fx.Node) -> str:
@@ -536,7 +537,7 @@ def _copy(
     own: dict[fx.Node, fx.Node],
     original: str,
 ) -> None:
-    """Copy ``body`` before ``node``, an ``autopar::again``, and replace the node's results by the copy's."""
+    """Copy ``body`` before ``node``, an ``autopar::repeat_block``, and replace the node's results by the copy's."""
     env: dict[fx.Node, fx.Node] = dict(own)
     given: Any = node.args[0]
     results: Any = exit.args[0]

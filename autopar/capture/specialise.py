@@ -1,10 +1,10 @@
 """Specialises data-dependent control flow on the example batch, and guards it (``if labels.max() >= n``, ``lengths.max().item()``).
 
-A trace has no values. So the model first runs on the batch, which records every read of a tensor's value: the source line and the value
-(the answer). The trace gets the same answers in the same order, and the graph also returns the tensors that were read. Such a tensor must
-depend on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a program refuses a batch
-with another answer (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its guard is
-dropped with a note if the opposite answer makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
+A trace has no values. So the model first runs on the batch, which records every read of a tensor's value: the source line and the value.
+During the trace the reads return the same values in the same order, and the graph also returns the tensors that were read. Such a tensor
+must depend on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a program refuses a batch
+with another value (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its guard is
+dropped with a note if the opposite value makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.backward import NOT_USER_CODE, OPAQUE_HINT, NotTraceableError, caller
+from autopar.capture.backward import NOT_USER_CODE, NotTraceableError, caller
 from autopar.capture.blocks import stack
 from autopar.capture.storage import copied
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.ops.facts import is_random
 from autopar.ops.meta import graph_meta, meta
@@ -34,7 +34,7 @@ MOST = 256
 """Maximum number of values that a forward may read; each number of a list counts. The program's source contains all of them."""
 _SHOWN = 5
 
-_QUESTIONS: dict[Any, Callable[..., Tensor]] = {
+_VALUE_READS: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys(
         (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item),
         lambda tensor: tensor.clone(),  # the model may write to it later
@@ -52,83 +52,84 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A recorded read: the line, the name of the reading function, and the Python value."""
+class RecordedRead:
+    """A read of a tensor's value: the line, the name of the reading function, and the Python value."""
 
     line: str
-    question: str
+    function: str
     value: Any
 
 
 @dataclass
-class Answers:
-    """The answers of a forward, in order. ``asked`` are the tensors that the current trace has read. ``fails_if_flipped(index)`` runs the
-    model with the opposite of one answer, and returns whether the model raises before it reads another boolean."""
+class RecordedReads:
+    """The reads of a forward, in order. ``read_tensors`` are the tensors that the current trace has read. ``fails_if_flipped(index)`` runs
+    the model with the opposite of one value, and returns whether the model raises before it reads another boolean."""
 
-    known: list[Answer]
-    asked: list[Tensor] = field(default_factory=list)
+    recorded: list[RecordedRead]
+    read_tensors: list[Tensor] = field(default_factory=list)
     fails_if_flipped: Callable[[int], bool] = lambda index: False
 
-    def give(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Add the tensor that ``func`` reads to ``asked``, and return the answer. Raises ``CaptureError`` if another read was recorded."""
+    def replay(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add the tensor that ``func`` reads to ``read_tensors``, and return the recorded value. Raises ``CaptureError`` unless the
+        recorded read has the same line and function."""
         if func is Tensor.tolist:
             rows = args[0]
-            return [self.give(func, (row,), {}) for row in rows] if rows.dim() else self.give(Tensor.item, args, {})
-        line, name = caller(), func.__name__
-        answer = self.known[len(self.asked)] if len(self.asked) < len(self.known) else None
-        if answer is None or (answer.line, answer.question) != (line, name):
-            expected = f"does at {answer.line}" if answer is not None else "does not"
+            return [self.replay(func, (row,), {}) for row in rows] if rows.dim() else self.replay(Tensor.item, args, {})
+        line, name, index = caller(), func.__name__, len(self.read_tensors)
+        read = self.recorded[index] if index < len(self.recorded) else None
+        if read is None or (read.line, read.function) != (line, name):
+            expected = f"does at {read.line}" if read is not None else "does not"
             raise CaptureError(
                 f"{line} reads a tensor's value, but the model on its batch {expected}: the value depends on more than the batch",
                 OPAQUE_HINT,
             )
-        self.asked.append(_QUESTIONS[func](*args, **kwargs).detach())
-        return answer.value
+        self.read_tensors.append(_VALUE_READS[func](*args, **kwargs).detach())
+        return read.value
 
 
-class ReplayAnswers(TorchFunctionMode):
-    """A context in which reads of values get the recorded answers."""
+class ReplayReads(TorchFunctionMode):
+    """A context in which reads of values return the recorded values."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, reads: RecordedReads) -> None:
         super().__init__()
-        self.answers = answers
+        self.reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_question(func):
-            return self.answers.give(func, args, kwargs or {})
+        if _reads_value(func):
+            return self.reads.replay(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-class _RecordAnswers(TorchFunctionMode):
-    """A context that records reads of values and their answers."""
+class _RecordReads(TorchFunctionMode):
+    """A context that records reads of values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Answer] = []
+        self.reads: list[RecordedRead] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is Tensor.tolist:
-            self.found += [Answer(caller(), "item", number) for number in _numbers(result)]
-        elif _is_question(func):
-            self.found.append(Answer(caller(), func.__name__, result))
+            self.reads += [RecordedRead(caller(), "item", number) for number in _numbers(result)]
+        elif _reads_value(func):
+            self.reads.append(RecordedRead(caller(), func.__name__, result))
         return result
 
 
-class _FlipAnswer(TorchFunctionMode):
-    """A context that flips the answer to read number ``index``; sets ``decided`` if another boolean read follows."""
+class _FlipRead(TorchFunctionMode):
+    """A context that flips the value of read number ``index``; sets ``decided`` if another boolean read follows."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.left, self.decided = index, False
+        self.remaining, self.decided = index, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not _is_question(func):
+        if not _reads_value(func):
             return result
-        self.decided |= self.left < 0 and isinstance(result, bool)
-        self.left -= len(_numbers(result)) if isinstance(result, list) else 1
-        return not result if self.left == -1 and isinstance(result, bool) else result
+        self.decided |= self.remaining < 0 and isinstance(result, bool)
+        self.remaining -= len(_numbers(result)) if isinstance(result, list) else 1
+        return not result if self.remaining == -1 and isinstance(result, bool) else result
 
 
 def _numbers(value: Any) -> list[Any]:
@@ -136,19 +137,19 @@ def _numbers(value: Any) -> list[Any]:
     return [number for item in value for number in _numbers(item)] if isinstance(value, list) else [value]
 
 
-def _is_question(func: Any) -> bool:
+def _reads_value(func: Any) -> bool:
     try:
-        return func is Tensor.tolist or func in _QUESTIONS
+        return func is Tensor.tolist or func in _VALUE_READS
     except TypeError:  # an unhashable function
         return False
 
 
-def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answers | None:
+def record_reads(model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedReads | None:
     """Return the reads of values while ``run`` runs a copy of the model as export does; ``None`` if the run fails, if there are no reads
-    or more than ``MOST``, or if an answer isn't a bool or int."""
+    or more than ``MOST``, or if a value isn't a bool or int."""
 
     def fails_if_flipped(index: int) -> bool:
-        (copy_of_model,), other = copied([model]), _FlipAnswer(index)
+        (copy_of_model,), other = copied([model]), _FlipRead(index)
         with torch.random.fork_rng(devices=[]), as_if_exported(), other:
             try:
                 run(copy_of_model)
@@ -157,28 +158,29 @@ def record_answers(model: nn.Module, run: Callable[[nn.Module], object]) -> Answ
                 return own and not other.decided
         return False
 
-    (copy_of_model,), listening = copied([model]), _RecordAnswers()
-    with torch.random.fork_rng(devices=[]), as_if_exported(), listening:
+    (copy_of_model,), recorder = copied([model]), _RecordReads()
+    with torch.random.fork_rng(devices=[]), as_if_exported(), recorder:
         try:
             run(copy_of_model)
         except Exception:  # the model itself fails, and export reports where
             return None
-    values = [answer.value for answer in listening.found]
+    values = [read.value for read in recorder.reads]
     plain = all(type(value) in (bool, int) for value in values)  # a float would differ in every batch
-    return Answers(listening.found, fails_if_flipped=fails_if_flipped) if plain and 0 < len(values) <= MOST else None
+    usable = plain and 0 < len(values) <= MOST
+    return RecordedReads(recorder.reads, fails_if_flipped=fails_if_flipped) if usable else None
 
 
-def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
+def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
     """Store the guards in the exported graph's meta data, and drop those that can't be checked on a batch.
 
     The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards are removed.
 
-    Raises ``NotTraceableError`` if an answer depends on a parameter or a random number and its opposite doesn't make the model raise.
+    Raises ``NotTraceableError`` if a value depends on a parameter or a random number and its opposite doesn't make the model raise.
     """
-    graph_meta(gm)["guards"] = tuple(Guard(answer.line, answer.value) for answer in answers.known) if answers else ()
-    if answers is not None and len(answers.asked) != len(answers.known):
+    graph_meta(gm)["guards"] = tuple(Guard(read.line, read.value) for read in reads.recorded) if reads else ()
+    if reads is not None and len(reads.read_tensors) != len(reads.recorded):
         raise CaptureError(
-            f"{answers.known[len(answers.asked)].line} reads a tensor's value, but not during export",
+            f"{reads.recorded[len(reads.read_tensors)].line} reads a tensor's value, but not during export",
             OPAQUE_HINT,
         )
     guards, nodes, kept = graph_meta(gm)["guards"], _nodes(gm), []
@@ -187,7 +189,7 @@ def keep_guards(gm: fx.GraphModule, answers: Answers | None) -> None:
         drawn = any("parameter" in meta(n) or (n.op == "call_function" and is_random(n)) for n in sources)
         if not drawn and not any("buffer" in meta(n) for n in sources):
             kept.append(index)
-        elif answers is not None and answers.fails_if_flipped(index):
+        elif reads is not None and reads.fails_if_flipped(index):
             note(gm, f"{guard.line} raises an error if the value is not {guard.value}, and a program does not check it")
         elif drawn:
             raise _undecided(guard, node)
@@ -218,7 +220,7 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """Compare the model's answers with the prelude's values for the batch; return the graph with the prelude's values in its guards.
+    """Compare the values that the model read with the prelude's values for the batch, and return the graph with the latter in its guards.
 
     Raises ``CaptureError`` if they differ.
     """

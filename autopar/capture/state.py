@@ -31,7 +31,7 @@ State = dict[tuple[str, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class StateAfterForward:
     """The state after a traced forward: that of the modules, and the changes outside of them."""
 
     state: State
@@ -108,7 +108,11 @@ def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
 
 
 def check_again(
-    program: Any, before: State, after: Left, copied: FakeModel, again: Callable[[], tuple[Any, Left]]
+    program: Any,
+    before: State,
+    after: StateAfterForward,
+    copied: FakeModel,
+    again: Callable[[], tuple[Any, StateAfterForward]],
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Export again from the state after the first export. Return notes on attributes that keep changing, and a message and hint on state
     that later calls may need.
@@ -120,11 +124,11 @@ def check_again(
     inside = changes(before, after.state)
     changed = inside | after.plain
     if not changed:
-        return [], _left_for_later(after.tensors)
+        return [], _assumptions(after.tensors)
 
-    def text(left: State) -> tuple[list[Any], State, State]:
-        """Return the graph of a call that starts from ``left``, and the state before and after it."""
-        _set(copied.module, {key: _copied(value, blank) for key, value in left.items()})
+    def text(initial: State) -> tuple[list[Any], State, State]:
+        """Return the graph of a call that starts from ``initial``, and the state before and after it."""
+        _set(copied.module, {key: _copied(value, blank) for key, value in initial.items()})
         start = state(copied.module)
         program, end = again()
         return _text(program), start, end.state
@@ -151,11 +155,11 @@ def check_again(
             hint=BUFFER_HINT,
         )
     moving = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
-    notes = [f"forward changes the attribute {name} in every call, a program does not" for name in moving]
-    return notes, _left_for_later(after.tensors if same else (*changed, *after.tensors))
+    notes = [f"a program does not update the attribute {name}, which forward changes in every call" for name in moving]
+    return notes, _assumptions(after.tensors if same else (*changed, *after.tensors))
 
 
-def _left_for_later(names: Sequence[str]) -> list[tuple[str, str]]:
+def _assumptions(names: Sequence[str]) -> list[tuple[str, str]]:
     return [(f"forward leaves state for its next call in {', '.join(names[:3])}", BUFFER_HINT)] if names else []
 
 

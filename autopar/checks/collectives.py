@@ -209,7 +209,7 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
         tensor = tensors(meta(value)["val"])[0]
         pairs = list(zip(axes, meta(value)["types"], strict=True))
         slices = math.prod(axis.size for axis, t in pairs if t.sharded and axis.name in names)
-        size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.times
+        size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.scale
         yield from _both(one.value.name, names, (one.forward, one.backward), round(size))
 
 

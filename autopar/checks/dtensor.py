@@ -31,7 +31,7 @@ RANKS = 2
 MOST_WAYS = 64
 """Maximum combinations of placements compared per call; of more, only those that autopar's rules accept."""
 
-NOT_ASKED = frozenset((OpKind.ARBITRARY, OpKind.ATTENTION))
+NOT_ASKED = frozenset((OpKind.VALUE_INDEPENDENT, OpKind.ATTENTION))
 """Kinds of ops that aren't compared. DTensor has rules for attention's CUDA kernels; for the CPU ones it searches placements of the
 decomposition, which takes many minutes per call."""
 

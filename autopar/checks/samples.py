@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.checks.rules import Sample, sample, without_gradient
 from autopar.checks.sample_experts import gated_experts, plain_experts
-from autopar.ops.own import OWN_OPS
+from autopar.ops.fused import FUSED_OPS
 from autopar.program import kernels, kernels_ctc, kernels_fp8, kernels_norm, kernels_random, kernels_rnn
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules.table import UNARY
@@ -297,7 +297,7 @@ def reductions() -> list[Sample]:
         sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12)),
         sample(kernels.cross_entropy_sum, r(6, 5), n(5, 6), 0, 0.1),
         without_gradient(sample(kernels.cross_entropy_sum, r(6, 12, 5), n(5, 6, 12), 0, 0.1, u(5)), 2),
-        *(sample(op.function, *given, **options) for op in OWN_OPS.values() for given, options in op.samples(r, n)),
+        *(sample(op.function, *given, **options) for op in FUSED_OPS.values() for given, options in op.samples(r, n)),
         sample(kernels_ctc.ctc_loss, r(6, 12, 5).log_softmax(-1), n(4, 6, 3) + 1, n(4, 6) + 8, n(4, 6), 0, True),
     ]
 

@@ -96,7 +96,7 @@ def read(path: Path) -> Calibration:
             raise DeviceError(f"{path} is a calibration of version {shown(version)}, this is version {VERSION}", _AGAIN)
         _check_content(data)
         figures = tuple(Figure(**figure) for figure in data["figures"])
-        if not figures or not all(_sound(figure) for figure in figures):
+        if not figures or not all(_is_valid(figure) for figure in figures):
             raise MalformedFileError("figures that are no positive numbers")
         _check_complete(figures)
     except OSError as error:
@@ -160,7 +160,7 @@ def _check_complete(figures: Sequence[Figure]) -> None:
             raise MalformedFileError(f"the figures of {count} {device} processes lack {lacks[0]}")
 
 
-def elsewhere(found: Calibration) -> str:
+def machine_mismatch(found: Calibration) -> str:
     """Return how the measured machine differs from this machine (a clause for messages), or an empty string if it doesn't."""
     here = this_machine()
     if all(found.machine.get(key) == value for key, value in here.items()):
@@ -183,7 +183,7 @@ def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
     )
 
 
-def _sound(figure: Figure) -> bool:
+def _is_valid(figure: Figure) -> bool:
     numbers = (figure.median, figure.low, figure.high, figure.processes, figure.count, *figure.size.values())
     return all(_is_number(n) and 0 <= n < 1e30 for n in numbers) and figure.median > 0
 
@@ -192,7 +192,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def apply(cluster: Cluster, path: Path | None) -> Cluster:
+def apply_calibration(cluster: Cluster, path: Path | None) -> Cluster:
     """Return ``cluster`` with the measurements in the file ``path``; if it is ``None``, with those in the file at the default path, if any.
 
     The default file applies to this machine's devices only. A file that the user names (``path``) also gives the op times of GPUs in
@@ -209,7 +209,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
     if not cluster.local:
         return _of_kind(cluster, found, path)
     counts = found.processes(cluster.kind)
-    reason = elsewhere(found) or _on_other_gpus(found, cluster)
+    reason = machine_mismatch(found) or _on_other_gpus(found, cluster)
     if not reason and cluster.count not in counts:
         measured = " and ".join(map(str, counts)) or "no"
         reason = f"was measured with {measured} {cluster.kind} processes, not with {cluster.count}"
@@ -220,7 +220,7 @@ def apply(cluster: Cluster, path: Path | None) -> Cluster:
             raise DeviceError(text, f"`autopar profile --processes {cluster.count}` measures this machine")
         return dataclasses.replace(cluster, notes=(*cluster.notes, f"prices are not calibrated: {text}"))
     figures = [f for f in found.figures if f.device == cluster.kind and f.processes == cluster.count]
-    note = f"times are priced by what was measured here: {name}, {found.measured_at}"
+    note = f"prices use measurements of this machine: {name}, {found.measured_at}"
     return _calibrated(cluster, figures, (*cluster.notes, note), name)
 
 
@@ -240,7 +240,7 @@ def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
             f"{path} was measured on {name} ({kind}), and {cluster.name} has {cluster.gpu.name}",
             "calibrate with a GPU of the kind that is planned for",
         )
-    note = f"ops are priced by what was measured on one {name}: {_short(path)}, {found.measured_at}; links are not"
+    note = f"prices of ops use measurements of one {name}: {_short(path)}, {found.measured_at}; links are not measured"
     return dataclasses.replace(cluster, gpu=_measured_gpu(cluster, figures, _short(path)), notes=(*cluster.notes, note))
 
 
@@ -256,13 +256,13 @@ def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...],
     gpu = _measured_gpu(cluster, figures, source)
     collective_times = _collective_times(figures)
     link = collective_times.curves.get(("p2p", 2))
-    ways = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
+    p2p_link = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
     slow = [f.median for f in figures if f.name == "overlap"]
     call = [f.median for f in figures if f.name == "call"]
     return dataclasses.replace(
         cluster,
         gpu=gpu,
-        intra=ways,
+        intra=p2p_link,
         collective_times=collective_times,
         collective_s=call[0] if call else cluster.collective_s,
         overlap_slowdown=slow[0] if slow else cluster.overlap_slowdown,

@@ -165,7 +165,7 @@ class Cluster:
         False  # whether stages send to other nodes; if so, a collective's step takes ``network.pipelined_hop_s``
     )
     parts: tuple[Cluster, ...] = ()
-    between: Link | None = None  # a device's share of the link between parts
+    inter_part: Link | None = None  # a device's share of the link between parts
     host: Host | None = None
     nvlink_domain: int = 0
     nvme: Nvme | None = None
@@ -262,7 +262,7 @@ class Cluster:
         fastest = [part.gpu.fastest_flops_per_s(precision) for part in self.parts or (self,)]
         return self.count * max(fastest) if all(fastest) else 0.0
 
-    def with_idle(self) -> tuple[Cluster, ...]:
+    def smaller_clusters(self) -> tuple[Cluster, ...]:
         """Return smaller clusters, which leave some nodes idle (in a single node: some devices). Their sizes have only small factors: 127
         or 9 devices have few meshes, perhaps none that divides the model and the batch. Local devices and heterogeneous clusters have no
         such clusters."""
@@ -304,9 +304,10 @@ class Cluster:
         if not parts:
             return self
         chosen = [self.parts[i] for i in parts]
-        return self._as_given(chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.between, across))
+        view = chosen[0] if len(chosen) == 1 else joined(self.name, chosen, self.inter_part, across)
+        return self._with_memory_limit(view)
 
-    def _as_given(self, view: Cluster) -> Cluster:
+    def _with_memory_limit(self, view: Cluster) -> Cluster:
         """Return ``view`` with the user's memory limit, if there is one."""
         if self.memory_override_bytes is None:
             return view
@@ -325,13 +326,13 @@ class Cluster:
         return self.name
 
 
-def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bool = False) -> Cluster:
+def joined(name: str, parts: Sequence[Cluster], inter_part: Link | None, across: bool = False) -> Cluster:
     """Join parts into one cluster with their worst figures: slowest device and link, smallest memory. With ``across``, devices of one part
-    send to another, so the link ``between`` the parts becomes the ``inter`` link if it is slower."""
+    send to another, so the link between parts, ``inter_part``, becomes the ``inter`` link if it is slower."""
     gpus = [part.gpu for part in parts]
     inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
-    if across and between is not None and between.bytes_per_s < inter.bytes_per_s:
-        inter = between
+    if across and inter_part is not None and inter_part.bytes_per_s < inter.bytes_per_s:
+        inter = inter_part
     return Cluster(
         name=name,
         nodes=sum(part.nodes for part in parts),
@@ -343,7 +344,7 @@ def joined(name: str, parts: Sequence[Cluster], between: Link | None, across: bo
         collective_s=max(part.collective_s for part in parts),
         host_s=max(part.host_s for part in parts),
         parts=tuple(parts),
-        between=between,
+        inter_part=inter_part,
         host=_smallest([part.host for part in parts]),
         nvlink_domain=min(min(part.nvlink_domain, part.count) for part in parts),  # domains don't span parts
         nvme=_smallest([part.nvme for part in parts]),

@@ -26,8 +26,8 @@ def cluster_figures(cluster: Cluster) -> list[dict[str, Any]]:
     for part in cluster.parts or (cluster,):
         rows = _devices(part)
         found += [row | {"figure": f"{part.name}: {row['figure']}"} for row in rows] if cluster.parts else rows
-    if cluster.between is not None:
-        found += _rows([("link between parts", cluster.between.bytes_per_s, "bytes/s per GPU", cluster.between.source)])
+    if (link := cluster.inter_part) is not None:
+        found += _rows([("link between parts", link.bytes_per_s, "bytes/s per GPU", link.source)])
     return found + constant_figures()
 
 

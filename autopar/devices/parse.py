@@ -70,7 +70,7 @@ from typing import Any
 from autopar.data_files import shown
 from autopar.devices import constants as c
 from autopar.devices import hardware
-from autopar.devices.calibration import apply as measured_here
+from autopar.devices.calibration import apply_calibration
 from autopar.devices.cluster import Cluster, Gpu, Host, Link, Nvme, joined
 from autopar.errors import DeviceError
 from autopar.units import size
@@ -121,7 +121,7 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
     if cluster.count > MOST:
         raise DeviceError(f"{cluster.count:,} devices are more than autopar plans for", f"ask for {MOST:,} at most")
     if not isinstance(spec, Cluster):
-        cluster = measured_here(cluster, None if calibration is None else Path(calibration))
+        cluster = apply_calibration(cluster, None if calibration is None else Path(calibration))
     if memory_limit_bytes is None:
         return cluster
     if isinstance(memory_limit_bytes, bool) or not isinstance(memory_limit_bytes, int | float):
@@ -203,7 +203,7 @@ def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster
 
 def _local(count: int) -> Cluster:
     if count <= 0:
-        raise DeviceError(f"{count} devices cannot hold a model", "ask for at least one device")
+        raise DeviceError(f"the number of devices must be positive, not {count}", "ask for at least one device")
     import torch
 
     if torch.cuda.is_available() and torch.cuda.device_count() >= count:
@@ -305,13 +305,13 @@ def _from_file(path: Path) -> Cluster:
         _check(path, group, _KEYS_OF_GROUP)
         parts.append(_part(path, group))
     name = data.get("name", path.stem)
-    between = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
+    inter_part = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
     if "between_gb_per_s" in data:
         node = max(part.gpus_per_node for part in parts)
-        between = hardware.inter_link(data["between_gb_per_s"] * 1e9 / node, str(path))
+        inter_part = hardware.inter_link(data["between_gb_per_s"] * 1e9 / node, str(path))
     if "between_latency_us" in data:
-        between = dataclasses.replace(between, latency_s=data["between_latency_us"] * 1e-6)
-    return joined(name, parts, between)
+        inter_part = dataclasses.replace(inter_part, latency_s=data["between_latency_us"] * 1e-6)
+    return joined(name, parts, inter_part)
 
 
 def _processors(path: Path, data: dict[str, Any]) -> Cluster:

@@ -25,20 +25,20 @@ PORTS = {29500: "torchrun", 29400: "`autopar run --elastic`"}
 
 def machine() -> Iterator[Finding]:
     cores = calibration.this_machine()["cores"]
-    yield Finding(PART, "cores", OK, f"{cores} that this process may use", figures={"cores": cores})
+    yield Finding(PART, "cores", OK, f"{cores} available to this process", figures={"cores": cores})
     yield _memory()
     yield _temporary_folder()
     yield _any_port()
     for port, user in PORTS.items():
         free = _is_free(port)
-        said = "free" if free else f"taken, but the default of {user}"
+        said = "free" if free else f"in use (the default port of {user})"
         option = "--meet HOST:PORT" if port == 29400 else "torchrun --master-port PORT"
         yield Finding(
             PART,
             f"port {port}",
             OK if free else WARNING,
             said,
-            "" if free else f"give another one: {option}",
+            "" if free else f"choose another port: {option}",
             {"port": port, "free": free},
         )
     yield _calibration()
@@ -68,10 +68,8 @@ def _temporary_folder() -> Finding:
             file.flush()
         free = shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
-        said = f"nothing can be written: {error.strerror or error}"
-        return Finding(
-            PART, "folder for programs", BROKEN, said, "set TMPDIR to a folder that can be written and has room"
-        )
+        said = f"cannot be written: {error.strerror or error}"
+        return Finding(PART, "folder for programs", BROKEN, said, "set TMPDIR to a writable folder with free space")
     return Finding(
         PART,
         "folder for programs",
@@ -87,11 +85,11 @@ def _any_port() -> Finding:
             probe.bind(("127.0.0.1", 0))
             probe.listen()
     except OSError as error:
-        said = f"no port of 127.0.0.1 can be listened at: {error.strerror or error}"
+        said = f"cannot listen on 127.0.0.1: {error.strerror or error}"
         return Finding(
-            PART, "local ports", BROKEN, said, "processes meet at a port of 127.0.0.1: allow it (sandbox, loopback)"
+            PART, "local ports", BROKEN, said, "processes connect over 127.0.0.1: allow that (sandbox, loopback)"
         )
-    return Finding(PART, "local ports", OK, "free ones on 127.0.0.1")
+    return Finding(PART, "local ports", OK, "127.0.0.1 has free ports")
 
 
 def _is_free(port: int) -> bool:
@@ -105,17 +103,17 @@ def _is_free(port: int) -> bool:
 
 
 def _calibration() -> Finding:
-    path, again = calibration.default_path(), "`autopar profile` measures this machine (under two minutes)"
-    name, unmeasured = "calibration", "plans for this machine's devices are priced by typical figures"
+    path, hint = calibration.default_path(), "`autopar profile` measures this machine (under two minutes)"
+    name, unmeasured = "calibration", "plans for this machine's devices are priced with default figures"
     if path is None or not path.is_file():
         where = f"{calibration.VARIABLE} is empty" if path is None else "none"
-        return Finding(PART, name, ABSENT, f"{where}: {unmeasured}", again)
+        return Finding(PART, name, ABSENT, f"{where}: {unmeasured}", hint)
     try:
         found = calibration.read(path)
     except DeviceError as error:
-        return Finding(PART, name, WARNING, error.message, error.hint or again)
-    if other := calibration.elsewhere(found):
-        return Finding(PART, name, WARNING, f"{path} {other}", again)
+        return Finding(PART, name, WARNING, error.message, error.hint or hint)
+    if other := calibration.machine_mismatch(found):
+        return Finding(PART, name, WARNING, f"{path} {other}", hint)
     counts = {device: found.processes(device) for device in ("cpu", "cuda")}
     said = ", ".join(f"{'/'.join(map(str, n))} x {device}" for device, n in counts.items() if n)
     return Finding(PART, name, OK, f"{said}, {found.measured_at}", figures={"path": str(path), "processes": counts})
@@ -125,14 +123,14 @@ def gpus(torch: Any) -> Iterator[Finding]:
     """Check each CUDA device (memory, capability, kind), NCCL, and the shared memory that NCCL needs. ``torch`` is the module."""
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi")
-        said = "no CUDA device: plans for GPUs elsewhere can be made, programs run on the CPU"
+        said = "no CUDA device: you can plan for remote GPUs; programs run on the CPU"
         if driver is None:
             yield Finding(GPUS, "CUDA", ABSENT, said)
             return
         build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         hint = "install the torch build for this driver (https://pytorch.org/get-started/locally); `nvidia-smi` shows the driver"
         yield Finding(
-            GPUS, "CUDA", WARNING, f"{driver} is here, but torch {torch.__version__} {build} and sees no GPU", hint
+            GPUS, "CUDA", WARNING, f"found {driver}, but torch {torch.__version__} {build} and sees no GPU", hint
         )
         return
     built = set(torch.cuda.get_arch_list())
@@ -143,7 +141,7 @@ def gpus(torch: Any) -> Iterator[Finding]:
         GPUS,
         "NCCL",
         OK if nccl else WARNING,
-        nccl or "not in this build of torch: several GPUs cannot work together",
+        nccl or "not in this build of torch; programs on several GPUs need it",
         "" if nccl else "install a torch build with NCCL",
     )
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else _SHARED_BYTES

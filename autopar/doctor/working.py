@@ -22,11 +22,13 @@ def gloo() -> Finding:
         with WorkerPool(2) as pool:
             sums = pool.run("autopar.doctor.remote:sum_of_ranks", "cpu")
     except LaunchError as error:
-        hint = error.hint or "look at the message: processes of this machine cannot meet on 127.0.0.1"
-        return Finding(PART, "gloo", BROKEN, f"2 processes cannot sum: {error.message}", hint)
+        hint = error.hint or "two processes of this machine must be able to connect over 127.0.0.1"
+        return Finding(PART, "gloo", BROKEN, f"all-reduce over 2 processes failed: {error.message}", hint)
     if sums != [3.0, 3.0]:
-        return Finding(PART, "gloo", BROKEN, f"the sum of 1 and 2 over 2 processes is {sums}", "reinstall torch")
-    return Finding(PART, "gloo", OK, "2 processes met on 127.0.0.1 and summed", figures={"processes": 2})
+        return Finding(
+            PART, "gloo", BROKEN, f"all-reduce over 2 processes returned {sums}, not [3.0, 3.0]", "reinstall torch"
+        )
+    return Finding(PART, "gloo", OK, "all-reduce over loopback works", figures={"processes": 2})
 
 
 def nccl() -> Finding:
@@ -40,11 +42,13 @@ def nccl() -> Finding:
         hint = (
             "NCCL_P2P_DISABLE=1 tells whether direct access between GPUs is at fault; a container needs shared memory"
         )
-        return Finding(PART, "nccl", WARNING, f"{count} GPUs cannot sum: {error.message}", hint)
+        return Finding(PART, "nccl", WARNING, f"all-reduce over {count} GPUs failed: {error.message}", hint)
     finally:
         workers.close()
-    right = sums == [count * (count + 1) / 2] * count
-    said = f"{count} GPU{'s' if count > 1 else ''} summed" if right else f"{count} GPUs have a wrong sum: {sums}"
+    expected = [count * (count + 1) / 2] * count
+    right = sums == expected
+    works = f"all-reduce works on {count} GPU{'s' if count > 1 else ''}"
+    said = works if right else f"all-reduce over {count} GPUs returned {sums}, not {expected}"
     hint = "" if right else "NCCL_P2P_DISABLE=1 tells whether direct access between GPUs is at fault (ACS in the BIOS)"
     return Finding(PART, "nccl", OK if right else WARNING, said, hint, {"processes": count})
 

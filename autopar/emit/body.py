@@ -39,7 +39,7 @@ def statements(
         if node.op == "placeholder" or node in texts:
             lines += sent_lines(node, texts, names, handles)
             continue
-        if meta(node).get("turn") and not compiled:
+        if meta(node).get("other_half_before") and not compiled:
             lines.append("        yield  # the other half's turn")
         if node.op == "output":
             results: Any = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
@@ -73,13 +73,13 @@ def statements(
 def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, handles: dict[fx.Node, str]) -> list[str]:
     """Return the lines that issue the async conversions of the node's value, and add their variables to ``handles``."""
     lines = []
-    for conversion in meta(node).get("sends", ()):
+    for conversion in meta(node).get("issued_after", ()):
         value, axes, source, target = conversion.args
         assert isinstance(value, fx.Node) and isinstance(axes, tuple)
         handles[conversion] = names.fresh(f"{value_name(value)}_sent")
         over = literal(axes[0] if len(axes) == 1 else axes, {})
         given = f"{texts[value].text}, {over}, src=spmd.{source}, dst=spmd.{target}"
-        given += ", once=True" if meta(conversion).get("once") else ""
+        given += ", once=True" if meta(conversion).get("shared_async") else ""
         lines.append(f"        {handles[conversion]} = {meta(conversion)['async_op']}({given})")
     return lines
 
@@ -128,7 +128,10 @@ def _inline(node: fx.Node, text: Text) -> bool:
     """Return whether to inline the expression into its only reader. Conversions and inputs of joined products always get a line, so that
     they are visible. The length limit is lower for expressions that the user's code assigns to a name, and higher for returned ones."""
     if (
-        any(meta(node).get(key) for key in ("turn", "sends", "across", "inner"))
+        any(
+            meta(node).get(key)
+            for key in ("other_half_before", "issued_after", "other_half_between", "kernel_async_op")
+        )
         or meta(node).get("caller")
         or is_joined(node)
         or len(node.users) != 1

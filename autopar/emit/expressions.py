@@ -155,7 +155,7 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
     x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
     more = f"[{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
-    if send := meta(node).get("inner"):
+    if send := meta(node).get("kernel_async_op"):
         return f"yield from kernels_experts.in_steps({send}, ({x}, {index}, {weights}), {more})"
     return f"kernels_experts.experts({x}, {index}, {weights}, {more})"
 

@@ -19,7 +19,11 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
     attributes (``self.weight``); the text of each value that the generator computes is added."""
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:
-        if meta(node).get("turn") or meta(node).get("inner") or meta(node.prev).get("inner"):
+        if (
+            meta(node).get("other_half_before")
+            or meta(node).get("kernel_async_op")
+            or meta(node.prev).get("kernel_async_op")
+        ):
             pieces.append([])
         pieces[-1].append(node)
     place = {node: k for k, piece in enumerate(pieces) for node in piece}
@@ -27,16 +31,18 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
     lines: list[str] = []
     methods: list[str] = []
     for k, piece in enumerate(pieces):
-        lines += ["        yield  # the other half's turn"] if any(meta(node).get("turn") for node in piece) else []
+        if any(meta(node).get("other_half_before") for node in piece):
+            lines.append("        yield  # the other half's turn")
         given = [node for node in piece if node.op == "placeholder"]
         for node in given:
             lines += sent_lines(node, texts, names, handles)
         for node in (node for node in piece if meta(node).get("async_op")):
             texts[node] = Text(names.fresh(value_name(node)))
             lines.append(f"        {texts[node].text} = {handles[node]}.wait()")
-        if meta(piece[-1]).get("inner"):  # its kernel is a generator, too
+        if meta(piece[-1]).get("kernel_async_op"):  # its kernel is a generator, too
             lines += statements(piece[-1:], texts, names, compiled=True)
-        ops = [n for n in piece if n.op == "call_function" and not (meta(n).get("async_op") or meta(n).get("inner"))]
+        issued = ("async_op", "kernel_async_op")
+        ops = [n for n in piece if n.op == "call_function" and not any(meta(n).get(key) for key in issued)]
         lines += _piece(k, ops, texts, names, methods)
         for node in piece[len(given) :]:
             lines += sent_lines(node, texts, names, handles)
@@ -54,7 +60,7 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
     inside = set(ops)
     read = dict.fromkeys(operand for node in ops for operand in node.all_input_nodes if operand not in inside)
     given = [node for node in read if not texts[node].text.startswith("self.")]
-    sent = {conversion.args[0] for node in ops for conversion in meta(node).get("sends", ())}
+    sent = {conversion.args[0] for node in ops for conversion in meta(node).get("issued_after", ())}
     made = [node for node in ops if node in sent or any(user not in inside for user in node.users)]
     if not made:
         assert not ops, ops

@@ -18,9 +18,9 @@ from torch import fx
 
 from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts
+from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of, val
-from autopar.ops.own import own_op
 
 # backward over forward FLOPs of attention: flash attention's backward has five products (one recomputes the scores), its forward two
 ATTENTION_BACKWARD = 2.5
@@ -73,8 +73,8 @@ def model_flops(node: fx.Node) -> float:
         return _attention_flops(node)
     if isinstance(node.target, Experts):  # the body's rows are all pairs of a token and a chosen expert
         return sum(model_flops(inner) for inner in node.target.body.graph.nodes)
-    own = own_op(node)
-    formula = own.flops if own is not None else _FLOPS.get(facts(node).kind)
+    fused = fused_op(node)
+    formula = fused.flops if fused is not None else _FLOPS.get(facts(node).kind)
     return float(formula(node)) if formula is not None else 0.0
 
 

@@ -37,7 +37,7 @@ class OpKind(Enum):
     TRANSPOSED_CONVOLUTION = aten_names("conv_transpose1d conv_transpose2d conv_transpose3d")
     RECURRENCE = aten_names("lstm gru rnn_tanh rnn_relu")
     LOOKUP = ("aten.embedding", "kernels_vocab.masked_embedding")  # rows of a table
-    BAG = aten_names("embedding_bag _embedding_bag")  # sums of rows of a table
+    EMBEDDING_BAG = aten_names("embedding_bag _embedding_bag")  # sums of rows of a table
     GATHER = aten_names("gather index_select index")
     CLASS_LOSS = ("kernels.cross_entropy_sum",)
     LOSS = aten_names(
@@ -45,8 +45,8 @@ class OpKind(Enum):
         binary_cross_entropy_with_logits"""
     )  # pointwise, with a reduction
     DROPOUT = ("aten.dropout", "kernels.dropout")
-    DRAW = ("kernels_random.uniform", "kernels_random.normal")  # seeded random numbers
-    ARBITRARY = aten_names(
+    RANDOM = ("kernels_random.uniform", "kernels_random.normal")  # seeded random numbers
+    VALUE_INDEPENDENT = aten_names(
         "rand randn randint rand_like randn_like empty empty_like new_empty"
     )  # independent of operands
     ADDITION = aten_names("add sub")
@@ -136,10 +136,10 @@ class Op:
     @property
     def saves_nothing(self) -> bool:
         """Whether the gradient doesn't depend on operands and result, so that autograd saves neither."""
-        return self.kind in _VIEWS or self.passes_gradient_on or self.name in _LINEAR
+        return self.kind in _VIEWS or self.backward_is_free or self.name in _LINEAR
 
     @property
-    def passes_gradient_on(self) -> bool:
+    def backward_is_free(self) -> bool:
         """Whether the backward runs no kernel if each operand has as many bytes as the result."""
         return self.kind in (OpKind.ADDITION, OpKind.CAST, OpKind.IDENTITY)
 
@@ -161,7 +161,7 @@ class Op:
     @property
     def looks_up(self) -> bool:
         """Whether the op looks up rows of a table, and possibly sums them."""
-        return self.kind in (OpKind.LOOKUP, OpKind.BAG)
+        return self.kind in (OpKind.LOOKUP, OpKind.EMBEDDING_BAG)
 
     @property
     def added_operand(self) -> int | None:
@@ -206,7 +206,7 @@ def is_random(node: fx.Node) -> bool:
         return bool(argument(node, 4, "dropout_p", 0.0))
     if op.kind is OpKind.DROPOUT:
         return bool(argument(node, 1, "p", 0.5)) and bool(argument(node, 2, "train", False))
-    return op.seeded or op.kind is OpKind.DRAW
+    return op.seeded or op.kind is OpKind.RANDOM
 
 
 def is_pointwise(node: fx.Node) -> bool:

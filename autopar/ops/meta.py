@@ -68,18 +68,18 @@ class NodeMeta(TypedDict, total=False):
     """The name of the runtime function that wraps the node's call. Written by the passes of techniques, read by ``emit``."""
     joined: bool
     """Whether the call combines a collective and products (``passes.joined``)."""
-    turn: bool
+    other_half_before: bool
     """Whether the other half of the microbatch runs before the node. Written by the passes of techniques, read by ``emit``, like the next
     five."""
-    inner: str
+    kernel_async_op: str
     """The name of the function that issues the async communication of the node's kernel, during which the other half runs."""
-    across: bool
+    other_half_between: bool
     """Whether the other half runs between the node and one of its readers."""
     async_op: str
     """The name of the function that issues an async conversion."""
-    once: bool
+    shared_async: bool
     """Whether one async conversion serves both halves."""
-    sends: list[fx.Node]
+    issued_after: list[fx.Node]
     """The async conversions that are issued right after the node."""
     module: str
     """The path in the layer of the torch module that computes the node. Written and read by ``emit``."""

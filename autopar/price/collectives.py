@@ -113,13 +113,13 @@ def group_time_s(
         return 0.0
     if (measured_s := _measured(collective, bytes_total, n, cluster, caller)) is not None:
         return cluster.collective_s + measured_s
-    if 0 < members.per_part < n and cluster.between is not None:
+    if 0 < members.per_part < n and cluster.inter_part is not None:
         # the link between parts replaces the network if it is slower; a ring has the shares of all members in a part
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
         slow = Link(
-            max(cluster.inter.latency_s, cluster.between.latency_s),
-            min(cluster.inter.bytes_per_s, cluster.between.bytes_per_s * share),
-            cluster.between.source,
+            max(cluster.inter.latency_s, cluster.inter_part.latency_s),
+            min(cluster.inter.bytes_per_s, cluster.inter_part.bytes_per_s * share),
+            cluster.inter_part.source,
         )
         cluster = replace(cluster, inter=slow, parts=(), network=None)
     nodes, k = members.nodes, members.per_node

@@ -110,7 +110,7 @@ def fuse(ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]) -> Fusion:
 def heavy(node: fx.Node) -> bool:
     """Return whether the op is a separate kernel."""
     op = facts(node)
-    return op.is_cross_entropy or op.looks_up or op.kind is OpKind.DRAW or cost.model_flops(node) > 0
+    return op.is_cross_entropy or op.looks_up or op.kind is OpKind.RANDOM or cost.model_flops(node) > 0
 
 
 def _reduces(node: fx.Node) -> bool:
@@ -153,7 +153,7 @@ def _saved(
     def save(node: fx.Node, reader: fx.Node, operand: int) -> None:
         storage = run.storage.get(node.name)
         # values without a gradient are recomputed from tensors that are in memory anyway, except for random numbers
-        drawn = facts(node).kind is OpKind.DRAW
+        drawn = facts(node).kind is OpKind.RANDOM
         if storage is None or storage in run.excluded or not (drawn or run.requires_grad.get(node.name, False)):
             return
         if (storage, reader.name) not in seen:

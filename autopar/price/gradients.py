@@ -98,7 +98,7 @@ def _passes_on(costs: OpCosts, operand: int, result: int) -> bool:
     """Return whether the gradients of the operand and of the result are the same tensor."""
     node = costs.ops[costs.slots[operand].op].node
     same_size = costs.slots[operand].bytes == costs.slots[result].bytes
-    return same_size and (facts(node).passes_gradient_on or node.name in costs.run.views)
+    return same_size and (facts(node).backward_is_free or node.name in costs.run.views)
 
 
 def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int, int]]:
@@ -107,7 +107,7 @@ def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int,
     The gradient of a broadcast operand is first computed in the result's shape, and then summed.
     """
     node = costs.ops[costs.slots[result].op].node
-    if not costs.slots[result].materialised or not facts(node).pointwise or facts(node).passes_gradient_on:
+    if not costs.slots[result].materialised or not facts(node).pointwise or facts(node).backward_is_free:
         return []
     wanted = {o.name for o in operands(node) if costs.run.requires_grad[o.name]}
     whole = sum(t.numel() for t in cost.tensors(node.meta["val"]))

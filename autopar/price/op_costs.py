@@ -12,23 +12,23 @@ from autopar.devices import constants
 from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT, PRODUCT8
 from autopar.ops import cost
 from autopar.ops.facts import OpKind, facts
+from autopar.ops.fused import FusedOp, Size, fused_op
 from autopar.ops.operands import operands
-from autopar.ops.own import OwnOp, Size, own_op
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op in the cost model: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.own``)
+    """An op in the cost model: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.fused``)
     becomes two: its matrix products, and then its kernels that only read and write memory (``passes`` over memory)."""
 
     node: fx.Node
     passes: bool = False
 
     @property
-    def own(self) -> OwnOp:
-        """The record of an op that autopar defines."""
-        found = own_op(self.node)
+    def fused(self) -> FusedOp:
+        """The registered fused op."""
+        found = fused_op(self.node)
         assert found is not None, self.node.format_node()
         return found
 
@@ -80,8 +80,8 @@ class OpCosts:
 
 def op_costs(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> OpCosts:
     """Return the costs of ``nodes`` in eager PyTorch. ``float8``: matrix products first convert their operands to 8 bits."""
-    parts = ((node, own_op(node) is not None) for node in nodes)
-    ops = tuple(PricedOp(node, passes) for node, own in parts for passes in ((False, True) if own else (False,)))
+    parts = ((node, fused_op(node) is not None) for node in nodes)
+    ops = tuple(PricedOp(node, passes) for node, fused in parts for passes in ((False, True) if fused else (False,)))
     work = [_work(op, run) for op in ops]
     costs = OpCosts(
         ops=ops,
@@ -106,8 +106,8 @@ def op_costs(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> 
 
 
 def _slots_of_passes(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """Return the slot for the memory passes of an op that autopar defines, without its products, and for the bytes live while it runs."""
-    found = op.own.passes(op.node, size)
+    """Return the slot for the memory passes of a fused op of autopar, without its products, and for the bytes live while it runs."""
+    found = op.fused.extra_work(op.node, size)
     moved = found.forward_bytes, found.backward_bytes * run.requires_grad[op.node.name]
     return [OpSlot(index, INTERNAL, op.node.name, *moved, found.live_bytes, 0.0)]
 
@@ -125,7 +125,7 @@ def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
     differentiable = run.requires_grad[node.name]
     same_size = all(n == made for _, n, _ in read)
     if moves:
-        silent = facts(node).passes_gradient_on and same_size
+        silent = facts(node).backward_is_free and same_size
     else:
         silent = same_size  # the gradient of a slice or an expand is padded or summed; the gradient of any other view is a view
     slots = []
@@ -197,7 +197,7 @@ class _Work:
 def _work(op: PricedOp, run: Trace) -> _Work:
     node, differentiable = op.node, run.requires_grad[op.node.name]
     if op.passes:
-        rest = op.own.passes(node, lambda tensor: tensor.nbytes)  # kernels do not depend on the precision
+        rest = op.fused.extra_work(node, lambda tensor: tensor.nbytes)  # kernels do not depend on the precision
         return _Work(0.0, 0.0, rest.forward_kernels, rest.backward_kernels * differentiable, 0.0, facts(node).short)
     forward, model, launches = cost.executed_flops(node), cost.model_flops(node), node.name not in run.views
     if cost.is_attention(node):
@@ -209,8 +209,8 @@ def _work(op: PricedOp, run: Trace) -> _Work:
     products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
     kernels = float(max(1, len(products))) if differentiable and launches else 0.0
     backward = sum(product.flops for product in products)
-    if (own := own_op(node)) is not None:  # the backward pass computes the product of each slice once more
-        slices = own.slices(node)
+    if (fused := fused_op(node)) is not None:  # the backward pass computes the product of each slice once more
+        slices = fused.slices(node)
         backward_kernels = (kernels + differentiable) * slices
         return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
     if facts(node).in_float8:

@@ -65,18 +65,18 @@ def measure(function: str, arguments: dict[str, Any]) -> Figures:
 
 
 def _seconds(
-    run: Callable[[], Any], together: int = 1, turns: int = 1, clock: Callable[[], float] = time.perf_counter
+    run: Callable[[], Any], group_size: int = 1, warmups: int = 1, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Return samples of the seconds (by ``clock``) that ``run`` takes, after ``turns`` warm-up runs. A sample is the mean of back-to-back
-    runs. If ``run`` is a collective over ``together`` ranks, all ranks agree on the number of runs."""
-    for _ in range(turns):
+    """Return samples of the seconds (by ``clock``) that ``run`` takes, after ``warmups`` warm-up runs. A sample is the mean of back-to-back
+    runs. If ``run`` is a collective over ``group_size`` ranks, all ranks agree on the number of runs."""
+    for _ in range(warmups):
         run()
     _wait()
     start = time.perf_counter()
     run()
     _wait()
     once = time.perf_counter() - start
-    if together > 1:
+    if group_size > 1:
         once = _over_all(once, dist.ReduceOp.MAX)
     kind = _device.type
     inner = max(1, min(_MOST_BACK_TO_BACK, round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
@@ -116,7 +116,7 @@ def _figure(
     }
 
 
-def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dict[str, float], ...]) -> Figures:
+def _forward_backward(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dict[str, float], ...]) -> Figures:
     """Measure an op's forward (with autograd) and, if ``sizes`` has two entries, its backward.
 
     Several copies of the op run in rotation, and each keeps its result until its next run. Together they exceed the caches, so that
@@ -127,19 +127,19 @@ def _both_ways(name: str, variant: str, make: Callable[[], Op], sizes: tuple[dic
     copies = [first, *(make() for _ in range(min(_COPIES, _BEYOND_CACHES // copy_bytes) - 1))]
     outs = [forward() for forward, _ in copies]
     gradient, found = torch.ones_like(outs[0]), list[tuple[Tensor, ...]]([()] * len(copies))
-    turns = itertools.cycle(range(len(copies)))
+    rotation = itertools.cycle(range(len(copies)))
 
     def forward() -> None:
-        turn = next(turns)
-        outs[turn] = copies[turn][0]()
+        i = next(rotation)
+        outs[i] = copies[i][0]()
 
     def backward() -> None:
-        turn = next(turns)
-        found[turn] = torch.autograd.grad(outs[turn], copies[turn][1], gradient, retain_graph=True)
+        i = next(rotation)
+        found[i] = torch.autograd.grad(outs[i], copies[i][1], gradient, retain_graph=True)
 
-    figures = [_figure(name, _seconds(forward, turns=len(copies)), sizes[0], variant)]
+    figures = [_figure(name, _seconds(forward, warmups=len(copies)), sizes[0], variant)]
     if len(sizes) > 1:
-        figures.append(_figure(name, _seconds(backward, turns=len(copies)), sizes[1], variant, True))
+        figures.append(_figure(name, _seconds(backward, warmups=len(copies)), sizes[1], variant, True))
     return figures
 
 
@@ -154,7 +154,7 @@ def _launch() -> Figures:
             y = y * 1.5
         return y
 
-    figures = _both_ways("launch", "", lambda: (chain, [x]), ({}, {}))
+    figures = _forward_backward("launch", "", lambda: (chain, [x]), ({}, {}))
     return [figure | {"samples": [sample / length for sample in figure["samples"]]} for figure in figures]
 
 
@@ -175,7 +175,7 @@ def _product(dtype: str, shape: list[int]) -> Figures:
         "bytes": out_bytes + 2.0 * (x_bytes + weight_bytes),
         "ops": 2.0,
     }
-    return _both_ways("product", dtype, make, (size, back))
+    return _forward_backward("product", dtype, make, (size, back))
 
 
 def _attention(dtype: str, shape: list[int]) -> Figures:
@@ -192,14 +192,14 @@ def _attention(dtype: str, shape: list[int]) -> Figures:
     flops = 2.0 * batch * heads * length**2 * width  # two products, each over the causal half of the scores
     size: dict[str, float] = {"batch": batch, "heads": heads, "length": length, "width": width}
     sizes = (size | {"flops": flops}, size | {"flops": 2.5 * flops})
-    return _both_ways("attention", dtype, make, sizes)
+    return _forward_backward("attention", dtype, make, sizes)
 
 
 def _move(kind: str, elements: int) -> Figures:
     width = min(512 if _device.type == "cpu" else 4096, elements // 4)
     rows = elements // width
     sizes = tuple({"elements": float(elements), "bytes": 4.0 * n * rows * width} for n in MOVES[kind] if n)
-    return _both_ways("move", kind, lambda: _moved(kind, rows, width), sizes)
+    return _forward_backward("move", kind, lambda: _moved(kind, rows, width), sizes)
 
 
 def _moved(kind: str, rows: int, width: int) -> Op:
@@ -321,7 +321,7 @@ def _sharded(members: int, width: int) -> Figures:
     ]
 
 
-def _meeting(members: int) -> Figures:
+def _straggler_wait(members: int) -> Figures:
     """Measure how long a collective after ``_SEGMENT_S`` seconds of compute waits for the slowest rank of its group."""
     a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
     small, group = torch.zeros(1, device=_device), _groups[members]
@@ -333,7 +333,7 @@ def _meeting(members: int) -> Figures:
             a @ b
         _wait()
 
-    def together() -> None:
+    def compute_and_reduce() -> None:
         arithmetic()
         dist.all_reduce(small, group=group)
 
@@ -347,7 +347,7 @@ def _meeting(members: int) -> Figures:
 
     samples, segments = [], []
     for _ in range(_BLOCKS):
-        alone_s, both_s = mean_s(arithmetic), mean_s(together)
+        alone_s, both_s = mean_s(arithmetic), mean_s(compute_and_reduce)
         wire_s = mean_s(lambda: dist.all_reduce(small, group=group))
         segments.append(alone_s)
         samples.append(max(both_s - alone_s - wire_s, 1e-9))

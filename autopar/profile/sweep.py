@@ -16,13 +16,13 @@ class SweepSizes:
     """The measurements on one kind of device.
 
     ``products`` are (rows, contracted, columns), from skinny, memory-bound products to square ones; ``attentions`` are (batch, heads,
-    length, head size). ``dtypes`` are measured with all products, ``slow`` dtypes only with those in the slice ``few``.
+    length, head size). ``dtypes`` are measured with all products, ``reduced_dtypes`` only with those in the slice ``reduced_products``.
     """
 
     products: tuple[tuple[int, int, int], ...]
-    few: slice
+    reduced_products: slice
     dtypes: tuple[str, ...]
-    slow: tuple[str, ...]
+    reduced_dtypes: tuple[str, ...]
     attentions: tuple[tuple[int, int, int, int], ...]
     attention: str  # its dtype
     moved: tuple[int, ...]  # elements
@@ -44,9 +44,9 @@ SIZES = {
             (1024, 512, 512),
             (1024, 1024, 1024),
         ),
-        few=slice(6, 8),
+        reduced_products=slice(6, 8),
         dtypes=("float32", "bfloat16"),
-        slow=("float64",),
+        reduced_dtypes=("float64",),
         attentions=((4, 4, 64, 64), (4, 4, 256, 64), (2, 2, 1024, 64), (1, 2, 2048, 64)),
         attention="float32",
         moved=(1 << 13, 1 << 17, 1 << 20, 1 << 23),
@@ -71,9 +71,9 @@ SIZES = {
             (8192, 8192, 8192),
             (8192, 4096, 128256),
         ),
-        few=slice(5, 7),
+        reduced_products=slice(5, 7),
         dtypes=("bfloat16",),
-        slow=("float32", "float64"),
+        reduced_dtypes=("float32", "float64"),
         attentions=(
             (16, 16, 1024, 64),
             (4, 16, 4096, 64),
@@ -125,8 +125,8 @@ def tasks(processes: int, device: str) -> list[Task]:
 
 def _tasks(processes: int, sizes: SweepSizes) -> Iterator[Task]:
     yield Task("launch")
-    for dtype in (*sizes.dtypes, *sizes.slow):
-        for shape in sizes.products if dtype in sizes.dtypes else sizes.products[sizes.few]:
+    for dtype in (*sizes.dtypes, *sizes.reduced_dtypes):
+        for shape in sizes.products if dtype in sizes.dtypes else sizes.products[sizes.reduced_products]:
             yield Task("product", {"dtype": dtype, "shape": list(shape)})
     for attention in sizes.attentions:
         yield Task("attention", {"dtype": sizes.attention, "shape": list(attention)})
@@ -142,7 +142,7 @@ def _tasks(processes: int, sizes: SweepSizes) -> Iterator[Task]:
                     yield Task("wire", {"name": name, "members": members, "size": size})
             for width in SHARDED_WIDTHS:
                 yield Task("sharded", {"members": members, "width": width})
-            yield Task("meeting", {"members": members})
+            yield Task("straggler_wait", {"members": members})
     if processes > 1:
         for size in WIRE_BYTES:
             yield Task("wire", {"name": "p2p", "members": 2, "size": size})

@@ -22,9 +22,9 @@ from torch import fx
 
 from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.facts import OpKind, aten_names, facts, op_name
+from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
-from autopar.ops.own import own_op
 from autopar.plan import Axis
 from autopar.rules.candidates import ShapedLine, bind, line_of, operand_shapes
 from autopar.rules.notation import Dim
@@ -215,8 +215,8 @@ def padding_after(node: fx.Node, zero: Sequence[bool | None], in_result: bool) -
         return (None if zero[0] is None else zero[0]) if in_result else True
     if kind is OpKind.CLASS_LOSS:
         return True if zero[1] is None else None
-    if (own := own_op(node)) is not None:
-        return own.padding_after(zero)
+    if (fused := fused_op(node)) is not None:
+        return fused.padding_after(zero)
     if op.is_attention:
         masked = len(zero) > 3 and zero[3] is not None and meta(operands(node)[3])["val"].dtype == torch.bool
         return bool(zero[2]) if in_result and not masked else None

@@ -17,7 +17,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 from autopar.types import Collective
 
-OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
+MICROBATCHABLE_KERNELS = frozenset(("step_statistics", "local_batch_norm"))
 """Kernels that may run on one microbatch at a time, and so don't rule out microbatches."""
 
 
@@ -25,15 +25,16 @@ OF_MICROBATCHES = frozenset(("step_statistics", "local_batch_norm"))
 class KernelCollective:
     """Communication over the axes on which a kernel runs.
 
-    Its bytes are ``times`` the global size of ``value``, at ``itemsize`` bytes per element (``None``: the value's); the caller divides them
-    by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With ``per_rank`` the bytes
-    are each rank's contribution to an all-gather. ``overlapped``: the kernel overlaps the communication with its compute.
+    Its bytes are ``scale`` times the global size of ``value``, at ``itemsize`` bytes per element (``None``: the value's); the caller
+    divides them by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With
+    ``per_rank`` the bytes are each rank's contribution to an all-gather. ``overlapped``: the kernel overlaps the communication with its
+    compute.
     """
 
     value: fx.Node
     forward: Collective
     backward: Collective
-    times: float = 1.0
+    scale: float = 1.0
     itemsize: int | None = None
     per_rank: bool = False
     overlapped: bool = False
@@ -42,7 +43,7 @@ class KernelCollective:
         """Return the bytes at global size; ``element_bytes`` overrides the element size of ``value``, unless ``itemsize`` is set."""
         tensor = meta(self.value)["val"]
         size = self.itemsize or (tensor.dtype.itemsize if element_bytes is None else element_bytes)
-        return float(math.prod(tensor.shape) * size * self.times)
+        return float(math.prod(tensor.shape) * size * self.scale)
 
 
 def kernel_traffic(kernel: str, node: fx.Node) -> tuple[KernelCollective, ...]:
@@ -61,7 +62,7 @@ def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[KernelCollective, .
     size, labels = _wide(operands(node)[0]), operands(node)[place]
     return (
         KernelCollective(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
-        KernelCollective(labels, Collective.ALL_REDUCE, Collective.NONE, times=2, itemsize=size),
+        KernelCollective(labels, Collective.ALL_REDUCE, Collective.NONE, scale=2, itemsize=size),
     )
 
 
@@ -83,7 +84,7 @@ def _ring(node: fx.Node) -> tuple[KernelCollective, ...]:
 
 def _statistics(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return an all-gather of the ranks' means and variances. A type conversion after the op reduces the gradient."""
-    return (KernelCollective(node, Collective.ALL_GATHER, Collective.NONE, times=2 / 3, per_rank=True),)
+    return (KernelCollective(node, Collective.ALL_GATHER, Collective.NONE, scale=2 / 3, per_rank=True),)
 
 
 def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
@@ -93,9 +94,9 @@ def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     counts = node.target.count / math.prod(shape_of(index))
     choices = float(shape_of(index)[-1])
     return (
-        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, times=counts),
-        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
-        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, times=choices),
+        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts),
+        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=choices),
+        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=choices),
     )
 
 

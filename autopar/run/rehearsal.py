@@ -142,7 +142,7 @@ def with_free_communication(cluster: Cluster) -> Cluster:
         cluster,
         intra=FREE,
         inter=FREE,
-        between=None if cluster.between is None else FREE,
+        inter_part=None if cluster.inter_part is None else FREE,
         collective_s=0.0,
         network=None,
         collective_times=None,

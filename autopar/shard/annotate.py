@@ -13,7 +13,7 @@ from autopar.ops.facts import op_name
 from autopar.ops.source import user_frame
 from autopar.plan import Role
 from autopar.rules import has_rule
-from autopar.rules.traffic import OF_MICROBATCHES
+from autopar.rules.traffic import MICROBATCHABLE_KERNELS
 from autopar.shard.plan import role_types
 from autopar.techniques import LAYER
 from autopar.torch_private import without_function_modes
@@ -64,7 +64,7 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
         return f"{name} cannot compute on a part of the batch"
     nodes = {node.name: node for node in cls.graph.graph.nodes}
     for value, kernel in types.kernel.items():
-        if kernel not in OF_MICROBATCHES:
+        if kernel not in MICROBATCHABLE_KERNELS:
             return f"{name} needs the whole batch for {_described(nodes[value])}"
     flow = gradient_flow(cls)
     for one in conversions(cls.graph, (types,), flow):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autopar.capture import BatchStructure, Float64Everywhere, flatten_batch, rebuild_batch, reference
 from autopar.capture.batch import describe_batch
 from autopar.capture.check import graph_steps
-from autopar.capture.eager import EagerModel, WithoutDropout, prepared, update
+from autopar.capture.eager import EagerModel, WithoutDropout, copy_for_eager, update
 from autopar.capture.export import call_model
 from autopar.capture.external_state import ExternalState
 from autopar.errors import AutoparError
@@ -125,7 +125,7 @@ def _finite(subject: Subject) -> None:
 
 def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> Subject:
     """Capture the model for the batch, after eager PyTorch has run it."""
-    copied = prepared(model, loss_fn)
+    copied = copy_for_eager(model, loss_fn)
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
         with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():

@@ -18,7 +18,7 @@ from autopar.capture import (
     rebuild_batch,
     separate_microbatches,
 )
-from autopar.capture.eager import WithoutDropout, prepared, summed
+from autopar.capture.eager import WithoutDropout, copy_for_eager, summed
 from autopar.capture.export import call_model
 from autopar.capture.external_state import ExternalState
 from autopar.capture.storage import ties
@@ -66,10 +66,10 @@ def make_subject(
     """
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
-    copied, surroundings = prepared(model, loss_fn), ExternalState(model, loss_fn)
+    copied, external_state = copy_for_eager(model, loss_fn), ExternalState(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
     switched_off = _without_dropout(model)
-    with surroundings.restored(), Float64Everywhere(), WithoutDropout() as off:
+    with external_state.restored(), Float64Everywhere(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
         assert isinstance(structure, BatchStructure)
@@ -95,7 +95,7 @@ def with_batch(
     subject: Subject, model: nn.Module, tensors: dict[str, Tensor], loss_fn: Callable[..., Any] | None
 ) -> Subject:
     """Return the subject with another batch of the same shapes, by input name. Raises any error that the model raises."""
-    copied, structure = prepared(model, loss_fn), subject.graph.structure
+    copied, structure = copy_for_eager(model, loss_fn), subject.graph.structure
     assert isinstance(structure, BatchStructure)
     # rebuilt, so that a row that all examples of the original batch share is one row here, too
     tensors = flatten_batch(structure, rebuild_batch(structure, list(tensors.values())))
@@ -178,7 +178,7 @@ def _refuse_random(graph: Graph) -> None:
     """Raise ``ModelError`` for a model that draws random numbers: no two runs of it are equal, even without autopar."""
     for layer in graph.layers:
         for node in graph.classes[layer.cls].graph.graph.nodes:
-            if facts(node).kind is OpKind.DRAW:
+            if facts(node).kind is OpKind.RANDOM:
                 raise ModelError(
                     f"the model draws random numbers ({facts(node).short} ones, in {layer.name}), so no two runs "
                     "of it can be compared",

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.ops.facts import is_random, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of
@@ -113,7 +113,7 @@ def _check(node: fx.Node, marker: fx.Node) -> None:
         return
     raise CaptureError(
         f"forward computes a derivative through a place where {why} at\n{source_line(node)}\n{source_line(marker)}",
-        hint="keep that module whole and replicated: wrap it in autopar.opaque(module)",
+        hint=OPAQUE_HINT,
     )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autopar.errors import CaptureError
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
@@ -32,10 +32,7 @@ from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, return
 from passes.clean.randomness import drawn
 from passes.clean.views import View, origins, positions, replay, scatter
 
-_INSTEAD = (
-    "make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or keep that module whole "
-    "and replicated: wrap it in autopar.opaque(module)"
-)
+_INSTEAD = f"make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or {OPAQUE_HINT}"
 
 
 @dataclass(slots=True)

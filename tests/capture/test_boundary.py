@@ -171,7 +171,7 @@ def test_operands_without_a_gradient_get_none() -> None:
     assert "equals the model over two steps" in check_capture(graph, model, batch, F.mse_loss)
 
 
-def test_ops_without_a_meta_kernel_are_kept_whole() -> None:
+def test_ops_without_a_meta_kernel_run_as_opaque_ops() -> None:
     torch.manual_seed(0)
 
     def act(model: Any, y: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import autopar
 from autopar.capture import NOT_COMPARED, capture, check_capture
 from autopar.capture import check as module
 from autopar.capture.check import same_structure
-from autopar.capture.eager import prepared
+from autopar.capture.eager import copy_for_eager
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.torch_private import is_fake
@@ -337,7 +337,7 @@ def test_complex_numbers_keep_their_imaginary_part_in_float64() -> None:
     model = Small()
     model.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
     model.register_buffer("phase", torch.randn(WIDTH, dtype=torch.complex64))
-    copied = prepared(model).model
+    copied = copy_for_eager(model).model
     for name, value in {**dict(copied.named_parameters()), **dict(copied.named_buffers())}.items():
         original = model.get_parameter(name) if name != "phase" else model.phase
         assert torch.equal(value.detach().to(original.dtype), original.detach())

@@ -50,7 +50,7 @@ def batch(device: str = "cpu", length: int = 16) -> tuple[Any, ...]:
     return tuple(torch.randn(*shape, device=device, dtype=torch.float64) for shape in ((2, length, 4), (2, 4)))
 
 
-def test_a_module_with_a_long_loop_is_kept_whole(few_turns: None) -> None:
+def test_a_module_with_a_long_loop_runs_as_one_opaque_op(few_turns: None) -> None:
     graph = assert_equals_eager(Model(), batch(), nn.functional.mse_loss)
     (note,) = [text for text in graph.notes if "runs more than 12 times in one call of scan" in text]
     assert "recurrence" in note

@@ -130,9 +130,9 @@ def test_of_repeated_blocks_parameters_are_exported_where_something_else_reads_t
     model = Stack("penalty")
     batch = torch.randn(4, 8), torch.randn(4, 4)
     structure = describe_batch(model, batch, F.mse_loss, None)
-    surroundings = ExternalState(model, F.mse_loss)
+    external_state = ExternalState(model, F.mse_loss)
     repeats = exporting._repeats(
-        model, structure, lambda **how: fake_model(model, None, F.mse_loss, surroundings, **how)
+        model, structure, lambda **how: fake_model(model, None, F.mse_loss, external_state, **how)
     )
     assert repeats is not None and repeats.read == {"blocks.3", "blocks.4"}
     assert set(repeats.unread(model)) == {

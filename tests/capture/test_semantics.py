@@ -343,7 +343,7 @@ def test_a_forward_that_was_replaced_reads_its_own_parameters() -> None:
     assert_equals_eager(model, pair(8, 4), F.mse_loss)
 
 
-# -- kept whole -----------------------------------------------------------------------------------------------------------
+# -- opaque ops -----------------------------------------------------------------------------------------------------------
 
 
 class Chosen(nn.Module):
@@ -568,20 +568,28 @@ class Selecting(nn.Module):
         return x[x[:, 0] > 0].flip(0)
 
 
-WHOLE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
-    "chosen rows": ([Chosen], "1 (Chosen) kept whole", 1),
-    "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more kept whole", 1),
-    "control flow, other numbers": ([Turned, lambda: Turned(3.0), Turned], "1 (Turned) and 2 more kept whole", 2),
-    "by name": ([lambda: ByName(True, power=1), lambda: ByName(False)], "1.part (Scaled) and 1 more kept whole", 1),
-    "another number": ([lambda: ByName(True, power=2)], "1 (ByName) kept whole", 1),
-    "reversal": ([Reversing], "Reversed kept whole", 1),
-    "straight through": ([Rounding, Reversing], "Rounded kept whole", 2),
-    "vmap": ([Each], "1 (Each) kept whole", 1),
-    "in blocks": ([Block] * 5, "Reversed kept whole", 1),
-    "autocast": ([Mixed], "1 (Mixed) kept whole", 1),
-    "two results": ([Parting], "Parted kept whole", 1),
-    "nested results": ([lambda: Router(False)], "1.route (Routing) kept whole", 1),
-    "padded again": ([Shrinking], "1 (Shrinking) kept whole", 1),
+MADE_OPAQUE: dict[str, tuple[list[Callable[[], nn.Module]], str, int]] = {
+    "chosen rows": ([Chosen], "1 (Chosen) runs as one opaque op", 1),
+    "control flow": ([Turned, nn.Tanh, Turned], "1 (Turned) and 1 more run as opaque ops", 1),
+    "control flow, other numbers": (
+        [Turned, lambda: Turned(3.0), Turned],
+        "1 (Turned) and 2 more run as opaque ops",
+        2,
+    ),
+    "by name": (
+        [lambda: ByName(True, power=1), lambda: ByName(False)],
+        "1.part (Scaled) and 1 more run as opaque ops",
+        1,
+    ),
+    "another number": ([lambda: ByName(True, power=2)], "1 (ByName) runs as one opaque op", 1),
+    "reversal": ([Reversing], "Reversed runs as one opaque op", 1),
+    "straight through": ([Rounding, Reversing], "Rounded runs as one opaque op", 2),
+    "vmap": ([Each], "1 (Each) runs as one opaque op", 1),
+    "in blocks": ([Block] * 5, "Reversed runs as one opaque op", 1),
+    "autocast": ([Mixed], "1 (Mixed) runs as one opaque op", 1),
+    "two results": ([Parting], "Parted runs as one opaque op", 1),
+    "nested results": ([lambda: Router(False)], "1.route (Routing) runs as one opaque op", 1),
+    "padded again": ([Shrinking], "1 (Shrinking) runs as one opaque op", 1),
 }
 
 
@@ -589,13 +597,13 @@ def sequence(*parts: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *[part() for part in parts], nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize("case", WHOLE)
-def test_a_module_that_cannot_be_in_a_graph_is_kept_whole(case: str) -> None:
-    parts, words, ops = WHOLE[case]
+@pytest.mark.parametrize("case", MADE_OPAQUE)
+def test_a_module_that_cannot_be_in_a_graph_runs_as_one_opaque_op(case: str) -> None:
+    parts, words, ops = MADE_OPAQUE[case]
     torch.manual_seed(0)
     graph = assert_equals_eager(sequence(*parts), pair(8, 4), F.mse_loss)
     assert any(sentence.startswith(words) for sentence in graph.notes) and len(graph.opaque) == ops
-    assert all("every rank executes it alike" in sentence for sentence in graph.notes)
+    assert all("replicated on every rank" in sentence for sentence in graph.notes)
 
 
 def test_a_function_that_takes_modules_is_followed() -> None:
@@ -659,17 +667,17 @@ class ChosenExperts(nn.Module):
         return y
 
 
-def test_a_module_whose_parameters_may_get_no_gradient_is_not_kept_whole() -> None:
+def test_a_module_whose_parameters_may_get_no_gradient_does_not_become_opaque() -> None:
     """Which parameters the optimizer leaves alone would depend on a rank's own rows."""
     model = nn.Sequential(nn.Linear(8, 8), ChosenExperts(), nn.Linear(8, 4)).double()
     with pytest.raises(CaptureError, match="depends on the data"):
         capture(model, pair(8, 4), F.mse_loss)
 
 
-def test_a_module_of_torch_is_kept_whole() -> None:
+def test_a_module_of_torch_runs_as_one_opaque_op() -> None:
     torch.manual_seed(0)
     graph = assert_equals_eager(Aligned(), (torch.randn(6, 10, 8, dtype=torch.float64),))
-    assert graph.notes[0].startswith("loss (CTCLoss) kept whole")
+    assert graph.notes[0].startswith("loss (CTCLoss) runs as one opaque op")
 
 
 @pytest.mark.parametrize("part", [Counting, Drawing, Selecting])

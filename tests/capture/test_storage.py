@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture, check_capture, export, storage
-from autopar.capture.eager import MOVE, prepared, update
+from autopar.capture.eager import MOVE, copy_for_eager, update
 from autopar.errors import CaptureError
 from autopar.verify import attack, make_subject
 
@@ -138,7 +138,7 @@ def test_disjoint_views_of_one_memory_are_parameters_of_their_own() -> None:
 def test_copies_share_memory_and_casts_keep_it() -> None:
     for share in (_tie, _part, _turned, _buffer, _attribute, _nested):
         model = Two(share)
-        copied = prepared(model).model
+        copied = copy_for_eager(model).model
         pairs = {name: getattr(copied, name) for name in ("kept", "held")} | {"again": copied.again.weight}
         shared = [
             name for name, tensor in pairs.items() if storage.memory(tensor) == storage.memory(copied.first.weight)

@@ -56,8 +56,8 @@ def test_devices_that_no_plan_can_all_use_are_idle(graph: Graph) -> None:
 
 def test_the_clusters_that_are_tried() -> None:
     tried = {
-        spec: [c.count for c in parse(spec).with_idle()]
+        spec: [c.count for c in parse(spec).smaller_clusters()]
         for spec in ("8x8xH100", "9x8xH100", "127x1xH100", "7xH100", "257x8xH100")
     }
     assert tried == {"8x8xH100": [], "9x8xH100": [64], "127x1xH100": [96, 64], "7xH100": [6, 4], "257x8xH100": [2048]}
-    assert parse(4).with_idle() == ()
+    assert parse(4).smaller_clusters() == ()

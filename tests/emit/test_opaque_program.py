@@ -113,7 +113,7 @@ def test_a_module_that_capture_keeps_whole_equals_eager(module: Callable[[], nn.
 
 SEVERAL: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "wrapped": (lambda: Chosen(opaque=True), 8, "opaque.call_all("),
-    "kept whole": (lambda: Chosen(opaque=False), 8, "opaque.call_all("),
+    "made opaque": (lambda: Chosen(opaque=False), 8, "opaque.call_all("),
     "no meta kernel": (Restored, 16, "opaque.call("),
     "einsum": (lambda: Contracted(None), 8, "torch.einsum("),
     "einsum with a path": (lambda: Contracted([0, 1, 0, 1]), 8, "torch.einsum("),

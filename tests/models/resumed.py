@@ -20,7 +20,7 @@ from workers import WorkerPool
 from written_models import WRITTEN
 
 from autopar.capture import BatchStructure, Float64Everywhere
-from autopar.capture.eager import WithoutDropout, prepared
+from autopar.capture.eager import WithoutDropout, copy_for_eager
 from autopar.capture.export import call_model
 from autopar.emit import emit
 from autopar.plan import Plan
@@ -102,7 +102,7 @@ def eager(name: str) -> tuple[nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
     given = subject(name)
     torch.manual_seed(0)
     model, _, loss_fn = (MODELS | WRITTEN)[name]()
-    copied = prepared(model, loss_fn)
+    copied = copy_for_eager(model, loss_fn)
     copied.model.load_state_dict(given.state)
     structure = given.graph.structure
     assert isinstance(structure, BatchStructure)

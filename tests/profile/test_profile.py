@@ -20,7 +20,16 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.devices import parse
-from autopar.devices.calibration import VARIABLE, VERSION, Calibration, Figure, apply, default_path, read, this_machine
+from autopar.devices.calibration import (
+    VARIABLE,
+    VERSION,
+    Calibration,
+    Figure,
+    apply_calibration,
+    default_path,
+    read,
+    this_machine,
+)
 from autopar.devices.measured import PRODUCT, Curve
 from autopar.errors import DeviceError
 from autopar.price import Pricer
@@ -169,11 +178,11 @@ def test_a_calibration_is_not_for_other_gpus_of_the_same_machine(tmp_path):
     gpus = tuple(dataclasses.replace(f, device="cuda") for f in cpu.figures)
     path = written(tmp_path, dataclasses.replace(cpu, machine=machine, figures=gpus))
     a100, h100 = (dataclasses.replace(parse(f"2x{name}"), local=True) for name in ("A100-80GB-SXM", "H100-80GB"))
-    assert "measured here" in " ".join(apply(a100, path).notes)
+    assert "prices use measurements of this machine" in " ".join(apply_calibration(a100, path).notes)
     with pytest.raises(
         DeviceError, match=r"measured on NVIDIA A100-SXM4-80GB \(A100-80GB-SXM\), and this machine has H100-80GB"
     ):
-        apply(h100, path)
+        apply_calibration(h100, path)
 
 
 def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]:
@@ -192,7 +201,7 @@ def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]
         ("update", {"elements": 64}),
         *(("wire", {"name": name, "members": 2, "size": 4096}) for name in (*COLLECTIVES, "p2p")),
         ("sharded", {"members": 2, "width": 16}),
-        ("meeting", {"members": 2}),
+        ("straggler_wait", {"members": 2}),
         ("call", {"members": 2}),
         ("overlap", {"members": 2}),
     ],

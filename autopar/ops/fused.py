@@ -18,7 +18,7 @@ Size = Callable[[torch.Tensor], int]
 """A function that returns the bytes of a tensor in the precision that the cost model assumes."""
 
 
-class Passes(NamedTuple):
+class ExtraWork(NamedTuple):
     """An op's work besides its matrix products: bytes moved forward and backward, live bytes while it runs, kernels in each pass."""
 
     forward_bytes: float
@@ -29,11 +29,11 @@ class Passes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnOp:
+class FusedOp:
     """A fused op that a runtime function computes.
 
     ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which the backward recomputes; ``slices`` is the
-    number of parts in which the op computes them. ``passes`` is the rest of the work. ``padding_after`` returns the same as
+    number of parts in which the op computes them. ``extra_work`` is the rest of the work. ``padding_after`` returns the same as
     ``rules.padding.padding_after``; ``resize(new, old)`` sets the unpadded sizes in the padded graph's call ``new``. ``call`` returns a
     rank's call (``passes.kernel_calls``). ``samples`` returns arguments for checking the rule; it gets functions that draw normal floats of
     a shape, and integers below a limit.
@@ -43,22 +43,22 @@ class OwnOp:
     function: Callable[..., Any]
     flops: Callable[[fx.Node], float]
     slices: Callable[[fx.Node], float]
-    passes: Callable[[fx.Node, Size], Passes]
+    extra_work: Callable[[fx.Node, Size], ExtraWork]
     padding_after: Callable[[Sequence[bool | None]], bool | None]
     resize: Callable[[fx.Node, fx.Node], None]
     call: Callable[[Any], tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     samples: Callable[[Callable[..., Any], Callable[..., Any]], Sequence[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
-OWN_OPS: dict[str, OwnOp] = {}
+FUSED_OPS: dict[str, FusedOp] = {}
 """Maps names to the registered ops."""
 
 
-def register(op: OwnOp) -> None:
+def register(op: FusedOp) -> None:
     """Add an op to the registry."""
-    OWN_OPS[op.name] = op
+    FUSED_OPS[op.name] = op
 
 
-def own_op(node: fx.Node) -> OwnOp | None:
+def fused_op(node: fx.Node) -> FusedOp | None:
     """Return the registered op of a node, or ``None``."""
-    return OWN_OPS.get(op_name(node)) if OWN_OPS else None
+    return FUSED_OPS.get(op_name(node)) if FUSED_OPS else None
