@@ -26,8 +26,8 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
     if dist.get_world_size() == 1:
         return
     others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
-    digests = {f"{name!r}": digest(batch[name]) for name in names} | {"what else is in it": others}
-    _same(digests, device, "the ranks were given different batches", "every rank takes the whole global batch")
+    digests = {f"{name!r}": digest(batch[name]) for name in names} | {"the other entries": others}
+    _same(digests, device, "the ranks were given different batches", "every rank takes the full global batch")
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
@@ -82,4 +82,5 @@ def _same(digests: Mapping[str, int], device: torch.device, what: str, hint: str
     more = sum(differs) - 1
     which = f"{list(digests)[index]}{f' (and {more} more)' if more else ''}"
     shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
-    raise ValueError(f"{what}: {which} of rank{'s' if len(ranks) > 1 else ''} {shown} is not rank 0's; {hint}")
+    who = f"ranks {shown} differ" if len(ranks) > 1 else f"rank {shown} differs"
+    raise ValueError(f"{what}: {who} from rank 0 in {which}; {hint}")

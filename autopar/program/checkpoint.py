@@ -391,9 +391,7 @@ def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file
 
     def prepare() -> None:
         if training.program.local_steps:
-            raise CheckpointError(
-                "each replica that trains apart has weights of its own", "state_dict() has their mean"
-            )
+            raise CheckpointError("local SGD replicas have different weights", "state_dict() has their mean")
         tensors = _weights(training)
         if odd := weights.without_names(tensors):
             raise CheckpointError(
@@ -506,7 +504,7 @@ def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str,
     if there != here:
         program = f"{here} of them" if here > 1 else "none"
         raise CheckpointError(
-            f"the checkpoint {found.path} has {there} replicas that train apart (sync=local-steps), and the program has {program}",
+            f"the checkpoint {found.path} has {there} local SGD replicas (sync=local-steps), and the program has {program}",
             f"load it in a program with {there} replicas, whose state_dict() is their mean",
         )
     return _prefix(training)

@@ -26,8 +26,8 @@ def hold(value: Tensor, expected: Any, where: str) -> None:
     """
     found = answer(value, expected)
     if found != expected:
-        hint = "" if type(expected) is bool else "; a number that may change stays a tensor where .item() is left out"
+        hint = "" if type(expected) is bool else "; a number that may change stays a tensor if .item() is left out"
         raise GuardError(
-            f"{where}: the value asked for here was {expected} for the batch that the program was captured with and is {found} now, "
-            f"where the model may do something else; plan again with a batch of that kind{hint}"
+            f"{where}: this value was {expected} at capture and is {found} now, so the model may take another branch; "
+            f"plan again with a batch like this one{hint}"
         )

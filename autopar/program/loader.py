@@ -242,7 +242,7 @@ class Loader:
             loader.dataset, IterableDataset
         ):
             raise DataError(
-                f"the loader's sampler is a {type(loader.sampler).__name__}, which says nothing of which rank reads what",
+                f"the loader's sampler is a {type(loader.sampler).__name__}, which does not define which rows each rank reads",
                 "give the data set itself; shuffle and seed are options of program.loader",
             )
         shuffled = self._order.shuffle or type(loader.sampler) is RandomSampler

@@ -195,9 +195,9 @@ def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], aske
 
 def _measured() -> tuple[int, str]:
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated(), "the most that was allocated on the device"
+        return torch.cuda.max_memory_allocated(), "peak device allocation"
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "the most memory of the process"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak resident memory"
 
 
 def _size(size: int) -> str:

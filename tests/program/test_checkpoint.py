@@ -439,7 +439,7 @@ def test_replicas_that_train_apart_are_not_mixed(workers2: WorkerPool, tmp_path:
     )
     call = (other, batches[0], f"{other}/initial.pt", str(tmp_path / "saved"))
     why = workers2.run("resumed:refused", *call)[0][0]
-    assert "has 2 replicas that train apart (sync=local-steps), and the program has none" in why
+    assert "has 2 local SGD replicas (sync=local-steps), and the program has none" in why
 
 
 def test_what_a_thread_writes_does_not_change_with_the_training() -> None:

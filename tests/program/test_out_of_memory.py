@@ -32,10 +32,10 @@ PLAN = {
 
 
 def test_the_sentence_has_the_stage_of_the_rank_and_its_largest_part() -> None:
-    said = sentence(PLAN, 1, (70 * 10**9, "the most that was allocated"), "CUDA out of memory")
+    said = sentence(PLAN, 1, (70 * 10**9, "peak device allocation"), "CUDA out of memory")
     assert said.startswith(
         "out of memory on rank 1, stage 0: the plan predicts 61 GB (parameters 10 GB, gradients 10 GB, optimizer 40 GB, activations "
-        "0 bytes, transients 1 GB) of 80 GB, the most that was allocated is 70 GB; plan again with --memory-limit 71GB, or shard the "
+        "0 bytes, transients 1 GB) of 80 GB, peak device allocation is 70 GB; plan again with --memory-limit 71GB, or shard the "
         "optimizer's states (--pin zero=1)"
     )
     said = sentence(PLAN, 2, (10**9, "m"), "")
@@ -67,4 +67,4 @@ def test_a_training_beyond_the_limit_of_its_process_says_so(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.count('"step"') == 2
     assert "MemoryError: out of memory on rank 0, stage 0: the plan predicts 5 bytes (parameters 1 bytes" in done.stderr
-    assert "the most memory of the process is" in done.stderr and "plan again with --memory-limit" in done.stderr
+    assert "peak resident memory is" in done.stderr and "plan again with --memory-limit" in done.stderr
