@@ -276,16 +276,16 @@ def _after(work: Work | None, result: Finish) -> Finish:
 # -- mixtures of experts ------------------------------------------------------------------------------------------------
 
 
-def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Finish:
+def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Finish:
     """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``."""
     group = group_of(*axes)
-    there, back = (lambda x: _exchange(x, group, sent, taken)), (lambda x: _exchange(x, group, taken, sent))
+    there, back = (lambda x: _exchange(x, group, sent, received)), (lambda x: _exchange(x, group, received, sent))
     return begin(rows, there, back).wait
 
 
-def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], taken: list[int]) -> Finish:
-    found, rows = rows.new_empty(sum(taken), *rows.shape[1:]), rows.contiguous()
-    work = dist.all_to_all_single(found, rows, taken, sent, group=group, async_op=True)
+def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Finish:
+    found, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+    work = dist.all_to_all_single(found, rows, received, sent, group=group, async_op=True)
 
     def finish() -> Tensor:
         assert work is not None and rows is not None  # ``rows`` must live until the wait
