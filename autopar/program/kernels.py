@@ -180,11 +180,11 @@ def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight) + bias
 
 
-def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor:
-    """Return ``x @ weight.T``, computed without the dims ``ones`` of ``x`` (ascending, each of size one). If such a dim follows a sharded
-    one, the type checker misreads its stride, and treats the product as a batched one."""
-    y = F.linear(x.squeeze(list(ones)), weight)
-    for dim in ones:
+def linear_without_unit_dims(x: Tensor, weight: Tensor, unit_dims: Sequence[int]) -> Tensor:
+    """Return ``x @ weight.T``, computed without the dims ``unit_dims`` of ``x`` (ascending, each of size one). If such a dim follows a
+    sharded one, the type checker misreads its stride, and treats the product as a batched one."""
+    y = F.linear(x.squeeze(list(unit_dims)), weight)
+    for dim in unit_dims:
         y = y.unsqueeze(dim)
     return y
 

@@ -251,9 +251,7 @@ def _exchange_counts(counts: Tensor, exchange: Sequence[Axis], total: int) -> Ro
     """Return the numbers of rows to exchange. ``counts`` has this rank's rows for each expert; ``total`` (for meta tensors) is its sum."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
-    by_expert = _RowExchange.apply(
-        theirs, exchange, [1] * n, [1] * n
-    )  # from each rank, rows for each expert of this one
+    by_expert = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, rows for each of our experts
     own = by_expert.sum(0)
     if counts.is_meta:
         return RowCounts(sizes(theirs.sum(1), total), sizes(by_expert.sum(1), total), by_expert, own)
