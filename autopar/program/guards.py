@@ -14,17 +14,17 @@ class GuardError(ValueError):
     """Raised for a batch with which the model would take a different branch than the program does."""
 
 
-def answer(value: Tensor, like: Any) -> Any:
+def as_python_number(value: Tensor, like: Any) -> Any:
     """Return ``value`` as a Python number of the type of ``like``."""
     return type(like)(value.item())
 
 
-def hold(value: Tensor, expected: Any, where: str) -> None:
+def check_guard(value: Tensor, expected: Any, where: str) -> None:
     """Raise ``GuardError`` unless ``value`` is ``expected``, the Python number that it was for the example batch.
 
     ``where`` is the file, line and text of the user's code that reads the value.
     """
-    found = answer(value, expected)
+    found = as_python_number(value, expected)
     if found != expected:
         hint = "" if type(expected) is bool else "; a number that may change stays a tensor if .item() is left out"
         raise GuardError(
