@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .box_exchange import MasterValues
-from .boxes import Box, Piece, divided, part_of, whole
+from .boxes import Box, Piece, divided, full_piece, part_of
 from .collectives import exchange
 from .optimizers import Updates
 from .parameters import Master, ParameterGroup, upload
@@ -70,7 +70,7 @@ class TrainingTensors:
         """Yield the buffers that this rank's stages write; with ``copies`` also those that other stages write and these only read."""
         for record, tensor in () if self.buffers is None else self.buffers.own():
             if copies or record.written:
-                yield whole(("model" if record.persistent else "buffer", record.original), tensor)
+                yield full_piece(("model" if record.persistent else "buffer", record.original), tensor)
 
     def all_pieces(self) -> list[Piece]:
         """Return this rank's pieces of all parameters and buffers."""
