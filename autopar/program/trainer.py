@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, optimizers, weights
 from .agree import same_options, same_state
-from .checkpoint import claim, has_checkpoint
+from .checkpoint import has_checkpoint, lock_checkpoints
 from .checkpoint_files import CheckpointError
 from .finite import NonFiniteLossError, first_non_finite
 from .loader import Loader, Order, Synthetic, Tensors
@@ -49,10 +49,10 @@ __all__ = [
     "Tensors",
     "Trainer",
     "adamw",
-    "claim",
     "has_checkpoint",
     "initial",
     "load",
+    "lock_checkpoints",
     "read_state",
     "start",
     "wrong_state",
@@ -452,7 +452,7 @@ class Trainer:
         """Let ``change`` set values of this rank's tensors, then copy them into the parameters that the stages read."""
         tensors = self._tensors()
         change(tensors)
-        tensors.spread()
+        tensors.copy_masters_to_parameters()
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:

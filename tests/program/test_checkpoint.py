@@ -26,7 +26,7 @@ from autopar.emit import emit
 from autopar.errors import LaunchError
 from autopar.program import box_files, checkpoint
 from autopar.program.boxes import Box, Piece, cut, divided, pieces
-from autopar.program.checkpoint_files import CheckpointError, StoredCheckpoint, finish, newest, opened_or_why
+from autopar.program.checkpoint_files import CheckpointError, StoredCheckpoint, finish, newest, open_or_reason
 from autopar.program.world import Layout
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
@@ -263,7 +263,7 @@ def test_16_bits_go_on_from_masters_in_float32(
         torch.save({name: tensor.detach() for name, tensor in model.state_dict().items()}, program / "initial.pt")
         assert same_bits(*both(workers2, str(program), [dict(batch)] * 6, "adamw", tmp_path / f"saved{zero}"))
         (path,) = (tmp_path / f"saved{zero}").iterdir()
-        found = opened_or_why(path)
+        found = open_or_reason(path)
         assert isinstance(found, StoredCheckpoint)
         assert {m.properties.dtype for m in found.metadata.state_dict_metadata.values()} == {torch.float32}
         scale = found.facts["loss_scale"]
@@ -390,7 +390,7 @@ def test_a_full_disk_costs_nothing(saved: Path, workers1: WorkerPool, tmp_path: 
         if limit < 10**9:
             assert f"there is no room for a checkpoint in {folder}" in why
             assert [path.name for path in folder.iterdir()] == ["step-0"]
-            assert isinstance(opened_or_why(folder / "step-0"), StoredCheckpoint)
+            assert isinstance(open_or_reason(folder / "step-0"), StoredCheckpoint)
         else:
             assert f"checkpoints cannot be written to {folder}" in why and "Not a directory" in why
 

@@ -40,7 +40,7 @@ from results import Results, options
 
 from autopar.cli.elastic import write_program
 from autopar.measure import EXACT
-from autopar.program.checkpoint_files import opened_or_why
+from autopar.program.checkpoint_files import open_or_reason
 from autopar.program.state import INITIAL
 from autopar.program.weights import write_file
 
@@ -121,7 +121,7 @@ class Chain:
         damaged = [
             path.name
             for path in self.saved.glob("step-*")
-            if "." not in path.name and isinstance(opened_or_why(path), str)
+            if "." not in path.name and isinstance(open_or_reason(path), str)
         ]
         return found + ([f"damaged: {', '.join(damaged)}"] if damaged else [])
 
