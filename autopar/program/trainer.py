@@ -286,7 +286,7 @@ class Trainer:
         assert self._updates is not None
         self.finish_update()  # the previous update, if no forward pass has waited for it
         if self._late is not None:
-            self._late.place()
+            self._late.use_due_gradients()
         if not skipped:
             self._updates.step()
         if self._late is not None:
@@ -311,7 +311,7 @@ class Trainer:
         """Compute the global batch's gradients, summed over ranks, microbatches and tied copies; return its loss."""
         loss = self._forward_backward(batch)
         if self._late is not None:
-            self._late.show()
+            self._late.use_last_gradients()
         return float(self._schedule.reduced(loss))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
@@ -351,7 +351,7 @@ class Trainer:
     @torch.no_grad()
     def _clip(self, max_norm: float) -> Tensor:
         if self._late is not None:
-            self._late.place()
+            self._late.use_due_gradients()
         masters = [master for group in self._groups for master in group.masters]
         counted = [m for m in masters if self.world.first_on(m.alike) and self.program.is_first_copy(m.layout)]
         grads = [grad for master in counted if (grad := master.gradient) is not None]
