@@ -36,7 +36,7 @@ from torch.utils.data import (
 )
 
 from .agree import digest
-from .host import Later
+from .host import AsyncHostCopy
 from .share import DataError, Rows, Share
 from .spec import TensorSpec
 from .world import LoadedProgram, World
@@ -128,7 +128,7 @@ class _Fetched:
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None
     problem: str
-    asked: Later
+    asked: AsyncHostCopy
 
 
 class Loader:
