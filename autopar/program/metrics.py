@@ -27,9 +27,15 @@ _LARGE_DEVIATION = 0.2
 
 def peak_memory_bytes() -> int:
     """Return this process's peak memory in bytes: allocated tensors on a GPU; on a CPU resident memory, including Python and torch."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _peak_memory()[0]
+
+
+def _peak_memory() -> tuple[int, str]:
+    """Return this process's peak memory in bytes, and what it measures."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated(), "peak device allocation"
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak resident memory"
 
 
 class Meter:
@@ -169,7 +175,9 @@ def explained(folder: Path) -> Iterator[None]:
             raise
         plan = json.loads((folder / "plan.json").read_text())
         allocator_message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise MemoryError(sentence(plan, int(os.environ.get("RANK", "0")), _measured(), allocator_message)) from error
+        raise MemoryError(
+            sentence(plan, int(os.environ.get("RANK", "0")), _peak_memory(), allocator_message)
+        ) from error
 
 
 def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], allocator_message: str) -> str:
@@ -191,13 +199,6 @@ def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], allo
         f"{measured[1]} is {_size(measured[0])}; plan again with --memory-limit {lower / 1e9:.3g}GB, or {_CHANGES[largest]}; "
         f"`autopar explain` says what each change saves ({allocator_message})"
     )
-
-
-def _measured() -> tuple[int, str]:
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated(), "peak device allocation"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak resident memory"
 
 
 def _size(size: int) -> str:

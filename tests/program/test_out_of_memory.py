@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from programs import Shape, write_mlp
 
-from autopar.program.metrics import explained, is_out_of_memory, sentence
+from autopar.program.metrics import explained, is_out_of_memory, peak_memory_bytes, sentence
 
 PLAN = {
     "stages": [
@@ -53,6 +55,14 @@ def test_only_failed_allocations_are_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the batch"), explained(tmp_path):
         raise ValueError("the batch is empty")
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_macos_counts_resident_memory_in_bytes(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3_000_000))
+    assert peak_memory_bytes() == 3_000_000 * unit
 
 
 def test_a_training_beyond_the_limit_of_its_process_says_so(tmp_path: Path) -> None:
