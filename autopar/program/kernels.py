@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
 
-from .kernels_random import Seed, chosen
+from .kernels_random import Seed, bernoulli_mask
 from .mesh_axes import Axis
 from .spmd import spmd
 
@@ -333,7 +333,7 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
         return x
     if spmd.is_type_checking():
         _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")
-    return x * chosen(x, 1.0 - p, seed) / (1.0 - p)
+    return x * bernoulli_mask(x, 1.0 - p, seed) / (1.0 - p)
 
 
 # -- memory and losses ------------------------------------------------------------------------------------------------
