@@ -218,7 +218,7 @@ class Loader:
     def _opened(self, given: Any) -> Any:
         """Return the data set of a ``DataLoader``, a mapping of tensors or a data set. Raises ``DataError`` if it isn't map-style."""
         if isinstance(given, DataLoader):
-            given = self._taken_over(given)
+            given = self._adopt_loader(given)
         if isinstance(given, Mapping):
             given = Tensors(given)
         if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
@@ -231,7 +231,7 @@ class Loader:
             given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
         return given
 
-    def _taken_over(self, loader: DataLoader[Any]) -> Any:
+    def _adopt_loader(self, loader: DataLoader[Any]) -> Any:
         """Return the data set of a user's loader, after adopting its options."""
         if loader.batch_size not in (1, self.batch):
             raise DataError(
