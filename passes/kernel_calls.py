@@ -153,7 +153,7 @@ def _linear(request: KernelRequest) -> KernelCall | None:
     ones = [dim for dim, size in enumerate(sizes[:-1]) if size == 1]
     if not request.sharding or not ones or len(ones) == len(sizes) - 1 or given["bias"] is not None:
         return None
-    return kernels.linear_beside_ones, (given["input"], given["weight"], ones), {}
+    return kernels.linear_without_unit_dims, (given["input"], given["weight"], ones), {}
 
 
 def _loss_arguments(request: KernelRequest) -> dict[str, Any]:

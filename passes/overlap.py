@@ -130,7 +130,7 @@ def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> f
         a = linear(x_r, w)                       ->    a = products[0]
         b = linear(x_r, v)                             b = products[1]
 
-    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., whole=True)``. Runs on the local graph
+    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., return_input=True)``. Runs on the local graph
     of ``cls``, after ``passes.fuse_bias`` and ``passes.selective``. Programs whose schedule splits the backward pass do not need it: they
     compute weight gradients in a later action.
     """
@@ -153,19 +153,19 @@ def _join(graph: fx.Graph, products: list[fx.Node]) -> None:
     weights = [product.args[1] for product in products]
     biases = [product.args[2] if len(product.args) > 2 else None for product in products]
     _move_before(converted, [node for node in (*weights, *biases) if isinstance(node, fx.Node)])
-    whole = not set(converted.users) <= set(products)
-    one = len(products) == 1 and not whole
+    return_input = not set(converted.users) <= set(products)
+    one = len(products) == 1 and not return_input
     args: tuple[Any, ...] = (value, weights[0] if one else weights)
     if any(bias is not None for bias in biases):
         args = (*args, biases[0] if one else biases)
-    more = {"whole": True} if whole else {}
+    more = {"return_input": True} if return_input else {}
     options = {"axis": axes[0] if len(axes) == 1 else axes, "src": source, **more}
     with graph.inserting_before(converted):
         call = graph.call_function(_JOINED[not one], args, options)
         results = [call] if one else [graph.call_function(operator.getitem, (call, i)) for i in range(len(products))]
-        if whole:
+        if return_input:
             results.append(graph.call_function(operator.getitem, (call, len(products))))
-    replaced = [*products, converted] if whole else products
+    replaced = [*products, converted] if return_input else products
     call.meta = _common_meta(products)
     for old, new in zip(replaced, results, strict=True):
         new.meta = {key: entry for key, entry in old.meta.items() if new is call or key != "caller"}

@@ -27,7 +27,7 @@ from autopar.errors import LaunchError, ProgramError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.run.processes import Places, Processes
+from autopar.run.processes import NetworkNamespaces, Processes
 from autopar.search import SearchOptions
 from autopar.workload import Workload
 
@@ -99,7 +99,7 @@ def contest(
     cluster: Cluster,
     *,
     choices: Sequence[HandTunedRecipe] | None = None,
-    places: Places | None = None,
+    netns: NetworkNamespaces | None = None,
     rounds: int = 7,
     steps: int = 3,
     seed: int = 0,
@@ -107,7 +107,7 @@ def contest(
 ) -> ContestResult:
     """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
-    The plan is for ``cluster``; the hand-tuned programs are those of ``choices``, by default of ``recipes``. With ``places``, processes
+    The plan is for ``cluster``; the hand-tuned programs are those of ``choices``, by default of ``recipes``. With ``netns``, processes
     run in other network namespaces. After every round, hand-tuned contenders that take more than twice as long as the best hand-tuned one
     are dropped; those that remain have a time in every round, which is paired with the automatic program's. ``progress`` is called with the
     running contender, the number of visits done, and their total number.
@@ -119,7 +119,7 @@ def contest(
     subject = MODELS[model]
     by_hand = {recipe.name: recipe for recipe in choices or recipes(cluster.count, subject)}
     tell = progress or (lambda text, done, total: None)
-    with tempfile.TemporaryDirectory() as folder, Arena(subject, cluster.count, steps, Path(folder), places) as arena:
+    with tempfile.TemporaryDirectory() as folder, Arena(subject, cluster.count, steps, Path(folder), netns) as arena:
         tell("planning", 0, 1)
         graph, plan = plan_model(arena.workload, cluster, SearchOptions(precision="float32"))
         arena.open_program(AUTOMATIC, graph, plan)
@@ -156,7 +156,7 @@ class Arena:
         processes: int,
         steps: int,
         folder: Path,
-        places: Places | None = None,
+        netns: NetworkNamespaces | None = None,
         device: str = "cpu",
         precision: str | None = None,
     ) -> None:
@@ -167,7 +167,7 @@ class Arena:
         self.standing: list[str] = []
         torch.manual_seed(0)
         self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name, precision)
-        self._places = places
+        self._netns = netns
         self._openers: dict[str, tuple[Any, ...]] = {}
         self._emitted: set[str] = set()
         self._processes = self._start()
@@ -239,7 +239,7 @@ class Arena:
             return None
 
     def _start(self) -> Processes:
-        processes = Processes(self.count, places=self._places)
+        processes = Processes(self.count, netns=self._netns)
         processes.call("autopar.run.remote:join", self.device, TIMEOUT_S)
         return processes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.graph import Graph
-from autopar.program.guards import hold
+from autopar.program.guards import check_guard
 
 
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def run(
             results = graph.prelude(*(batch[value.name] for value in graph.inputs))
         scalars = {value.name: result for value, result in zip(graph.scalars, results, strict=False)}
         for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):
-            hold(result, guard.value, guard.line)
+            check_guard(result, guard.value, guard.line)
     stored = graph.constants | {n: b.value for n, b in graph.buffers.items() if b.value is not None} | dict(written)
     values: dict[str, Tensor] = {}
     for index, layer in enumerate(graph.layers):

@@ -26,7 +26,7 @@ from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.ops.facts import is_random
 from autopar.ops.meta import graph_meta, meta
-from autopar.program.guards import answer
+from autopar.program.guards import as_python_number
 from autopar.torch_private import as_if_exported
 from passes.clean.nodes import ancestors, note, returned
 
@@ -229,7 +229,7 @@ def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
     assert graph.prelude is not None
     with torch.no_grad():
         values = graph.prelude(*(tensor.detach().cpu() for tensor in batch))[len(graph.scalars) :]
-    found = [Guard(guard.line, answer(value, guard.value)) for guard, value in zip(graph.guards, values, strict=True)]
+    found = [Guard(g.line, as_python_number(value, g.value)) for g, value in zip(graph.guards, values, strict=True)]
     for mine, theirs in zip(found, graph.guards, strict=True):
         if mine.value != theirs.value:
             raise CaptureError(

@@ -31,7 +31,7 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
             "leave one of them out",
         )
     cluster = parse(request.devices)
-    if nodes.most > 1 and request.devices.isdigit() and cluster.kind == "cuda":
+    if nodes.maximum > 1 and request.devices.isdigit() and cluster.kind == "cuda":
         raise UsageError(
             f"--devices {request.devices} are GPUs of this machine, and plans for several nodes need their kind",
             "give 8xH100-80GB",

@@ -25,7 +25,7 @@ from autopar.compile import start_program
 from autopar.devices import parse
 from autopar.errors import LaunchError, UsageError
 from autopar.keywords import Request, Training
-from autopar.program.checkpoint_files import PARENT, CheckpointError, Claim, claimed, has_any
+from autopar.program.checkpoint_files import PARENT, CheckpointError, FolderLock, has_any, lock_folder
 from autopar.program.watch import heeded
 from autopar.run.elastic import Nodes
 from autopar.run.folder import folder_for_program
@@ -67,7 +67,7 @@ def _train(
         )
     check_count(here.count)  # fail before planning, which takes up to a minute
     folder = folder_for_program(output) if output else None
-    claim = checkpoints.claim()
+    lock = checkpoints.lock()
     torch.manual_seed(training.seed)
     init = init_of(request)
     workload, cluster, graph, plan = make_plan(request, device="meta" if init else "cpu")
@@ -108,9 +108,9 @@ def _train(
             said = f"{stop.asked}: training stops after {done} of {steps} steps; --resume continues from there"
             with contextlib.suppress(OSError):
                 print(said, file=sys.stderr, flush=True)
-    if claim is not None:
+    if lock is not None:
         os.environ.pop(PARENT, None)
-        claim.close()
+        lock.close()
 
 
 class Stop:
@@ -154,19 +154,19 @@ class Checkpoints:
                 "add --resume to continue it, or give another folder",
             )
 
-    def claim(self) -> Claim | None:
-        """Lock the folder against other training runs until the returned claim is closed.
+    def lock(self) -> FolderLock | None:
+        """Lock the folder against other training runs until the returned lock is closed.
 
         Raises ``UsageError`` if the folder can't be created or written to, or if another training run writes there.
         """
         if self.folder is None:
             return None
         try:
-            claim = claimed(Path(self.folder), 0.0)
+            lock = lock_folder(Path(self.folder), 0.0)
         except CheckpointError as error:
             raise UsageError(error.message, error.hint) from error
-        os.environ[PARENT] = claim.inherited  # the worker processes write the checkpoints, under this claim
-        return claim
+        os.environ[PARENT] = lock.inherited  # the worker processes write the checkpoints, under this lock
+        return lock
 
     def load(self, program: Program) -> int:
         """With ``resume``, load the newest checkpoint, if there is one. Return the number of steps done so far."""

@@ -164,7 +164,7 @@ def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
     """Return the function and the arguments of a joined call: products that convert their input themselves (``passes.joined``)."""
     _, axes, source = converted_types(node)
     options = [f"axis={literal(axes[0] if len(axes) == 1 else axes, {})}", f"src=spmd.{source}"]
-    options += ["whole=True"] if node.kwargs.get("whole") else []
+    options += ["return_input=True"] if node.kwargs.get("return_input") else []
     function = f"{kernel_module(node)}.{getattr(node.target, '__name__', '')}"
     given = [*(literal(arg, texts) for arg in node.args), ", ".join(options)]
     caller = meta(node).get("caller", "")

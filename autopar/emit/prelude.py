@@ -40,7 +40,7 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
         elif node.op == "output":
             results: Any = node.args[0]
             for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):
-                lines.append(f"    guards.hold({literal(result, texts)}, {guard.value!r}, {guard.line!r})")
+                lines.append(f"    guards.check_guard({literal(result, texts)}, {guard.value!r}, {guard.line!r})")
             pairs = zip(graph.scalars, results, strict=False)
             entries = ", ".join(f"{quoted(value.name)}: {literal(result, texts)}" for value, result in pairs)
             lines.append(f"    return {{{entries}}}")

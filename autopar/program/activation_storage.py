@@ -91,12 +91,12 @@ class _Saved(NamedTuple):
 
 @contextmanager
 def _saving(
-    layer: nn.Module, here: tuple[Tensor, ...], store: Callable[[Tensor, StorageView], _Stored | None]
+    layer: nn.Module, resident: tuple[Tensor, ...], store: Callable[[Tensor, StorageView], _Stored | None]
 ) -> Iterator[None]:
     """Save ``store(tensor, view)`` in place of each tensor that autograd saves inside this context, unless that is ``None``.
 
-    The parameters and buffers of ``layer`` and the tensors ``here`` stay in memory anyway, and are saved unchanged."""
-    tensors = (*layer.parameters(), *layer.buffers(), *here)
+    The parameters and buffers of ``layer`` and the tensors ``resident`` stay in memory anyway, and are saved unchanged."""
+    tensors = (*layer.parameters(), *layer.buffers(), *resident)
     stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in tensors)}  # 0: the address of an empty storage
 
     @torch.compiler.disable  # torch.compile would compile the copies into the layer
@@ -123,24 +123,24 @@ def _take(kept: Tensor | _Saved) -> Tensor:
 
 
 @contextmanager
-def in_host(layer: nn.Module, *here: Tensor) -> Iterator[None]:
-    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and buffers, and ``here``."""
-    global _latest, _going
+def in_host(layer: nn.Module, *resident: Tensor) -> Iterator[None]:
+    """Keep saved tensors in the host's memory inside this context, except the layer's parameters and buffers, and ``resident``."""
+    global _latest, _pending
     call = _Call(_latest)
-    with _saving(layer, here, call.put):
+    with _saving(layer, resident, call.put):
         yield
-    _settle()
-    _going, _latest = call, weakref.ref(call)
+    _finish_pending_offload()
+    _pending, _latest = call, weakref.ref(call)
 
 
-def _settle() -> None:
+def _finish_pending_offload() -> None:
     """Make the current stream wait until the last call's tensors are in the host's memory, and free the device's copies."""
-    global _going
-    if _going is not None:
-        for _, _, storage in _going.begun.values():
+    global _pending
+    if _pending is not None:
+        for _, _, storage in _pending.begun.values():
             storage.wait()
-        _going.begun.clear()
-        _going = None
+        _pending.begun.clear()
+        _pending = None
 
 
 class _Call:
@@ -191,7 +191,7 @@ class _Offloaded:
             torch.cuda.current_stream(self.device).wait_event(self.ready)
 
     def restore(self) -> Tensor:
-        _settle()
+        _finish_pending_offload()
         self.call.fetch()
         before = self.call.before and self.call.before()
         if before:
@@ -226,16 +226,16 @@ def _copy(
 
 
 _latest: weakref.ref[_Call] | None = None
-_going: _Call | None = None  # the latest call, until its copies to the host have ended
+_pending: _Call | None = None  # the latest call, until its copies to the host have ended
 _streams: dict[tuple[torch.device, torch.device], torch.cuda.Stream] = {}
 
 
 # -- in 8 bits ----------------------------------------------------------------------------------------------------------
 
 
-def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractContextManager[None]:
-    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and buffers, and ``here``. ``fused``: one compiled
-    kernel rounds, and one restores."""
+def in_8_bits(layer: nn.Module, *resident: Tensor, fused: bool = False) -> AbstractContextManager[None]:
+    """Keep saved tensors in 8 bits inside this context, except the layer's parameters and buffers, and ``resident``. ``fused``: one
+    compiled kernel rounds, and one restores."""
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
 
     def store(tensor: Tensor, view: StorageView) -> _Rounded | None:
@@ -245,7 +245,7 @@ def in_8_bits(layer: nn.Module, *here: Tensor, fused: bool = False) -> AbstractC
             known[view.key] = StorageWeakRef(tensor.untyped_storage()), _Rounded(stored, fused)
         return known[view.key][1]
 
-    return _saving(layer, here, store)
+    return _saving(layer, resident, store)
 
 
 class _Rounded:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .weights import bytes_of
 
-WHOLE_BYTES = 8 * 2**30
+FULL_DIGEST_LIMIT_BYTES = 8 * 2**30
 """State dicts of up to this many bytes are compared completely; of larger ones at most ``SAMPLED_BYTES`` per tensor are compared."""
 SAMPLED_BYTES = 2**24
 _SAMPLES = 16
@@ -25,16 +25,16 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
     """Raise ``ValueError`` if the batch differs between ranks. The message names the ranks and, if it is one of ``names``, the input."""
     if dist.get_world_size() == 1:
         return
-    others = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
-    digests = {f"{name!r}": digest(batch[name]) for name in names} | {"what else is in it": others}
-    _same(digests, device, "the ranks were given different batches", "every rank takes the whole global batch")
+    other_entries = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
+    digests = {f"{name!r}": digest(batch[name]) for name in names} | {"the other entries": other_entries}
+    _same(digests, device, "the ranks were given different batches", "every rank takes the full global batch")
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
     """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks, or only some ranks have one."""
     if dist.get_world_size() > 1:
-        most = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > WHOLE_BYTES else None
-        same_values({name: digest(state[name], most) if name in state else 0 for name in names}, device)
+        limit = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > FULL_DIGEST_LIMIT_BYTES else None
+        same_values({name: digest(state[name], limit) if name in state else 0 for name in names}, device)
 
 
 def same_options(options: Mapping[str, object], device: torch.device) -> None:
@@ -49,18 +49,18 @@ def same_values(digests: Mapping[str, int], device: torch.device) -> None:
         _same(digests, device, what, "every rank takes the same state dict and options")
 
 
-def digest(tensor: Tensor, most: int | None = None) -> int:
-    """Return a CRC-32 of a tensor's dtype, shape and bytes. If it has more than ``most`` bytes, the CRC-32 covers only 16 evenly spaced
-    samples, ``most`` bytes in total."""
+def digest(tensor: Tensor, limit: int | None = None) -> int:
+    """Return a CRC-32 of a tensor's dtype, shape and bytes. If it has more than ``limit`` bytes, the CRC-32 covers only 16 evenly spaced
+    samples, ``limit`` bytes in total."""
     head = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.numel() == 0:
         return head
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     held = plain.cpu().contiguous()
     read = bytes_of(held)
-    if most is None or len(read) <= most:
+    if limit is None or len(read) <= limit:
         return zlib.crc32(read, head)
-    length = most // _SAMPLES
+    length = limit // _SAMPLES
     for i in range(_SAMPLES):
         start = (len(read) - length) * i // (_SAMPLES - 1)
         head = zlib.crc32(read[start : start + length], head)
@@ -82,4 +82,5 @@ def _same(digests: Mapping[str, int], device: torch.device, what: str, hint: str
     more = sum(differs) - 1
     which = f"{list(digests)[index]}{f' (and {more} more)' if more else ''}"
     shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
-    raise ValueError(f"{what}: {which} of rank{'s' if len(ranks) > 1 else ''} {shown} is not rank 0's; {hint}")
+    who = f"ranks {shown} differ" if len(ranks) > 1 else f"rank {shown} differs"
+    raise ValueError(f"{what}: {who} from rank 0 in {which}; {hint}")

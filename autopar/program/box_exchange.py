@@ -217,12 +217,21 @@ def _sent_bytes(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Seque
 def _group_tensors(
     tensors: Sequence[MasterValues], axes: Axes, program: LoadedProgram, world: World
 ) -> list[GroupTensors]:
-    """Return the tensors that a ZeRO group has of each parameter, in the same order on all ranks."""
+    """Return the tensors that a ZeRO group has of each parameter, in the same order on all ranks. Raises ``UnequalStatesError`` on all of
+    them."""
     group = world.group(axes)
     kinds: dict[TensorKinds, int] = {}  # equal for most parameters, so each is sent once
-    local = {index: (*part, kinds.setdefault(kind, len(kinds))) for index, part, kind in _ranges(tensors, program)}
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, (list(kinds), local), group=group)
+    local: dict[int, tuple[int, int, int]] = {}
+    problem = ""
+    try:
+        local = {index: (*part, kinds.setdefault(kind, len(kinds))) for index, part, kind in _ranges(tensors, program)}
+    except UnequalStatesError as error:  # the group's other ranks wait for this one
+        problem = str(error)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (problem, list(kinds), local), group=group)
+    if problems := [problem for problem, _, _ in gathered if problem]:
+        raise UnequalStatesError(problems[0])
+    ranks = [(theirs, parts) for _, theirs, parts in gathered]
     found = []
     for index in sorted({index for _, parts in ranks for index in parts}):
         layout = program.layouts[index]

@@ -42,7 +42,7 @@ class Piece:
         return ".".join(self.path)
 
 
-def whole(path: tuple[str, ...], values: Tensor) -> Piece:
+def full_piece(path: tuple[str, ...], values: Tensor) -> Piece:
     """Return a piece that covers the full tensor ``values``."""
     shape = tuple(values.shape)
     return Piece(path, shape, Box((0,) * len(shape), shape), values)

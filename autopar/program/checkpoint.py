@@ -36,18 +36,18 @@ from .checkpoint_files import (
     FORMAT,
     PARTIAL,
     CheckpointError,
-    Claim,
+    FolderLock,
     StoredCheckpoint,
     begin,
-    claimed,
-    claimed_for_save,
     discard,
     explained,
     final_of,
     finish,
     has_any,
+    lock_folder,
+    lock_for_save,
     newest,
-    opened_or_why,
+    open_or_reason,
     partial_of,
     sync,
 )
@@ -55,7 +55,7 @@ from .checkpoint_metadata import (
     Reads,
     explained_damage,
     metadata_of,
-    planned,
+    plan_reads,
     read_values,
     write_metadata,
 )
@@ -132,11 +132,11 @@ _LAZY = (
 )
 
 
-def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
-    """Append copies in host memory to ``copies``, because training changes the pieces while a thread writes. All of ``own`` are consumed,
-    even after an error, because other ranks take part in producing them."""
+def _copy(pieces: Iterable[Piece], copies: list[Piece]) -> None:
+    """Append copies in host memory to ``copies``, because training changes the pieces while a thread writes. ``pieces`` is consumed to its
+    end even after an error, because other ranks take part in producing them."""
     problem: Exception | None = None
-    for piece in own:
+    for piece in pieces:
         try:
             if problem is None:
                 copies.append(replace(piece, values=piece.values.to("cpu", copy=True)))
@@ -148,22 +148,22 @@ def _copy(own: Iterable[Piece], copies: list[Piece]) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """This rank's part of a save: parameters and state of their shapes (``held``), other pieces (``whole``), and the kind of each key of
-    the optimizer state (``keys``). ``claim`` is rank 0's lock on the folder if it was taken for this save only."""
+    """This rank's part of a save: parameters and state of their shapes (``sharded``), other pieces (``unsharded``), and the kind of each
+    key of the optimizer state (``keys``). ``lock`` is rank 0's lock on the folder if it was taken for this save only."""
 
     partial: Path
     save: str
-    held: Sequence[MasterValues]
-    whole: Sequence[Piece]
+    sharded: Sequence[MasterValues]
+    unsharded: Sequence[Piece]
     keys: Mapping[str, str]
     facts: Mapping[str, Any]
     keep: int | None
-    claim: Claim | None
+    lock: FolderLock | None
 
-    def write(self, own: Iterable[Piece], group: dist.ProcessGroup | None) -> Path:
+    def write(self, pieces: Iterable[Piece], group: dist.ProcessGroup | None) -> Path:
         """Write this rank's file, and on rank 0 everything else; return the checkpoint's folder."""
         try:
-            on_every_rank(lambda: self._write_file(own), self.partial, writing=True, group=group)
+            on_every_rank(lambda: self._write_file(pieces), self.partial, writing=True, group=group)
             path = Path(on_every_rank(self._finish, self.partial, writing=True, group=group))
         except CheckpointError:
             self.discard()
@@ -171,8 +171,8 @@ class _Job:
         self._release()
         return path
 
-    def _write_file(self, own: Iterable[Piece]) -> None:
-        box_files.write(own, self.partial, dist.get_rank(), self.save, {"keys": self.keys})
+    def _write_file(self, pieces: Iterable[Piece]) -> None:
+        box_files.write(pieces, self.partial, dist.get_rank(), self.save, {"keys": self.keys})
 
     def _finish(self) -> str:
         if dist.get_rank() != 0:
@@ -191,8 +191,8 @@ class _Job:
         self._release()
 
     def _release(self) -> None:
-        if self.claim is not None:
-            self.claim.close(remove=True)
+        if self.lock is not None:
+            self.lock.close(remove=True)
 
 
 def _prepared(
@@ -200,7 +200,7 @@ def _prepared(
 ) -> _Job:
     """Create the folder on rank 0, and collect this rank's tensors. Raises ``CheckpointError`` on every rank."""
     partial, updates = partial_of(Path(folder), counters["steps"]), training.updates
-    states, claims = list[tuple[list[MasterValues], list[Piece], dict[str, str]]](), list[Claim | None]()
+    states, locks = list[tuple[list[MasterValues], list[Piece], dict[str, str]]](), list[FolderLock | None]()
     assert updates is not None
 
     def prepare() -> str:
@@ -212,20 +212,20 @@ def _prepared(
         states.append(saved(updates.optimizer, masters, training.program, training.world))
         if dist.get_rank() != 0:
             return ""
-        claims.append(claimed_for_save(Path(folder)))
+        locks.append(lock_for_save(Path(folder)))
         begin(partial)
         return secrets.token_hex(16)
 
     try:
         save = on_every_rank(prepare, partial, writing=True)
     except CheckpointError:
-        if claims:  # rank 0 had locked the folder
+        if locks:  # rank 0 had locked the folder
             discard(partial)
-        for taken in claims:
+        for taken in locks:
             if taken is not None:
                 taken.close(remove=True)
         raise
-    held, others, keys = states[0]
+    sharded, unsharded, keys = states[0]
     replicated_axes = tuple(training.world.coordinates)
     written = [p for p in training.written() if writes(p, replicated_axes, training.program, training.world)]
     facts = {
@@ -235,17 +235,19 @@ def _prepared(
         "optimizer": described(updates.optimizer),
         "scheduler": described_scheduler(updates.scheduler),
     }
-    model = [own for own in training.held() if training.program.is_first_copy(own.master.layout)]
+    model = [own for own in training.master_values() if training.program.is_first_copy(own.master.layout)]
     # the positions in the data and a scheduler's state change while a thread writes
     facts = copy.deepcopy(facts)
-    return _Job(partial, save, [*model, *held], [*others, *written], keys, facts, keep, claims[0] if claims else None)
+    return _Job(
+        partial, save, [*model, *sharded], [*unsharded, *written], keys, facts, keep, locks[0] if locks else None
+    )
 
 
 def gathered_pieces(training: TrainingTensors, job: _Job) -> Iterator[Piece]:
     """Yield the pieces that this rank writes; all ranks call this, and consume the iterator."""
     prefix = _prefix(training)
-    yield from _under(prefix, job.whole)
-    yield from _under(prefix, regrouped(job.held, training.program, training.world))
+    yield from _under(prefix, job.unsharded)
+    yield from _under(prefix, regrouped(job.sharded, training.program, training.world))
 
 
 def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
@@ -260,31 +262,31 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
     def find() -> str:
         if dist.get_rank() != 0:
             return ""
-        found, note = newest(Path(folder))
-        if found.save is None:
-            note += f"{'; ' if note else ''}{found.path} was written without checksums, and is read unverified"
+        checkpoint, note = newest(Path(folder))
+        if checkpoint.save is None:
+            note += f"{'; ' if note else ''}{checkpoint.path} was written without checksums, and is read unverified"
         if note:
             print(note, file=sys.stderr, flush=True)
-        return str(found.path)
+        return str(checkpoint.path)
 
     path = Path(on_every_rank(find, Path(folder), writing=False))
 
     def prepare() -> list[str]:
-        # rank 0 checked that all files exist; ``planned`` reads the tables of the files that this rank needs
-        found = opened_or_why(path, files=False)
-        if isinstance(found, str):
+        # rank 0 checked that all files exist; ``plan_reads`` reads the tables of the files that this rank needs
+        checkpoint = open_or_reason(path, files=False)
+        if isinstance(checkpoint, str):
             raise CheckpointError(
-                f"the checkpoint {path} is incomplete here: {found}", "all machines read one shared folder"
+                f"the checkpoint {path} is incomplete here: {checkpoint}", "all machines read one shared folder"
             )
-        _check_model(training.program, found)
-        prefix = _prefix_of(training, found)
-        stored = _stored(found.metadata, prefix)
-        state = Restored(updates.optimizer, updates.masters, training.world, found.facts["optimizer"], stored)
-        check_scheduler(updates.scheduler, found.facts.get("scheduler"))
-        reads.append(planned(list(_under(prefix, (*training.all_pieces(), *state.pieces))), found))
-        opened.append(found)
+        _check_model(training.program, checkpoint)
+        prefix = _prefix_of(training, checkpoint)
+        stored = _stored(checkpoint.metadata, prefix)
+        state = Restored(updates.optimizer, updates.masters, training.world, checkpoint.facts["optimizer"], stored)
+        check_scheduler(updates.scheduler, checkpoint.facts.get("scheduler"))
+        reads.append(plan_reads(list(_under(prefix, (*training.all_pieces(), *state.pieces))), checkpoint))
+        opened.append(checkpoint)
         restored.append(state)
-        return without_state(training.program, found.facts["optimizer"], stored)
+        return without_state(training.program, checkpoint.facts["optimizer"], stored)
 
     anew = on_every_rank(prepare, path, writing=False)
     if anew and dist.get_rank() == 0:
@@ -293,23 +295,23 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
     on_every_rank(lambda: read_values(reads[0], opened[0]), path, writing=False, replaces=True)
     restored[0].install()
     restore_scheduler(updates.scheduler, opened[0].facts.get("scheduler"))
-    training.spread()
+    training.copy_masters_to_parameters()
     return opened[0].facts
 
 
-def claim(folder: str | os.PathLike[str], patience_s: float) -> Claim | None:
+def lock_checkpoints(folder: str | os.PathLike[str], timeout_s: float) -> FolderLock | None:
     """Lock ``folder`` against other programs' checkpoints, and return the lock on rank 0, ``None`` on others; all ranks call this.
 
-    Raises ``CheckpointError`` on every rank if another program has the lock after ``patience_s`` seconds, or the folder isn't writable.
+    Raises ``CheckpointError`` on every rank if another program has the lock after ``timeout_s`` seconds, or the folder isn't writable.
     """
-    found = list[Claim]()
+    taken = list[FolderLock]()
 
     def take() -> None:
         if dist.get_rank() == 0:
-            found.append(claimed(Path(folder), patience_s))
+            taken.append(lock_folder(Path(folder), timeout_s))
 
     on_every_rank(take, Path(folder), writing=True)
-    return found[0] if found else None
+    return taken[0] if taken else None
 
 
 def has_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -336,8 +338,8 @@ def on_every_rank(
     try:
         mine = [work()]
     except Exception as error:  # noqa: BLE001  the other ranks wait for this one
-        found = explained(error, folder, writing, replaces)
-        mine, first = [(found.message, found.hint, found.partially_loaded)], rank
+        failure = explained(error, folder, writing, replaces)
+        mine, first = [(failure.message, failure.hint, failure.partially_loaded)], rank
     on_gpu = dist.get_backend(group) == "nccl"
     number = torch.tensor(first, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
@@ -355,7 +357,8 @@ _SAMPLED_BYTES = 2**16  # of each tensor, to check that ranks read the same file
 
 
 def load_weights(training: TrainingTensors, path: str | os.PathLike[str]) -> None:
-    """Set parameters and buffers from a file or folder of weights; optimizer state is kept. All ranks call this, then ``spread``.
+    """Set parameters and buffers from a file or folder of weights; optimizer state is kept. All ranks call this, and then
+    ``copy_masters_to_parameters``.
 
     Before any value changes, every rank checks the names and shapes, that tied parameters have one value, and that all ranks read
     the same files. Raises ``CheckpointError`` on every rank.
@@ -391,9 +394,7 @@ def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file
 
     def prepare() -> None:
         if training.program.local_steps:
-            raise CheckpointError(
-                "each replica that trains apart has weights of its own", "state_dict() has their mean"
-            )
+            raise CheckpointError("local SGD replicas have different weights", "state_dict() has their mean")
         tensors = _weights(training)
         if odd := weights.without_names(tensors):
             raise CheckpointError(
@@ -474,17 +475,17 @@ def _prefix(training: TrainingTensors) -> tuple[str, ...]:
     return (f"replica{index}",) if count > 1 else ()
 
 
-def _under(prefix: tuple[str, ...], own: Iterable[Piece]) -> Iterator[Piece]:
-    return (replace(piece, path=(*prefix, *piece.path)) for piece in own)
+def _under(prefix: tuple[str, ...], pieces: Iterable[Piece]) -> Iterator[Piece]:
+    return (replace(piece, path=(*prefix, *piece.path)) for piece in pieces)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
+def _check_model(program: LoadedProgram, checkpoint: StoredCheckpoint) -> None:
     """Raise ``CheckpointError`` with the tensors whose names or shapes differ between the checkpoint and the program."""
     own = _tensors(program)
-    theirs = {name: tuple(shape) for name, shape in found.facts["tensors"].items()}
+    theirs = {name: tuple(shape) for name, shape in checkpoint.facts["tensors"].items()}
     shapes = [f"{n} ({theirs[n]}, in the model {own[n]})" for n in own if n in theirs and theirs[n] != own[n]]
     sentences = [
         sentence("it has no", [name for name in own if name not in theirs]),
@@ -493,20 +494,20 @@ def _check_model(program: LoadedProgram, found: StoredCheckpoint) -> None:
     ]
     if any(sentences):
         raise CheckpointError(
-            f"the checkpoint {found.path} is of another model: {'; '.join(each for each in sentences if each)}",
+            f"the checkpoint {checkpoint.path} is of another model: {'; '.join(each for each in sentences if each)}",
             "load a checkpoint of the model that was compiled",
         )
 
 
-def _prefix_of(training: TrainingTensors, found: StoredCheckpoint) -> tuple[str, ...]:
+def _prefix_of(training: TrainingTensors, checkpoint: StoredCheckpoint) -> tuple[str, ...]:
     """Return the prefix to load this rank's tensors from. Several replicas can load a single model's checkpoint, but not the reverse."""
-    there, here = found.facts["replicas"], training.replica()[1]
+    there, here = checkpoint.facts["replicas"], training.replica()[1]
     if there == 1:
         return ()
     if there != here:
         program = f"{here} of them" if here > 1 else "none"
         raise CheckpointError(
-            f"the checkpoint {found.path} has {there} replicas that train apart (sync=local-steps), and the program has {program}",
+            f"the checkpoint {checkpoint.path} has {there} local SGD replicas (sync=local-steps), and the program has {program}",
             f"load it in a program with {there} replicas, whose state_dict() is their mean",
         )
     return _prefix(training)

@@ -100,7 +100,7 @@ def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    opened = opened_or_why(partial, files=False)  # the metadata was computed from the files' tables
+    opened = open_or_reason(partial, files=False)  # the metadata was computed from the files' tables
     if isinstance(opened, str):
         raise CheckpointError(
             f"the checkpoint in {partial} is incomplete: {opened}", "all machines must write to one shared folder"
@@ -158,13 +158,13 @@ def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
     Raises ``CheckpointError`` if there is none.
     """
     if _is_checkpoint(folder):
-        opened = opened_or_why(folder)
+        opened = open_or_reason(folder)
         if isinstance(opened, str):
             raise CheckpointError(f"the checkpoint {folder} is damaged: {opened}", "load an earlier one")
         return opened, ""
     skipped = [f"{path.name} (its save did not end)" for path in folder.glob(f"step-*{PARTIAL}")]
     for path in _steps(folder):
-        opened = opened_or_why(path)
+        opened = open_or_reason(path)
         if isinstance(opened, StoredCheckpoint):
             return opened, f"loading {path}; skipped {', '.join(skipped)}" if skipped else ""
         skipped.append(f"{path.name} ({opened})")
@@ -184,7 +184,7 @@ def _order(path: Path) -> tuple[int, bool]:
     return int(found[1]), found[2] is None
 
 
-def opened_or_why(path: Path, files: bool = True) -> StoredCheckpoint | str:
+def open_or_reason(path: Path, files: bool = True) -> StoredCheckpoint | str:
     """Return the checkpoint, or the reason why it is incomplete or damaged. Without ``files`` the tensors' files are not checked."""
     for name in (FACTS, METADATA):
         if not (path / name).is_file():
@@ -260,12 +260,12 @@ class _Unpickler(pickle.Unpickler):
 
 LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
-"""The environment variable in which a process passes its lock (``Claim.inherited``) to the processes that it starts."""
+"""The environment variable in which a process passes its lock (``FolderLock.inherited``) to the processes that it starts."""
 
 _ANOTHER = "give another folder, or end that training"
 
 
-class Claim:
+class FolderLock:
     """The lock on ``folder`` for writing checkpoints, held until this object is closed or freed. ``token`` identifies it."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
@@ -273,7 +273,7 @@ class Claim:
         self._file = os.fdopen(descriptor, "r+b")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n{self.token}\n".encode(), 0)
-        _held[folder.resolve()] = self
+        _locks[folder.resolve()] = self
 
     @property
     def inherited(self) -> str:
@@ -289,21 +289,21 @@ class Claim:
         """Release the lock; ``remove`` also removes the file."""
         if remove and _is_at(self._file.fileno(), self.folder / LOCK):
             (self.folder / LOCK).unlink()
-        _held.pop(self.folder.resolve(), None)
+        _locks.pop(self.folder.resolve(), None)
         self._file.close()
 
 
-_held: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
-"""The claims of this process."""
+_locks: weakref.WeakValueDictionary[Path, FolderLock] = weakref.WeakValueDictionary()
+"""The locks that this process has."""
 
 
-def claimed(folder: Path, patience_s: float) -> Claim:
+def lock_folder(folder: Path, timeout_s: float) -> FolderLock:
     """Lock ``folder`` against other programs' checkpoints; it is created if it is missing.
 
-    Wait up to ``patience_s`` seconds for another program's lock: a training that is being stopped may still be writing. A file system
+    Wait up to ``timeout_s`` seconds for another program's lock: a training that is being stopped may still be writing. A file system
     without locks counts as locked. Raises ``CheckpointError`` if the folder isn't writable, ``.lock`` is a link, or the lock stays taken.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(8)}"  # try to create a folder, as a save does
@@ -312,9 +312,9 @@ def claimed(folder: Path, patience_s: float) -> Claim:
         while True:
             descriptor = _opened(folder / LOCK)
             try:
-                locked = _locked(descriptor)
+                locked = _try_lock(descriptor)
                 if locked and _is_at(descriptor, folder / LOCK):
-                    return Claim(folder, descriptor)
+                    return FolderLock(folder, descriptor)
                 if not locked and time.monotonic() >= deadline:
                     owner = os.pread(descriptor, 4096, 0).decode(errors="replace").partition("\n")[0]
                     raise CheckpointError(f"another training writes checkpoints into {folder} ({owner})", _ANOTHER)
@@ -323,7 +323,7 @@ def claimed(folder: Path, patience_s: float) -> Claim:
                 raise
             os.close(descriptor)  # the file was replaced, or another program has the lock
             if not locked:
-                time.sleep(min(0.2, patience_s))
+                time.sleep(min(0.2, timeout_s))
     except OSError as error:
         raise CheckpointError(
             f"checkpoints cannot be written to {folder}: {error.strerror}",
@@ -331,18 +331,18 @@ def claimed(folder: Path, patience_s: float) -> Claim:
         ) from error
 
 
-def claimed_for_save(folder: Path) -> Claim | None:
+def lock_for_save(folder: Path) -> FolderLock | None:
     """Make sure that a save has the lock: return ``None`` if this process or its parent has it, otherwise a new lock.
 
     Raises ``CheckpointError`` if another program has the lock, or the lock file was replaced.
     """
-    own = _held.get(folder.resolve())
+    own = _locks.get(folder.resolve())
     if own is not None:
         own.check()
         return None
     token, _, of = os.environ.get(PARENT, "").partition(" ")
     if of != str(folder.resolve()):
-        return claimed(folder, 0.0)
+        return lock_folder(folder, 0.0)
     try:
         descriptor = _opened(folder / LOCK, create=False)
     except FileNotFoundError as error:
@@ -382,7 +382,7 @@ def _no_file(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} is a link, or no plain file", "remove it, or give another folder")
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Try to take the lock. Return whether it was taken, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -111,14 +111,14 @@ Reads = Mapping[str, Sequence[Read]]
 """The reads of a rank, by file name."""
 
 
-def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
+def plan_reads(pieces: Sequence[Piece], checkpoint: StoredCheckpoint) -> Reads:
     """Return the reads that fill this rank's pieces. Only the files' tables are read here, and compared with the metadata.
 
     Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or from another save.
     """
     reads: dict[str, list[Read]] = {}
-    for piece in own:
-        stored = found.metadata.state_dict_metadata.get(piece.name)
+    for piece in pieces:
+        stored = checkpoint.metadata.state_dict_metadata.get(piece.name)
         elements = 0
         for chunk in stored.chunks if isinstance(stored, TensorStorageMetadata) else ():
             if common := _overlap(_box(chunk), piece.box):
@@ -128,42 +128,45 @@ def planned(own: Sequence[Piece], found: StoredCheckpoint) -> Reads:
                     into = into.narrow(dim, offset - piece.box.offsets[dim], size)
                 part = Box(tuple(a - b for a, b in zip(common.offsets, chunk.offsets, strict=True)), common.sizes)
                 elements += math.prod(common.sizes)
-                reads.setdefault(found.metadata.storage_data[index].relative_path, []).append(
+                reads.setdefault(checkpoint.metadata.storage_data[index].relative_path, []).append(
                     Read(index, None, part, into)
                 )
         if elements != math.prod(piece.box.sizes):
-            raise CheckpointError(f"the checkpoint {found.path} lacks parts of {piece.name}", "load another one")
-    if found.save is None:
+            raise CheckpointError(f"the checkpoint {checkpoint.path} lacks parts of {piece.name}", "load another one")
+    if checkpoint.save is None:
         return reads
-    return {name: _verified(name, theirs, found, found.save) for name, theirs in reads.items()}
+    return {name: _verified(name, theirs, checkpoint, checkpoint.save) for name, theirs in reads.items()}
 
 
-def _verified(name: str, reads: Sequence[Read], found: StoredCheckpoint, save: str) -> list[Read]:
+def _verified(name: str, reads: Sequence[Read], checkpoint: StoredCheckpoint, save: str) -> list[Read]:
     """Return the reads of a file with their entries in its table; raise ``CheckpointError`` if the table contradicts the metadata."""
-    with explained_damage(found.path):
-        table = box_files.read_table(found.path / name, save)
+    with explained_damage(checkpoint.path):
+        table = box_files.read_table(checkpoint.path / name, save)
         entries = {(entry.name, entry.box.offsets): entry for entry in table.entries}
         whole = []
         for read in reads:
             entry = entries.get((read.index.fqn, tuple(read.index.offset or ())))
-            place = found.metadata.storage_data[read.index]
+            place = checkpoint.metadata.storage_data[read.index]
             if entry is None or (entry.region.begin, entry.region.length) != (place.offset, place.length):
                 raise DamageError(name, f"does not have {read.index.fqn} where {METADATA} has it")
             whole.append(Read(read.index, entry, read.part, read.into))
     return whole
 
 
-def read_values(reads: Reads, found: StoredCheckpoint) -> None:
-    """Execute the reads of ``planned``: fill this rank's pieces, and check the checksums of the blocks. Raises ``CheckpointError``."""
+def read_values(reads: Reads, checkpoint: StoredCheckpoint) -> None:
+    """Execute the reads of ``plan_reads``: fill this rank's pieces, and check the checksums of the blocks. Raises ``CheckpointError``."""
     for name, theirs in reads.items():
-        with explained_damage(found.path, partially_loaded=True), (found.path / name).open("rb", buffering=0) as file:
+        with (
+            explained_damage(checkpoint.path, partially_loaded=True),
+            (checkpoint.path / name).open("rb", buffering=0) as file,
+        ):
             whole: tuple[MetadataIndex, Tensor] | None = None
             for read in theirs:
                 if read.entry is not None:
                     box_files.read(file, read.entry, read.part, read.into)
                     continue
                 if whole is None or whole[0] != read.index:
-                    place = found.metadata.storage_data[read.index]
+                    place = checkpoint.metadata.storage_data[read.index]
                     file.seek(place.offset)
                     whole = read.index, torch.load(BytesIO(file.read(place.length)), weights_only=True)
                 values = whole[1]

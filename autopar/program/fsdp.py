@@ -179,8 +179,8 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
     A layer that is its own root prefetches nothing, and keeps an unsharded gradient in memory until the backward pass ends. Each layer has
     its own mesh; the root has no parameters, so ``mesh`` may be the mesh of any layer.
     """
-    flat = set(stage.parameters())  # the root has none: layers shard theirs, and ``FlatGroup`` has the others
-    fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=flat)
+    all_parameters = set(stage.parameters())  # the root has none: layers shard theirs, and ``FlatGroup`` has the others
+    fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=all_parameters)
     for i, (module, ahead, _) in enumerate(layers):
         module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
         before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]

@@ -29,7 +29,7 @@ class _RunningReduction:
     whole: Tensor
 
 
-class Turn:
+class SingleReductionInFlight:
     """Limits a rank to one running reduction of a weight gradient, which overlaps the computation of the next: each running one keeps an
     unsharded gradient in memory."""
 
@@ -46,7 +46,7 @@ class Turn:
             self.running = None
 
 
-class LateGradients:
+class SplitWeightGradients:
     """Sums over microbatches and ranks the weight gradients of an FSDP layer that the second part of a backward pass computes.
 
     FSDP2 reduces only gradients that autograd computes. This class reduce-scatters the others one by one, in ``dtype``, into pieces as
@@ -59,7 +59,7 @@ class LateGradients:
         self, shards: dist.ProcessGroup, copies: dist.ProcessGroup | None, dtype: torch.dtype, once: bool
     ) -> None:
         self._shards, self._copies, self._dtype, self._once = shards, copies, dtype, once
-        self.turn = Turn()  # until ``join_stages`` gives all groups of the rank the same one
+        self.in_flight = SingleReductionInFlight()  # until ``join_stages`` gives all groups of the rank the same one
         self._whole: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
 
@@ -83,16 +83,16 @@ class LateGradients:
         whole = gradient.to(self._dtype)
         if share * size > rows:
             whole = F.pad(whole, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
-        self.turn.finish()
+        self.in_flight.finish()
         piece = whole.new_empty(share, *gradient.shape[1:])
         work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
-        self.turn.running = _RunningReduction(work, self._pieces, name, piece, whole)
+        self.in_flight.running = _RunningReduction(work, self._pieces, name, piece, whole)
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums; return this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
         for name in list(self._whole):
             self._reduce(name, self._whole.pop(name))
-        self.turn.finish()
+        self.in_flight.finish()
         if self._copies is not None:
             for piece in self._pieces.values():
                 dist.all_reduce(piece, group=self._copies)
@@ -106,37 +106,37 @@ class SplitShardedGroup(ShardedGroup):
         super()._allocate(program)
         own, group = self.placement, self._world.group
         copies = group(own.copies) if own.copies else None
-        self._late = LateGradients(group(own.shards), copies, own.master_dtype, self.reduces_once)
+        self._split_gradients = SplitWeightGradients(group(own.shards), copies, own.master_dtype, self.reduces_once)
         self.module.register_forward_pre_hook(self._gathered)
 
     @staticmethod
     def join_stages(
         stages: Mapping[int, nn.Module], groups: Mapping[int, Sequence[ParameterGroup]], program: LoadedProgram
     ) -> None:
-        """Set up prefetching as in ``ShardedGroup``, and let all groups of the rank share one ``Turn``."""
+        """Set up prefetching as in ``ShardedGroup``, and let all groups of the rank share one ``SingleReductionInFlight``."""
         ShardedGroup.join_stages(stages, groups, program)
-        turn = Turn()
+        in_flight = SingleReductionInFlight()
         for group in (group for own in groups.values() for group in own):
             if isinstance(group, SplitShardedGroup):
-                group._late.turn = turn
+                group._split_gradients.in_flight = in_flight
 
     def _gathered(self, *_: object) -> None:
         """Register an adder for each tensor that FSDP2 has gathered for this forward pass: products read these tensors, not the shards."""
         for layout in self._params:
             gathered = self._module.get_parameter(layout.name)
-            self.adders[id(gathered)] = functools.partial(self._late.add, layout.name)
+            self.adders[id(gathered)] = functools.partial(self._split_gradients.add, layout.name)
 
     def finish_adding(self) -> None:
         """Wait for the last reduction: otherwise its unsharded operand would stay in memory."""
-        self._late.turn.finish()
+        self._split_gradients.in_flight.finish()
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._late.clear()
+        self._split_gradients.clear()
 
     def finish_reduction(self) -> None:
         """Add the gradients of the second parts to those that FSDP2 has reduced."""
-        for name, rows in self._late.finish().items():
+        for name, rows in self._split_gradients.finish().items():
             param = self._module.get_parameter(name)
             start, stop = rows_of(param, param.shape[0])
             if param.grad is not None:  # some microbatches had an unsplit backward pass

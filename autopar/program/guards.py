@@ -14,20 +14,20 @@ class GuardError(ValueError):
     """Raised for a batch with which the model would take a different branch than the program does."""
 
 
-def answer(value: Tensor, like: Any) -> Any:
+def as_python_number(value: Tensor, like: Any) -> Any:
     """Return ``value`` as a Python number of the type of ``like``."""
     return type(like)(value.item())
 
 
-def hold(value: Tensor, expected: Any, where: str) -> None:
+def check_guard(value: Tensor, expected: Any, where: str) -> None:
     """Raise ``GuardError`` unless ``value`` is ``expected``, the Python number that it was for the example batch.
 
     ``where`` is the file, line and text of the user's code that reads the value.
     """
-    found = answer(value, expected)
+    found = as_python_number(value, expected)
     if found != expected:
-        hint = "" if type(expected) is bool else "; a number that may change stays a tensor where .item() is left out"
+        hint = "" if type(expected) is bool else "; a number that may change stays a tensor if .item() is left out"
         raise GuardError(
-            f"{where}: the value asked for here was {expected} for the batch that the program was captured with and is {found} now, "
-            f"where the model may do something else; plan again with a batch of that kind{hint}"
+            f"{where}: this value was {expected} at capture and is {found} now, so the model may take another branch; "
+            f"plan again with a batch like this one{hint}"
         )

@@ -1,10 +1,10 @@
 """Runs a layer on two halves of a microbatch in turn, so that each half's collectives overlap the other half's computation.
 
 The rows of a batch are independent of each other in such a layer, so a half is a smaller microbatch. The layer's ``compute`` is a
-generator that yields while a collective is in flight: ``start`` issues it, ``Flight.wait`` returns its result. ``interleaved`` runs two
-such generators in turn. ``start`` and ``wait`` are two nodes of the autograd graph: in the backward pass, the node of ``wait`` issues the
-gradient's collective (such as the all-reduce for I to R), and the node of ``start`` waits for it. Autograd runs nodes in the reverse order
-of the forward pass, so the backward passes of the halves take turns, too.
+generator that yields while a collective is in flight: ``start`` issues it, ``AsyncConversion.wait`` returns its result. ``interleaved``
+runs two such generators in turn. ``start`` and ``wait`` are two nodes of the autograd graph: in the backward pass, the node of ``wait``
+issues the gradient's collective (such as the all-reduce for I to R), and the node of ``start`` waits for it. Autograd runs nodes in the
+reverse order of the forward pass, so the backward passes of the halves take turns, too.
 
 A half computes one piece between two yields. The second half is one piece behind the first: A1 A2 B1 A3 B2 A4 B3 ... So A2's collective
 overlaps B1, and B1's overlaps A3. This is batch splitting as in Domino (Wang et al. 2024, arXiv:2409.15241), called
@@ -39,19 +39,19 @@ Finish = Callable[[], Tensor]
 
 
 def interleaved(
-    compute: Callable[..., Half], given: Sequence[Any], rows: Sequence[int | None], joined: Sequence[int]
+    compute: Callable[..., Half], args: Sequence[Any], rows: Sequence[int | None], joined: Sequence[int]
 ) -> Result:
-    """Run ``compute`` on both halves of the arguments ``given`` in turn, and return the concatenated results. ``rows`` has each argument's
+    """Run ``compute`` on both halves of its arguments ``args`` in turn, and return the concatenated results. ``rows`` has each argument's
     batch dim, or ``None`` if both halves take the full argument; ``joined`` has each result's batch dim."""
-    sides = [_cut(value, dim) for value, dim in zip(given, rows, strict=True)]
+    sides = [_cut(value, dim) for value, dim in zip(args, rows, strict=True)]
     _converted_once.clear()  # left over from an interrupted call
     running = [compute(*(side[half] for side in sides)) for half in range(2)]
-    found: list[Result | None] = [None, None]
-    _advance(running, found, 0)  # the first half is a piece ahead
-    while None in found:
+    halves: list[Result | None] = [None, None]
+    _advance(running, halves, 0)  # the first half is a piece ahead
+    while None in halves:
         for half in range(2):
-            _advance(running, found, half)
-    first, second = ([side] if isinstance(side, Tensor) else list(side or ()) for side in found)
+            _advance(running, halves, half)
+    first, second = ([side] if isinstance(side, Tensor) else list(side or ()) for side in halves)
     results = tuple(_joined(pair, dim) for *pair, dim in zip(first, second, joined, strict=True))
     return results[0] if len(results) == 1 else results
 
@@ -63,12 +63,12 @@ def in_turn(layers: Sequence[nn.Module], hidden: Tensor, *others: Any) -> Half:
     return hidden
 
 
-def _advance(running: Sequence[Half], found: list[Result | None], half: int) -> None:
-    if found[half] is None:
+def _advance(running: Sequence[Half], results: list[Result | None], half: int) -> None:
+    if results[half] is None:
         try:
             next(running[half])
         except StopIteration as end:
-            found[half] = end.value
+            results[half] = end.value
 
 
 def _cut(value: Any, dim: int | None) -> tuple[Any, Any]:
@@ -98,7 +98,7 @@ def _typed_like(x: Tensor, other: Tensor) -> Tensor:
 # -- collectives that are issued and awaited separately ---------------------------------------------------------------
 
 
-class Flight:
+class AsyncConversion:
     """A running conversion of a value to another type. ``forward`` issues the conversion's collective, ``backward`` the collective of its
     gradient; either may do nothing."""
 
@@ -106,25 +106,25 @@ class Flight:
         self.forward, self.backward = forward, backward
         self.readers = 1  # the calls of ``wait`` still to come
         self.sent: Tensor | None = None
-        self.found: Tensor | None = None
+        self.result: Tensor | None = None
         self.finish: Finish | None = None
         self.finish_backward: Finish | None = None
 
     def wait(self) -> Tensor:
         """Wait for the collective, and return the converted value."""
-        found = self.found
-        if found is None:
+        result = self.result
+        if result is None:
             assert self.sent is not None
             # without ``finish`` the value is converted already, for example if types are checked
-            found = self.sent if self.finish is None else _Wait.apply(self.sent, self)
+            result = self.sent if self.finish is None else _Wait.apply(self.sent, self)
             self.sent = None
         self.readers -= 1
-        self.found = found if self.readers else None
-        return found
+        self.result = result if self.readers else None
+        return result
 
 
 @torch.compiler.disable
-def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> Flight:
+def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> AsyncConversion:
     """Issue the collective that converts ``x`` from ``src`` to ``dst`` on ``axis`` (or axes, outermost first).
 
     ``once`` is for a parameter, which both halves read: the first half converts it for both, and one collective reduces the sum of
@@ -139,20 +139,20 @@ def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> F
         return known
     axes = _split(axis)
     if spmd.is_type_checking() or not axes or x.is_meta:
-        flight = Flight(_nothing, _nothing)
-        flight.sent = _converted(x, axis, src, dst)
-        return flight
+        conversion = AsyncConversion(_nothing, _nothing)
+        conversion.sent = _converted(x, axis, src, dst)
+        return conversion
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
     group = group_of(*axes)
     forward, backward = _collectives(group, src, dst, x.ndim)
     return begin(x, forward, backward)
 
 
-def begin(x: Tensor, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> Flight:
+def begin(x: Tensor, forward: Callable[[Tensor], Finish], backward: Callable[[Tensor], Finish]) -> AsyncConversion:
     """Issue ``forward`` on ``x``; the backward pass issues ``backward`` on the result's gradient."""
-    flight = Flight(forward, backward)
-    flight.sent = _Start.apply(x, flight)
-    return flight
+    conversion = AsyncConversion(forward, backward)
+    conversion.sent = _Start.apply(x, conversion)
+    return conversion
 
 
 def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
@@ -169,7 +169,7 @@ def _converted(x: Tensor, axis: Axes, src: Any, dst: Any) -> Tensor:
     return dense_gradient(converted) if dst is R else converted
 
 
-_converted_once: dict[tuple[Any, ...], Flight] = {}
+_converted_once: dict[tuple[Any, ...], AsyncConversion] = {}
 """Conversions that the first half has started, for the second half to use."""
 
 
@@ -177,15 +177,15 @@ class _Start(torch.autograd.Function):
     """Forward issues the collective, backward awaits the gradient's."""
 
     @staticmethod
-    def forward(ctx, x, flight):  # type: ignore[no-untyped-def]
-        ctx.flight = flight
-        flight.finish = flight.forward(x)
+    def forward(ctx, x, conversion):  # type: ignore[no-untyped-def]
+        ctx.conversion = conversion
+        conversion.finish = conversion.forward(x)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        finish, ctx.flight.finish_backward = ctx.flight.finish_backward, None
+        finish, ctx.conversion.finish_backward = ctx.conversion.finish_backward, None
         return finish(), None
 
 
@@ -194,15 +194,15 @@ class _Wait(torch.autograd.Function):
     backward of ``_Start`` awaits the true gradient."""
 
     @staticmethod
-    def forward(ctx, sent, flight):  # type: ignore[no-untyped-def]
-        ctx.flight, ctx.shape = flight, sent.shape
-        finish, flight.finish = flight.finish, None
+    def forward(ctx, sent, conversion):  # type: ignore[no-untyped-def]
+        ctx.conversion, ctx.shape = conversion, sent.shape
+        finish, conversion.finish = conversion.finish, None
         return finish()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        ctx.flight.finish_backward = ctx.flight.backward(grad)
+        ctx.conversion.finish_backward = ctx.conversion.backward(grad)
         return grad.new_empty(()).expand(ctx.shape), None
 
 
@@ -259,9 +259,9 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
 def _all_to_all(x: Tensor, group: dist.ProcessGroup, there: int, back: int) -> Finish:
     """Start to convert ``x`` from S(``there``) to S(``back``)."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), back))
-    found = torch.empty_like(parts)
-    work = dist.all_to_all_single(found, parts, group=group, async_op=True)
-    return _after(work, lambda: torch.cat(found.unbind(), there))
+    out = torch.empty_like(parts)
+    work = dist.all_to_all_single(out, parts, group=group, async_op=True)
+    return _after(work, lambda: torch.cat(out.unbind(), there))
 
 
 def _after(work: Work | None, result: Finish) -> Finish:
@@ -276,20 +276,20 @@ def _after(work: Work | None, result: Finish) -> Finish:
 # -- mixtures of experts ------------------------------------------------------------------------------------------------
 
 
-def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Finish:
+def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Finish:
     """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``."""
     group = group_of(*axes)
-    there, back = (lambda x: _exchange(x, group, sent, taken)), (lambda x: _exchange(x, group, taken, sent))
+    there, back = (lambda x: _exchange(x, group, sent, received)), (lambda x: _exchange(x, group, received, sent))
     return begin(rows, there, back).wait
 
 
-def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], taken: list[int]) -> Finish:
-    found, rows = rows.new_empty(sum(taken), *rows.shape[1:]), rows.contiguous()
-    work = dist.all_to_all_single(found, rows, taken, sent, group=group, async_op=True)
+def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Finish:
+    out, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+    work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
 
     def finish() -> Tensor:
         assert work is not None and rows is not None  # ``rows`` must live until the wait
         work.wait()
-        return found
+        return out
 
     return finish

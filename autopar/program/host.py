@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Later:
+class AsyncHostCopy:
     """A tensor's copy to the host, queued right after the tensor's computation: ``read`` waits for this copy, but not for later work."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, PartitionSpec, R, S, SpmdTypeError, V
 from torch import Tensor
 
-from .kernels_random import Seed, chosen
+from .kernels_random import Seed, bernoulli_mask
 from .mesh_axes import Axis
 from .spmd import spmd
 
@@ -180,11 +180,11 @@ def linear_partial_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight) + bias
 
 
-def linear_beside_ones(x: Tensor, weight: Tensor, ones: Sequence[int]) -> Tensor:
-    """Return ``x @ weight.T``, computed without the dims ``ones`` of ``x`` (ascending, each of size one). If such a dim follows a sharded
-    one, the type checker misreads its stride, and treats the product as a batched one."""
-    y = F.linear(x.squeeze(list(ones)), weight)
-    for dim in ones:
+def linear_without_unit_dims(x: Tensor, weight: Tensor, unit_dims: Sequence[int]) -> Tensor:
+    """Return ``x @ weight.T``, computed without the dims ``unit_dims`` of ``x`` (ascending, each of size one). If such a dim follows a
+    sharded one, the type checker misreads its stride, and treats the product as a batched one."""
+    y = F.linear(x.squeeze(list(unit_dims)), weight)
+    for dim in unit_dims:
         y = y.unsqueeze(dim)
     return y
 
@@ -333,7 +333,7 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
         return x
     if spmd.is_type_checking():
         _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")
-    return x * chosen(x, 1.0 - p, seed) / (1.0 - p)
+    return x * bernoulli_mask(x, 1.0 - p, seed) / (1.0 - p)
 
 
 # -- memory and losses ------------------------------------------------------------------------------------------------

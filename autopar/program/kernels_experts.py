@@ -31,8 +31,8 @@ from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
 Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
-"""``send(rows, axes, sent, taken)`` starts to send the next ``sent[i]`` rows to rank ``i`` of the axes, and to receive ``taken[i]`` rows
-from it; returns a function that waits for the received rows and returns them."""
+"""``send(rows, axes, sent, received)`` starts to send the next ``sent[i]`` rows to rank ``i`` of the axes, and to receive ``received[i]``
+rows from it; returns a function that waits for the received rows and returns them."""
 
 Body = Callable[..., Tensor]
 """``body(rows, counts, *parameters)`` runs the experts on ``rows [n, h]``, sorted by expert; expert ``i`` has the next ``counts[i]`` of
@@ -166,17 +166,17 @@ def in_steps(
     with spmd.local():
         choices = index.shape[-1]
         ids = index.reshape(-1)
-        ids, counts = _own(ids, count, owners, exchange)
+        ids, counts = _local_expert_ids(ids, count, owners, exchange)
         order = ids.argsort(stable=True)
-        traffic = _traffic(counts, exchange, len(order)) if exchange else None
+        row_counts = _exchange_counts(counts, exchange, len(order)) if exchange else None
         if len(owners) > len(exchange):
-            order = order[: sum(traffic.sent if traffic else sizes(counts, len(order)))]
+            order = order[: sum(row_counts.sent if row_counts else sizes(counts, len(order)))]
         rows = x.reshape(-1, x.shape[-1])[order // choices]
         parameters = [_as_terms(parameter) for parameter in parameters]
-        if traffic is None:
+        if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
-            rows = yield from _travel(rows, traffic, body, parameters, exchange, send)
+            rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
         out = _terms(out, [axis for axis in partial_axes if _size(axis) > 1])
@@ -213,7 +213,9 @@ def _as_terms(parameter: Tensor) -> Tensor:
     return own
 
 
-def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axis]) -> tuple[Tensor, Tensor]:
+def _local_expert_ids(
+    ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axis]
+) -> tuple[Tensor, Tensor]:
     """Return the expert of each (token, choice) pair, and the number of rows of each expert. Only the experts that this rank sends rows to
     (or computes) are numbered, from 0; pairs of all other experts get the number ``count``, which is not counted.
 
@@ -235,48 +237,48 @@ def _own(ids: Tensor, count: int, owners: Sequence[Axis], exchange: Sequence[Axi
     return number.index_copy(0, expert.flatten(), mine)[ids], counts.flatten()
 
 
-class _Traffic(NamedTuple):
-    """The numbers of rows that this rank sends to and receives (``taken``) from every rank. ``ours [ranks, e]`` are those received from
+class RowCounts(NamedTuple):
+    """The numbers of rows that this rank sends to and receives from every rank. ``received_per_expert [ranks, e]`` are those received from
     each rank for each expert of this rank, and ``counts [e]`` their sums."""
 
     sent: list[int]
-    taken: list[int]
-    ours: Tensor
+    received: list[int]
+    received_per_expert: Tensor
     counts: Tensor
 
 
-def _traffic(counts: Tensor, exchange: Sequence[Axis], total: int) -> _Traffic:
+def _exchange_counts(counts: Tensor, exchange: Sequence[Axis], total: int) -> RowCounts:
     """Return the numbers of rows to exchange. ``counts`` has this rank's rows for each expert; ``total`` (for meta tensors) is its sum."""
     n = prod(_size(axis) for axis in exchange)
     theirs = counts.view(n, -1)  # for each rank, the number of rows for each of its experts
-    ours = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, the number of rows for each of ours
-    own = ours.sum(0)
+    by_expert = _RowExchange.apply(theirs, exchange, [1] * n, [1] * n)  # from each rank, rows for each of our experts
+    own = by_expert.sum(0)
     if counts.is_meta:
-        return _Traffic(sizes(theirs.sum(1), total), sizes(ours.sum(1), total), ours, own)
-    numbers = torch.cat([theirs.sum(1), ours.flatten()]).tolist()
-    several = [numbers[i : i + ours.shape[1]] for i in range(n, len(numbers), ours.shape[1])]
+        return RowCounts(sizes(theirs.sum(1), total), sizes(by_expert.sum(1), total), by_expert, own)
+    numbers = torch.cat([theirs.sum(1), by_expert.flatten()]).tolist()
+    several = [numbers[i : i + by_expert.shape[1]] for i in range(n, len(numbers), by_expert.shape[1])]
     _known(own, [sum(each) for each in zip(*several, strict=True)])
-    return _Traffic(numbers[:n], [sum(each) for each in several], ours, own)
+    return RowCounts(numbers[:n], [sum(each) for each in several], by_expert, own)
 
 
-def _travel(
-    rows: Tensor, traffic: _Traffic, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
+def _dispatch_and_combine(
+    rows: Tensor, row_counts: RowCounts, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
 ) -> Generator[None, None, Tensor]:
     """Send ``rows``, sorted by expert, to the experts' owners, and return the body's results for them; yield while rows are in flight."""
-    sent, taken, ours, counts = traffic
-    arrived = send(rows, exchange, sent, taken)
+    sent, received, by_expert, counts = row_counts
+    arrived = send(rows, exchange, sent, received)
     yield
     here = arrived()
-    expert = torch.arange(ours.shape[1], device=rows.device).repeat(len(ours))
-    order = expert.repeat_interleave(ours.flatten(), output_size=len(here)).argsort(stable=True)
+    expert = torch.arange(by_expert.shape[1], device=rows.device).repeat(len(by_expert))
+    order = expert.repeat_interleave(by_expert.flatten(), output_size=len(here)).argsort(stable=True)
     done = body(here[order], counts, *parameters)
-    returned = send(_restore(done, order, len(here)), exchange, taken, sent)
+    returned = send(_restore(done, order, len(here)), exchange, received, sent)
     yield
     return returned()
 
 
-def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], taken: list[int]) -> Callable[[], Tensor]:
-    here: Tensor = _RowExchange.apply(rows, axes, sent, taken)
+def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Callable[[], Tensor]:
+    here: Tensor = _RowExchange.apply(rows, axes, sent, received)
     return lambda: here
 
 
@@ -284,24 +286,24 @@ class _RowExchange(torch.autograd.Function):
     """Sends rows to every rank of the axes (flattened, if there are several), in order; the backward sends their gradients back."""
 
     @staticmethod
-    def forward(ctx, rows, axes, sent, taken):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, axes, sent, received):  # type: ignore[no-untyped-def]
         # looked up here: on a GPU the backward runs in a thread that has no current mesh
         group = None if rows.is_meta else group_of(*axes)
-        ctx.group, ctx.sent, ctx.taken = group, sent, taken
-        return _all_to_all(rows, group, sent, taken)
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _all_to_all(rows, group, sent, received)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_to_all(grad, ctx.group, ctx.taken, ctx.sent), None, None, None
+        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent), None, None, None
 
 
 spmd.register_local_autograd_function(_RowExchange)
 
 
-def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], taken: list[int]) -> Tensor:
-    out = rows.new_empty(sum(taken), *rows.shape[1:])
+def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], received: list[int]) -> Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
     if group is not None:  # the meta device has no group
-        dist.all_to_all_single(out, rows.contiguous(), taken, sent, group=group)
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out
 
 

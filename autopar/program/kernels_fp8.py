@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import linear_beside_ones
+from .kernels import linear_without_unit_dims
 from .spmd import spmd
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     if spmd.is_type_checking():
         ones = [dim for dim, size in enumerate(x.shape[:-1]) if size == 1]
-        return linear_beside_ones(x, weight, ones) if 0 < len(ones) < x.ndim - 1 else F.linear(x, weight)
+        return linear_without_unit_dims(x, weight, ones) if 0 < len(ones) < x.ndim - 1 else F.linear(x, weight)
     if x.is_meta or x.dtype != torch.bfloat16 or any(size % MULTIPLE for size in weight.shape):
         return F.linear(x, weight)
     result: Tensor = _Float8Linear.apply(x, weight)

@@ -43,25 +43,25 @@ def linears(
     *,
     axis: Axes,
     src: Any,
-    whole: bool = False,
+    return_input: bool = False,
 ) -> tuple[Tensor, ...]:
     """Convert ``x`` from ``src`` to R on ``axis`` (or axes, outermost first), and return for each of ``weights [n, k]`` the product
-    ``x @ weight.T + bias``: ``[..., n]``. With ``whole`` the converted ``x`` is the last result.
+    ``x @ weight.T + bias``: ``[..., n]``. With ``return_input`` the converted ``x`` is the last result.
 
     ``src`` is I (nothing is sent forward, the gradient is all-reduced) or S(d) (``x`` is gathered along dim d, its gradient is
     reduce-scattered). In the backward pass that reduction runs while the gradients of weights and biases are computed. Gradients of 16 bits
-    are reduced in 16 bits. If other ops read the converted ``x`` that ``whole`` returns, their gradient is added before the reduction.
+    are reduced in 16 bits. If other ops read the converted ``x`` that is returned, their gradient is added before the reduction.
     """
-    added = biases or [None] * len(weights)
+    biases_or_none = biases or [None] * len(weights)
     axes = _split(axis)
     if spmd.is_type_checking():
         read = _converted(x, axis, src)
-        products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, added, strict=True))
-        return (*products, read) if whole else products
+        products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, biases_or_none, strict=True))
+        return (*products, read) if return_input else products
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
     group = None if not axes or x.is_meta else group_of(*axes)
     reduction = _Reduction(group, src.dim % x.ndim if isinstance(src, S) else None)
-    found: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, whole, *weights, *added)
+    found: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, return_input, *weights, *biases_or_none)
     return found
 
 
@@ -102,7 +102,7 @@ class _Reduction:
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axes, src, reduction, whole, *operands):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, axes, src, reduction, return_input, *operands):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         count = len(operands) // 2
         weights, biases = operands[:count], operands[count:]
@@ -110,7 +110,7 @@ class _Products(torch.autograd.Function):
         ctx.reduction = reduction
         ctx.save_for_backward(read, *weights)
         products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        return (*products, read.view_as(read)) if whole else products
+        return (*products, read.view_as(read)) if return_input else products
 
     @staticmethod
     @once_differentiable

@@ -32,37 +32,37 @@ def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: Seed | None 
     return _drawn("normal", like, like.dtype, [mean, std], seed)
 
 
-def chosen(like: Tensor, share: float, seed: Seed) -> Tensor:
+def bernoulli_mask(like: Tensor, share: float, seed: Seed) -> Tensor:
     """Return a boolean mask with the shape and SPMD types of ``like``: each element is true with probability ``share``."""
     return _drawn("bernoulli", like, torch.bool, [share], seed)
 
 
-def _drawn(how: str, like: Tensor, dtype: torch.dtype, given: list[float], seed: Seed | None) -> Tensor:
+def _drawn(distribution: str, like: Tensor, dtype: torch.dtype, params: list[float], seed: Seed | None) -> Tensor:
     with spmd.no_typecheck():
         number = torch.tensor(seed, device="cpu") if isinstance(seed, int) else seed
         draw = _draw if number is None else torch.ops.autopar.draw
-        drawn: Tensor = draw(how, like.shape, dtype, like.device, given, number)
+        drawn: Tensor = draw(distribution, like.shape, dtype, like.device, params, number)
     return _declared(drawn, like)
 
 
 def _draw(
-    how: str,
+    distribution: str,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-    given: Sequence[float],
+    params: Sequence[float],
     seed: Tensor | None,
 ) -> Tensor:
     generator = None
     if seed is not None and device.type != "meta":
         generator = torch.Generator(device).manual_seed(int(seed))
     empty = torch.empty(shape, dtype=dtype, device=device)
-    made: Tensor = getattr(empty, f"{how}_")(*given, generator=generator)
+    made: Tensor = getattr(empty, f"{distribution}_")(*params, generator=generator)
     return made
 
 
 def _draw_shape(
-    how: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, given: Sequence[float], seed: Tensor
+    distribution: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *_: object
 ) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -72,7 +72,7 @@ if not hasattr(torch.ops.autopar, "draw"):  # another program in this process ma
         "autopar::draw",
         _draw,
         mutates_args=(),
-        schema="(str how, int[] shape, ScalarType dtype, Device device, float[] given, Tensor seed) -> Tensor",
+        schema="(str distribution, int[] shape, ScalarType dtype, Device device, float[] params, Tensor seed) -> Tensor",
     ).register_fake(_draw_shape)
 
 

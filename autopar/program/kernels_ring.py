@@ -169,7 +169,7 @@ class Ring:
             moves: dict[int, tuple[int, int]] = {}  # by part: the group's ranks that it moves from and to
             for part, source in where.items():
                 where[part] = (*source[:axis], goal[part][axis], *source[axis + 1 :])
-                if self._beside(source, axis) and source != where[part]:
+                if self._in_same_group(source, axis) and source != where[part]:
                     moves[part] = source[axis], goal[part][axis]
             here = self.place[axis]
             leaving = sorted(
@@ -193,7 +193,7 @@ class Ring:
             mine |= dict(zip(coming, got.unbind(), strict=True))
         return [mine[part] for part in wanted[me]]
 
-    def _beside(self, place: Sequence[int], axis: int) -> bool:
+    def _in_same_group(self, place: Sequence[int], axis: int) -> bool:
         """Return whether a rank is in this rank's group on an axis."""
         return all(a == b for i, (a, b) in enumerate(zip(place, self.place, strict=True)) if i != axis)
 
@@ -212,7 +212,7 @@ def _received(arrival: Arrival) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _ChunkOrder:
     """The chunks of the sequence that each rank of the ring computes, ascending."""
 
     ring: Ring
@@ -220,11 +220,11 @@ class _Order:
     balanced: bool
 
     @staticmethod
-    def of(ring: Ring, length: int, causal: bool) -> _Order:
+    def of(ring: Ring, length: int, causal: bool) -> _ChunkOrder:
         n = ring.size
         if causal and length % 2 == 0:
-            return _Order(ring, tuple((i, 2 * n - 1 - i) for i in range(n)), balanced=True)
-        return _Order(ring, tuple((i,) for i in range(n)), balanced=False)
+            return _ChunkOrder(ring, tuple((i, 2 * n - 1 - i) for i in range(n)), balanced=True)
+        return _ChunkOrder(ring, tuple((i,) for i in range(n)), balanced=False)
 
     def enter(self, x: Tensor) -> Tensor:
         """Reorder from the program's order, in which rank i has chunks 2i and 2i + 1, to this order."""
@@ -253,7 +253,7 @@ class _Block:
     offset: int | None
 
 
-def _blocks(order: _Order, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
+def _blocks(order: _ChunkOrder, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
     """Yield this rank's work on the block of the ``origin``-th rank of the ring, in runs of at most ``SCORES`` scores."""
     mine, theirs = order.chunks[order.ring.index(order.ring.place)], order.chunks[origin]
     chunk = length // len(mine)
@@ -382,7 +382,7 @@ class _Part(NamedTuple):
     causal: bool
 
 
-def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_Part]:
+def _parts(order: _ChunkOrder, origin: int, causal: bool, length: int) -> Iterator[_Part]:
     """Yield this rank's work on the block of the ``origin``-th rank of the ring: one part, or none."""
     me = order.ring.index(order.ring.place)
     mine, theirs = order.chunks[me], order.chunks[origin]
@@ -397,7 +397,7 @@ def _parts(order: _Order, origin: int, causal: bool, length: int) -> Iterator[_P
 
 
 def _kernel_forward(
-    order: _Order, causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor
+    order: _ChunkOrder, causal: bool, scale: float, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute ``_forward`` by the device's kernel."""
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -416,7 +416,7 @@ def _kernel_forward(
 
 
 def _kernel_backward(
-    order: _Order, causal: bool, scale: float, saved: tuple[Tensor, ...], grad: Tensor
+    order: _ChunkOrder, causal: bool, scale: float, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``_backward`` by the device's kernel."""
     query, key, value, out, lse = saved
@@ -437,7 +437,7 @@ def _kernel_backward(
                 total[..., keys, :] += several.sum(2).view(total[..., keys, :].shape)
         return found
 
-    grads = _gathered(order, [key, value], terms)
+    grads = _ring_reduce(order, [key, value], terms)
     return grad_query.view(query.shape), grads[0], grads[1]
 
 
@@ -446,7 +446,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, mask, ring, causal, scale, dropout_p, seed):  # type: ignore[no-untyped-def]
-        order = _Order.of(ring, query.shape[-2], causal)
+        order = _ChunkOrder.of(ring, query.shape[-2], causal)
         query, key, value = order.enter(query), order.enter(key), order.enter(value)
         generator = _generator(query, dropout_p, seed)
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -488,7 +488,7 @@ def _generator(like: Tensor, dropout_p: float, seed: Seed | None) -> torch.Gener
     return generator
 
 
-def _rotation(order: _Order, tensors: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
+def _rotation(order: _ChunkOrder, tensors: list[Tensor]) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Yield for every step its number, the ring position of the rank whose block is here, and the block; the next is already in flight."""
     ring = order.ring
     for step, origin in enumerate(ring.origins()):
@@ -503,7 +503,7 @@ def _pairs(query: Tensor) -> int:
 
 
 def _forward(
-    order: _Order, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
+    order: _ChunkOrder, causal: bool, scores: _Scores, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the result and the logsumexp of every row. A row that reads no key has the result zero and the logsumexp infinity."""
     wide, length = scores.wide, query.shape[-2]
@@ -532,7 +532,7 @@ def _forward(
 
 
 def _backward(
-    order: _Order, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
+    order: _ChunkOrder, causal: bool, scores: _Scores, saved: tuple[Tensor, ...], grad: Tensor, grad_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value in ``scores.wide``, and add the mask's gradient to ``grad_mask``."""
     query, key, value, out, lse = saved
@@ -563,27 +563,27 @@ def _backward(
             grads[0][keys] += scores.product(ds.mT, q)
         return grads
 
-    grads = _gathered(order, [key, value], terms)
+    grads = _ring_reduce(order, [key, value], terms)
     return grad_query, grads[0], grads[1]
 
 
-def _gathered(
-    order: _Order, block: list[Tensor], terms: Callable[[int, Sequence[Tensor]], list[Tensor]]
+def _ring_reduce(
+    order: _ChunkOrder, block: list[Tensor], terms: Callable[[int, Sequence[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
     """Return the gradients of this rank's ``block``: the sums of all ranks' ``terms`` for it. The blocks go around the ring, and their
     gradients follow them."""
     ring = order.ring
-    travelling: Arrival = ([], [])
-    gone = [0] * len(ring.sizes)
+    in_flight: Arrival = ([], [])
+    hops = [0] * len(ring.sizes)
     grads: list[Tensor] = []
     for step, origin, here in _rotation(order, block):
         grads = terms(origin, here)
-        grads = [mine + before for mine, before in zip(grads, _received(travelling), strict=True)] if step else grads
+        grads = [mine + before for mine, before in zip(grads, _received(in_flight), strict=True)] if step else grads
         if step + 1 < ring.size:
             axis = ring.hop(step + 1)
-            gone[axis] += 1
-            travelling = ring.shift(grads, axis)
-    for axis, (hops, n) in enumerate(zip(gone, ring.sizes, strict=True)):
-        if hops % n:
-            grads = _received(ring.shift(grads, axis, n - hops % n))
+            hops[axis] += 1
+            in_flight = ring.shift(grads, axis)
+    for axis, (count, n) in enumerate(zip(hops, ring.sizes, strict=True)):
+        if count % n:
+            grads = _received(ring.shift(grads, axis, n - count % n))
     return grads

@@ -54,11 +54,11 @@ def recurrent(
             parts = torch.lstm(x, list(states), list(weights), *options)
         else:
             parts = getattr(torch, mode)(x, states[0], list(weights), *options)
-        last = [_beside(state, num_layers) for state in parts[1:]]
+        last = [_states_as_time_steps(state, num_layers) for state in parts[1:]]
         out = torch.cat([parts[0], *last], dim=1)
     return _declare(out, _places(x)) if spmd.is_type_checking() else out
 
 
-def _beside(state: Tensor, layers: int) -> Tensor:
+def _states_as_time_steps(state: Tensor, layers: int) -> Tensor:
     """Reshape ``[layers * directions, batch, hidden]`` to ``[batch, layers, directions * hidden]``."""
     return state.unflatten(0, (layers, -1)).permute(2, 0, 1, 3).flatten(2)

@@ -48,7 +48,7 @@ class LateReductions(Reductions):
         super().__init__(program, by_stage)
         self._delay = program.spec.late
         self._step = 0  # the number of updates so far
-        self._placed = False  # whether the groups' gradients are those of the next update
+        self._uses_due = False  # whether the groups' gradients are those of the next update
         self._sums: dict[FlatGroup, list[_Sum]] = {
             group: [] for group in self._groups if isinstance(group, FlatGroup) and group.masters
         }
@@ -68,30 +68,30 @@ class LateReductions(Reductions):
             super()._start(group)
             return
         self._sums[group].append(_Sum(self._step, *group.start_reduction_of_copy()))
-        self._placed = False
+        self._uses_due = False
 
     @torch.no_grad()
-    def show(self) -> None:
+    def use_last_gradients(self) -> None:
         """Set the groups' gradients to those of the last forward and backward pass."""
         for group, sums in self._sums.items():
             group.flat_gradients.copy_(sums[-1].wait())
-        self._placed = False
+        self._uses_due = False
 
     @torch.no_grad()
-    def place(self) -> None:
+    def use_due_gradients(self) -> None:
         """Set the groups' gradients to the sums that the next update uses."""
-        if self._placed:
+        if self._uses_due:
             return
         for group, sums in self._sums.items():
             group.flat_gradients.zero_()
             for due in [s for s in sums if s.step + self._delay <= self._step]:
                 group.flat_gradients.add_(due.wait())
                 sums.remove(due)
-        self._placed = True
+        self._uses_due = True
 
     def advance(self) -> None:
         """Count an update, even if it was skipped."""
-        self._step, self._placed = self._step + 1, False
+        self._step, self._uses_due = self._step + 1, False
 
     @contextlib.contextmanager
     def saved(self, updates: Updates) -> Iterator[None]:
@@ -124,7 +124,7 @@ class LateReductions(Reductions):
     @torch.no_grad()
     def loaded(self, updates: Updates) -> None:
         """Move the sums of a loaded checkpoint from the optimizer's state to this object."""
-        self._step, self._placed = 0, False
+        self._step, self._uses_due = 0, False
         for group, sums in self._sums.items():
             found: dict[int, _Sum] = {}
             for master in group.masters:

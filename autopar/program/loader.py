@@ -36,7 +36,7 @@ from torch.utils.data import (
 )
 
 from .agree import digest
-from .host import Later
+from .host import AsyncHostCopy
 from .share import DataError, Rows, Share
 from .spec import TensorSpec
 from .world import LoadedProgram, World
@@ -128,7 +128,7 @@ class _Fetched:
     begin: tuple[int, int]
     tensors: Mapping[str, Tensor] | None
     problem: str
-    check: Later
+    check: AsyncHostCopy
 
 
 class Loader:
@@ -218,7 +218,7 @@ class Loader:
     def _opened(self, given: Any) -> Any:
         """Return the data set of a ``DataLoader``, a mapping of tensors or a data set. Raises ``DataError`` if it isn't map-style."""
         if isinstance(given, DataLoader):
-            given = self._taken_over(given)
+            given = self._adopt_loader(given)
         if isinstance(given, Mapping):
             given = Tensors(given)
         if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
@@ -231,7 +231,7 @@ class Loader:
             given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
         return given
 
-    def _taken_over(self, loader: DataLoader[Any]) -> Any:
+    def _adopt_loader(self, loader: DataLoader[Any]) -> Any:
         """Return the data set of a user's loader, after adopting its options."""
         if loader.batch_size not in (1, self.batch):
             raise DataError(
@@ -242,7 +242,7 @@ class Loader:
             loader.dataset, IterableDataset
         ):
             raise DataError(
-                f"the loader's sampler is a {type(loader.sampler).__name__}, which says nothing of which rank reads what",
+                f"the loader's sampler is a {type(loader.sampler).__name__}, which does not define which rows each rank reads",
                 "give the data set itself; shuffle and seed are options of program.loader",
             )
         shuffled = self._order.shuffle or type(loader.sampler) is RandomSampler

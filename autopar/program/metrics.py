@@ -22,14 +22,20 @@ import torch
 COMPARED_STEPS = 20
 """The number of steps after which measurement and prediction are compared. The first five don't count: they allocate memory and
 compile layers."""
-_FAR = 0.2
+_LARGE_DEVIATION = 0.2
 
 
 def peak_memory_bytes() -> int:
     """Return this process's peak memory in bytes: allocated tensors on a GPU; on a CPU resident memory, including Python and torch."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _peak_memory()[0]
+
+
+def _peak_memory() -> tuple[int, str]:
+    """Return this process's peak memory in bytes, and what it measures."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated(), "peak device allocation"
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak resident memory"
 
 
 class Meter:
@@ -100,7 +106,7 @@ class Meter:
             (memory, *_pair(predicted_bytes, memory_bytes, 1e6, "MB")),
         ]
         lines = ["  ".join(cell.rjust(20) if i else cell.ljust(40) for i, cell in enumerate(row)) for row in rows]
-        if abs(measured_s - plan["step_time_s"]) > _FAR * plan["step_time_s"]:
+        if abs(measured_s - plan["step_time_s"]) > _LARGE_DEVIATION * plan["step_time_s"]:
             parts = {"compute": "compute_s", "exposed communication": "communication_s", "bubble": "bubble_s"}
             parts["once a step"] = "optimizer_s"
             shown = ", ".join(f"{name} {plan[key] * 1e3:,.1f} ms" for name, key in parts.items())
@@ -168,13 +174,15 @@ def explained(folder: Path) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         plan = json.loads((folder / "plan.json").read_text())
-        asked = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise MemoryError(sentence(plan, int(os.environ.get("RANK", "0")), _measured(), asked)) from error
+        allocator_message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise MemoryError(
+            sentence(plan, int(os.environ.get("RANK", "0")), _peak_memory(), allocator_message)
+        ) from error
 
 
-def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], asked: str) -> str:
-    """Describe an out-of-memory error, and what to change. ``measured`` is a number of bytes and what it measures; ``asked`` is the first
-    line of the allocator's message."""
+def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], allocator_message: str) -> str:
+    """Describe an out-of-memory error, and what to change. ``measured`` is a number of bytes and what it measures; ``allocator_message``
+    is the first line of the allocator's message."""
     index, stage = next(
         (i, stage)
         for i, stage in enumerate(plan["stages"])
@@ -189,15 +197,8 @@ def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], aske
     return (
         f"out of memory on rank {rank}, stage {index}: the plan predicts {_size(sum(parts.values()))} ({shown}) of {_size(limit)}, "
         f"{measured[1]} is {_size(measured[0])}; plan again with --memory-limit {lower / 1e9:.3g}GB, or {_CHANGES[largest]}; "
-        f"`autopar explain` says what each change saves ({asked})"
+        f"`autopar explain` says what each change saves ({allocator_message})"
     )
-
-
-def _measured() -> tuple[int, str]:
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated(), "the most that was allocated on the device"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "the most memory of the process"
 
 
 def _size(size: int) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .box_exchange import MasterValues
-from .boxes import Box, Piece, divided, part_of, whole
+from .boxes import Box, Piece, divided, full_piece, part_of
 from .collectives import exchange
 from .optimizers import Updates
 from .parameters import Master, ParameterGroup, upload
@@ -48,7 +48,7 @@ class TrainingTensors:
     buffers: SavedBuffers | None
     updates: Updates | None  # ``None`` while initial values are set: there is no optimizer yet
 
-    def held(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[MasterValues]:
+    def master_values(self, of: Callable[[Master], Tensor | None] = _value) -> Iterator[MasterValues]:
         """Yield ``of(master)`` (by default the values) for each of this rank's masters, frozen parameters included; skip ``None``."""
         for group in self.groups:
             for master in (*group.masters, *group.frozen):
@@ -59,18 +59,18 @@ class TrainingTensors:
     def parameters(
         self, *, once: bool = False, of: Callable[[Master], Tensor | None] = _value
     ) -> Iterator[tuple[Layout, Piece]]:
-        """Yield the pieces of ``held``. With ``once`` each element is yielded by one rank only (in each local SGD replica), and a tied
-        parameter's elements only by its first copy."""
-        for held in self.held(of):
-            layout = held.master.layout
-            if not once or self.world.first_on(held.master.replicated_axes) and self.program.is_first_copy(layout):
-                yield from ((layout, piece) for piece in held.pieces(self.world))
+        """Yield the pieces of ``master_values``. With ``once`` each element is yielded by one rank only (in each local SGD replica), and a
+        tied parameter's elements only by its first copy."""
+        for tensor in self.master_values(of):
+            layout = tensor.master.layout
+            if not once or self.world.first_on(tensor.master.replicated_axes) and self.program.is_first_copy(layout):
+                yield from ((layout, piece) for piece in tensor.pieces(self.world))
 
     def written(self, *, copies: bool = False) -> Iterator[Piece]:
         """Yield the buffers that this rank's stages write; with ``copies`` also those that other stages write and these only read."""
         for record, tensor in () if self.buffers is None else self.buffers.own():
             if copies or record.written:
-                yield whole(("model" if record.persistent else "buffer", record.original), tensor)
+                yield full_piece(("model" if record.persistent else "buffer", record.original), tensor)
 
     def all_pieces(self) -> list[Piece]:
         """Return this rank's pieces of all parameters and buffers."""
@@ -88,7 +88,8 @@ class TrainingTensors:
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Set parameters from full tensors (``source``), buffers by name; then call ``spread``. Raises ``ValueError`` for wrong shapes."""
+        """Set parameters from full tensors (``source``), buffers by name; then call ``copy_masters_to_parameters``. Raises ``ValueError``
+        for wrong shapes."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
             if layout is not last:
@@ -104,7 +105,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Draw this rank's shards of all parameters at random. Then call ``spread``.
+        """Draw this rank's shards of all parameters at random. Then call ``copy_masters_to_parameters``.
 
         Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
         number depends on the seed, the parameter's original name and the element's index, not on the plan; a rank draws only its shards.
@@ -115,7 +116,7 @@ class TrainingTensors:
             else:
                 _fill(piece, seed)
 
-    def spread(self) -> None:
+    def copy_masters_to_parameters(self) -> None:
         """Copy the masters into the parameters that the stages read. All ranks call this after anything but an update sets masters."""
         for group in self.groups:
             upload(group.masters)

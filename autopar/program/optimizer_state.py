@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim.lr_scheduler import LRScheduler
 
 from .box_exchange import MasterValues, copy_index, writes
-from .boxes import Piece, whole
+from .boxes import Piece, full_piece
 from .checkpoint_files import CheckpointError
 from .optimizers import class_name
 from .parameters import Master
@@ -124,9 +124,9 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
 
 def _whole(master: Master, key: str, value: Any) -> Piece:
     """Return the piece of a state that is not sharded like the parameter: a full tensor, or a number."""
-    if isinstance(value, Tensor):
-        return whole(_path(master, key), value.detach())
-    return whole(_path(master, key), torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None))
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return full_piece(_path(master, key), value.detach())
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

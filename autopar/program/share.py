@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .agree import digest, same_batch
 from .collectives import all_gather
-from .host import Later, on_device
+from .host import AsyncHostCopy, on_device
 from .spec import StageSpec
 from .world import LoadedProgram, World
 
@@ -160,7 +160,9 @@ class Share:
 
     # -- agreement --
 
-    def start_check(self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = "") -> Later:
+    def start_check(
+        self, tensors: Mapping[str, Tensor] | None, state: Sequence[int], problem: str = ""
+    ) -> AsyncHostCopy:
         """Start to check that all ranks read rows of the same batch: one small all-reduce, which ``finish_check`` awaits.
 
         ``tensors`` are the rank's rows, or ``None`` if ``problem`` says why there are none. ``state`` identifies the rows that were read.
@@ -175,12 +177,12 @@ class Share:
         # all ranks that have a number have the same one if its maximum and the maximum of its negatives differ only in sign
         both = on_device(torch.cat((flat, torch.where(flat == _ABSENT, flat, -flat))), self.world.device)
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        return Later(both)
+        return AsyncHostCopy(both)
 
     def _names(self) -> list[str]:
         return sorted({*self.program.inputs, *self._scalar_inputs})
 
-    def finish_check(self, started: Later, problem: str = "") -> None:
+    def finish_check(self, started: AsyncHostCopy, problem: str = "") -> None:
         """Finish the check that ``start_check`` started with this rank's ``problem``.
 
         Raises:

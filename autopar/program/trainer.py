@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from . import checkpoint, optimizers, weights
 from .agree import same_options, same_state
-from .checkpoint import claim, has_checkpoint
+from .checkpoint import has_checkpoint, lock_checkpoints
 from .checkpoint_files import CheckpointError
 from .finite import NonFiniteLossError, first_non_finite
 from .loader import Loader, Order, Synthetic, Tensors
@@ -49,10 +49,10 @@ __all__ = [
     "Tensors",
     "Trainer",
     "adamw",
-    "claim",
     "has_checkpoint",
     "initial",
     "load",
+    "lock_checkpoints",
     "read_state",
     "start",
     "wrong_state",
@@ -283,7 +283,7 @@ class Trainer:
         assert self._updates is not None
         self.finish_update()  # the previous update, if no forward pass has waited for it
         if self._late is not None:
-            self._late.place()
+            self._late.use_due_gradients()
         if not skipped:
             self._updates.step()
         if self._late is not None:
@@ -308,7 +308,7 @@ class Trainer:
         """Compute the global batch's gradients, summed over ranks, microbatches and tied copies; return its loss."""
         loss = self._forward_backward(batch)
         if self._late is not None:
-            self._late.show()
+            self._late.use_last_gradients()
         return float(self._schedule.reduced(loss))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
@@ -348,7 +348,7 @@ class Trainer:
     @torch.no_grad()
     def _clip(self, max_norm: float) -> Tensor:
         if self._late is not None:
-            self._late.place()
+            self._late.use_due_gradients()
         masters = [master for group in self._groups for master in group.masters]
         first_on, is_first_copy = self.world.first_on, self.program.is_first_copy
         counted = [m for m in masters if first_on(m.replicated_axes) and is_first_copy(m.layout)]
@@ -450,7 +450,7 @@ class Trainer:
         """Let ``change`` set values of this rank's tensors, then copy them into the parameters that the stages read."""
         tensors = self._tensors()
         change(tensors)
-        tensors.spread()
+        tensors.copy_masters_to_parameters()
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:

@@ -41,10 +41,10 @@ from .trainer import (
     DataError,
     NonFiniteLossError,
     Trainer,
-    claim,
     has_checkpoint,
     initial,
     load,
+    lock_checkpoints,
     read_state,
     start,
     wrong_state,
@@ -316,10 +316,10 @@ def open_trainer(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> tupl
         raise SystemExit(f"--save-weights {args.save_weights}: {why}; use --save, or the name of a new folder")
     state = None if args.resume else start_values(recipe, args, program.records)
     # longer than any limit of the watch, which then reports first: a collective's own timeout names no rank
-    patience_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
-    world = start(program, device=args.device, timeout_s=patience_s, nvme=args.nvme)
+    timeout_s = args.lost_after + max(args.timeout, args.setup_timeout, args.save_timeout)
+    world = start(program, device=args.device, timeout_s=timeout_s, nvme=args.nvme)
     watch.join()
-    claimed = claim(args.checkpoint, patience_s=args.lost_after) if args.checkpoint else None
+    lock = lock_checkpoints(args.checkpoint, timeout_s=args.lost_after) if args.checkpoint else None
     if args.checkpoint and not args.resume and has_checkpoint(args.checkpoint):
         raise SystemExit(
             f"{args.checkpoint} has checkpoints of another training, which this one would replace; add --resume to continue it, or give "
@@ -341,7 +341,7 @@ def open_trainer(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> tupl
     )
     if resume is not None:
         say(f"continues after step {trainer.steps}, with the optimizer's options from the checkpoint")
-    return trainer, claimed
+    return trainer, lock
 
 
 def say(message: str) -> None:
@@ -371,7 +371,7 @@ def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
 
 def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
     """Train, and write the state dict and the weights at the end if the options say so."""
-    trainer, _claim = open_trainer(recipe, args, watch)
+    trainer, _lock = open_trainer(recipe, args, watch)
     watch.follow(trainer.stages.values())
     loader = open_loader(args, trainer)
     try:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .host import Later
+from .host import AsyncHostCopy
 from .spec import layers_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -151,7 +151,7 @@ class Watch:
         self._layer = ""
         self._failed_at: tuple[str, bool] | None = None
         self._problem: str | None = None  # the problem that this rank noticed, which ends the training
-        self._asked: Later | None = None  # the signal that some rank had received at the last step
+        self._asked: AsyncHostCopy | None = None  # the signal that some rank had received at the last step
         self._heard = time.monotonic()  # when the store last answered
         self._ended = threading.Event()
         self._node: NodeHeartbeats | None = None  # set by ``join``
@@ -244,7 +244,7 @@ class Watch:
             return signal.Signals(self._received).name if self._received else ""
         received = torch.tensor(self._received, dtype=torch.int32, device=device)
         dist.all_reduce(received, dist.ReduceOp.MAX)
-        before, self._asked = self._asked, Later(received)
+        before, self._asked = self._asked, AsyncHostCopy(received)
         number = 0 if before is None else int(before.read())
         return signal.Signals(number).name if number else ""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .boxes import Box, Piece, divided, whole
+from .boxes import Box, Piece, divided, full_piece
 
 INDEX, SUFFIX = "model.safetensors.index.json", ".safetensors"
 FILE_BYTES = 5 * 10**9  # the file size of transformers
@@ -204,7 +204,7 @@ def write_file(file: Path, state: Mapping[str, Tensor]) -> None:
     places = places_in(partial, {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}, others)
     try:
         create(places, others)
-        write((places[name], whole((name,), tensor.detach())) for name, tensor in own.items())
+        write((places[name], full_piece((name,), tensor.detach())) for name, tensor in own.items())
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)

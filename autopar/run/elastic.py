@@ -102,29 +102,29 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The smallest and the largest number of nodes, the rendezvous endpoint ``meet``, and the maximum number of restarts."""
+    """The smallest and the largest number of nodes, the ``endpoint`` of the rendezvous, and the maximum number of restarts."""
 
-    least: int
-    most: int
-    meet: str
+    minimum: int
+    maximum: int
+    endpoint: str
     restarts: int
 
     @staticmethod
-    def read(text: str, meet: str, restarts: int) -> Nodes:
-        """Parse a range such as ``"2:4"`` and ``meet``, ``HOST:PORT``. Raises ``UsageError`` if either is invalid, or the host unknown."""
-        least, _, most = text.partition(":")
-        if not (least.isdigit() and most.isdigit() and 0 < int(least) <= int(most)):
+    def read(text: str, endpoint: str, restarts: int) -> Nodes:
+        """Parse a range (``"2:4"``) and an endpoint (``HOST:PORT``). Raises ``UsageError`` if either is invalid, or the host is unknown."""
+        minimum, _, maximum = text.partition(":")
+        if not (minimum.isdigit() and maximum.isdigit() and 0 < int(minimum) <= int(maximum)):
             raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
-        host, _, port = meet.rpartition(":")
+        host, _, port = endpoint.rpartition(":")
         if not (host and port.isdigit() and 0 < int(port) < 2**16):
-            raise UsageError(f"--meet {meet} is not an address", "give HOST:PORT, such as node0:29400")
+            raise UsageError(f"--meet {endpoint} is not an address", "give HOST:PORT, such as node0:29400")
         try:
             socket.getaddrinfo(host.strip("[]"), int(port))
         except OSError as error:
             raise UsageError(
-                f"--meet {meet}: there is no host {host}", "give the name of a node as others see it"
+                f"--meet {endpoint}: there is no host {host}", "give the name of a node as others see it"
             ) from error
-        return Nodes(int(least), int(most), meet, restarts)
+        return Nodes(int(minimum), int(maximum), endpoint, restarts)
 
 
 def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
@@ -134,7 +134,7 @@ def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{nodes.least}:{nodes.most}"]
     words += ["--nproc-per-node", str(elastic.ranks), "--max-restarts", str(nodes.restarts), "--rdzv-backend", "c10d"]
-    words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.meet, "--rdzv-conf", RENDEZVOUS]
+    words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.endpoint, "--rdzv-conf", RENDEZVOUS]
     env = {"OMP_NUM_THREADS": "1", **os.environ, **PRIVATE_STORE}
     env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     os.execve(sys.executable, [*words, "-m", "autopar.run.elastic", elastic.programs], env)

@@ -55,7 +55,7 @@ def check_count(count: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class NetworkNamespaces:
     """How to start workers in network namespaces other than the parent's.
 
     ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")``; ``env`` is added to the workers' environment,
@@ -108,13 +108,13 @@ class Processes:
     """
 
     def __init__(
-        self, count: int, *, port: int = 0, env: dict[str, str] | None = None, places: Places | None = None
+        self, count: int, *, port: int = 0, env: dict[str, str] | None = None, netns: NetworkNamespaces | None = None
     ) -> None:
-        places = places or Places(((),) * count)
-        assert count == len(places.prefixes) > 0
+        netns = netns or NetworkNamespaces(((),) * count)
+        assert count == len(netns.prefixes) > 0
         check_count(count)
         self.count = count
-        address = {**(env or {}), **places.env}.get("MASTER_ADDR", _HERE)
+        address = {**(env or {}), **netns.env}.get("MASTER_ADDR", _HERE)
         self.store = _listen(address, port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._calls = 0
@@ -129,9 +129,9 @@ class Processes:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(self.store.port),
             **(env or {}),
-            **places.env,
+            **netns.env,
         }
-        for rank, prefix in enumerate(places.prefixes):
+        for rank, prefix in enumerate(netns.prefixes):
             with self._log(rank).open("w") as log:
                 self._workers.append(
                     subprocess.Popen(

@@ -38,7 +38,7 @@ from autopar.torch_private import fake_store, overload_name
 WARM_UP = 2
 """Steps before the measured ones: the first compiles layers and allocates optimizer states, and the allocator's cache settles."""
 TIMEOUT_S = 1800.0
-FREE = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
+INSTANT_LINK = Link(0.0, float("inf"), "a rehearsal's collectives return at once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,9 @@ def with_free_communication(cluster: Cluster) -> Cluster:
     """Return the cluster with communication that takes no time, for the predictions of a rehearsal."""
     return replace(
         cluster,
-        intra=FREE,
-        inter=FREE,
-        inter_part=None if cluster.inter_part is None else FREE,
+        intra=INSTANT_LINK,
+        inter=INSTANT_LINK,
+        inter_part=None if cluster.inter_part is None else INSTANT_LINK,
         collective_s=0.0,
         network=None,
         collective_times=None,
@@ -152,7 +152,7 @@ def with_free_communication(cluster: Cluster) -> Cluster:
 
 def rehearse(
     folder: str | os.PathLike[str],
-    alone: Plan,
+    plan: Plan,
     batch: dict[str, Tensor],
     ranks: Sequence[int],
     device: str,
@@ -163,7 +163,7 @@ def rehearse(
 
     Args:
         folder: the emitted program.
-        alone: the program's plan, priced on the cluster of ``with_free_communication``.
+        plan: the program's plan, priced on the cluster of ``with_free_communication``.
         batch: a global batch, as tensors by input name.
         ranks: the ranks to rehearse.
         device: "cuda" or "cpu".
@@ -174,7 +174,7 @@ def rehearse(
         UsageError: the plan has no such rank.
         LaunchError: the program fails, for example out of memory.
     """
-    check_ranks(alone, ranks)
+    check_ranks(plan, ranks)
     for rank in ranks:
         progress(f"rank {rank}")
         workers = Processes(1, env={"LOCAL_WORLD_SIZE": "1"})
@@ -184,7 +184,7 @@ def rehearse(
                 str(folder),
                 batch,
                 rank,
-                alone.device_count,
+                plan.device_count,
                 device,
                 steps,
                 timeout_s=TIMEOUT_S,
@@ -194,16 +194,16 @@ def rehearse(
         finally:
             workers.close()
         stages = tuple(measured["stages"])
-        passes = alone.microbatches / alone.sized_schedule.copies  # microbatches that each of the rank's stages runs
+        passes = plan.microbatches / plan.sized_schedule.copies  # microbatches that each of the rank's stages runs
         yield Rehearsal(
             rank=rank,
             stages=stages,
             device=measured["device"],
-            predicted=alone.stages[stages[0]].memory,
+            predicted=plan.stages[stages[0]].memory,
             peak_bytes=measured["peak_bytes"],
             at_rest_bytes=measured["at_rest_bytes"],
             reserved_bytes=measured["reserved_bytes"],
-            predicted_s=sum(passes * alone.stages[s].microbatch_s + alone.stages[s].optimizer_s for s in stages),
+            predicted_s=sum(passes * plan.stages[s].microbatch_s + plan.stages[s].optimizer_s for s in stages),
             rounds_s=tuple(measured["rounds_s"]),
         )
 

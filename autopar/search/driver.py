@@ -21,7 +21,6 @@ schedules with uneven stages come last, because many of them have low bounds and
 from __future__ import annotations
 
 import heapq
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.measure import peak_memory_bytes
 from autopar.plan import FP8, PinPrice, Plan
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
@@ -469,7 +469,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         f"{' + '.join(sorted(state.solvers)) or 'no solver needed'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
         _left_out(cluster, state),
         time.monotonic() - started,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes(),
     )
     return make_plan(
         graph,

@@ -374,7 +374,7 @@ def _world_size(program: Any) -> int:
 def _replace_values(program: Path) -> None:
     """Replace the program's functions that read values: all digests become 0, and all experts get equally many rows."""
 
-    def digest(tensor: Tensor, whole: bool = True) -> int:
+    def digest(tensor: Tensor, limit: int | None = None) -> int:
         return 0
 
     for source in program.glob("runtime/*.py"):
@@ -383,11 +383,11 @@ def _replace_values(program: Path) -> None:
             module.digest = digest
     experts: Any = sys.modules.get("runtime.kernels_experts")
     if experts is not None:
-        experts._own = _evenly(experts._own)
+        experts._local_expert_ids = _evenly(experts._local_expert_ids)
 
 
 def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap ``_own`` of ``kernels_experts`` so that the rows per expert which it returns are those of a balanced router."""
+    """Wrap ``_local_expert_ids`` of ``kernels_experts`` so that it returns the rows per expert of a balanced router."""
 
     def evenly(ids: Tensor, count: int, *axes: Any) -> tuple[Tensor, Tensor]:
         ids, counts = own(ids, count, *axes)

@@ -255,5 +255,7 @@ def test_a_program_refuses_another_answer(workers2: WorkerPool) -> None:
     given = model(branch)
     subject = make_subject(given, batch())
     other = with_batch(subject, given, make_subject(given, batch(ignored=0)).batch, None)
-    with pytest.raises(LaunchError, match="True for the batch that the program was captured with and is False now"):
+    with pytest.raises(
+        LaunchError, match="this value was True at capture and is False now, so the model may take another branch"
+    ):
         check_plan(subject, manual_plan(subject.graph, data=2), workers2, attack=other)

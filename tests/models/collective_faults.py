@@ -57,7 +57,7 @@ CLIPPED = Case("mlp", kind("data 2", data=2), RecordedSteps(max_norm=1.0), "clip
 SCATTER = "self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)"
 RING = Case("llama", kind("ring 2", ring=2))
 EXPERTS = Case("mixtral", kind("expert 2", expert=2))
-EXCHANGE = "dist.all_to_all_single(out, rows.contiguous(), taken, sent, group=group)"
+EXCHANGE = "dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)"
 RECEIVE = "operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=(here - distance) % n))"
 CLIP_START = "self._reductions.start()"
 WAITS = (LATE, NEVER_WAITED)

@@ -80,7 +80,7 @@ class Values(fx.Interpreter):
             x, weights, *rest = args
             biases = rest[0] if rest else [None] * len(weights)
             products = [functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-            return (*products, x) if kwargs.get("whole") else tuple(products)
+            return (*products, x) if kwargs.get("return_input") else tuple(products)
         return super().call_function(target, args, kwargs)
 
 

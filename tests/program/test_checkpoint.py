@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from damage import as_format_1
 from exactness import MODELS, subject
 from peaks import grown_by
+from programs import Shape, mlp_model, write_mlp
 from resumed import KIND, Fault, batch_of, chain, emitted
 from test_randomness import dropping
 from tiers import in_short
@@ -26,8 +30,9 @@ from autopar.emit import emit
 from autopar.errors import LaunchError
 from autopar.program import box_files, checkpoint
 from autopar.program.boxes import Box, Piece, cut, divided, pieces
-from autopar.program.checkpoint_files import CheckpointError, StoredCheckpoint, finish, newest, opened_or_why
+from autopar.program.checkpoint_files import CheckpointError, StoredCheckpoint, finish, newest, open_or_reason
 from autopar.program.world import Layout
+from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
@@ -263,7 +268,7 @@ def test_16_bits_go_on_from_masters_in_float32(
         torch.save({name: tensor.detach() for name, tensor in model.state_dict().items()}, program / "initial.pt")
         assert same_bits(*both(workers2, str(program), [dict(batch)] * 6, "adamw", tmp_path / f"saved{zero}"))
         (path,) = (tmp_path / f"saved{zero}").iterdir()
-        found = opened_or_why(path)
+        found = open_or_reason(path)
         assert isinstance(found, StoredCheckpoint)
         assert {m.properties.dtype for m in found.metadata.state_dict_metadata.values()} == {torch.float32}
         scale = found.facts["loss_scale"]
@@ -390,7 +395,7 @@ def test_a_full_disk_costs_nothing(saved: Path, workers1: WorkerPool, tmp_path: 
         if limit < 10**9:
             assert f"there is no room for a checkpoint in {folder}" in why
             assert [path.name for path in folder.iterdir()] == ["step-0"]
-            assert isinstance(opened_or_why(folder / "step-0"), StoredCheckpoint)
+            assert isinstance(open_or_reason(folder / "step-0"), StoredCheckpoint)
         else:
             assert f"checkpoints cannot be written to {folder}" in why and "Not a directory" in why
 
@@ -439,7 +444,31 @@ def test_replicas_that_train_apart_are_not_mixed(workers2: WorkerPool, tmp_path:
     )
     call = (other, batches[0], f"{other}/initial.pt", str(tmp_path / "saved"))
     why = workers2.run("resumed:refused", *call)[0][0]
-    assert "has 2 replicas that train apart (sync=local-steps), and the program has none" in why
+    assert "has 2 local SGD replicas (sync=local-steps), and the program has none" in why
+
+
+def refusal_of_unequal_parts(folder: str) -> str:
+    """In a worker: why pieces are not regrouped where rank 1 has a state of the first half of its elements only."""
+    with program_modules(folder):
+        runtime, regrouping = import_runtime(folder), importlib.import_module("runtime.box_exchange")
+        program = runtime.load(folder)
+        world = runtime.start(program, device="cpu", timeout_s=20)
+        trainer = runtime.Trainer(program, world, state=mlp_model().state_dict())
+        tensors = list(trainer._tensors().master_values())
+        if dist.get_rank() == 1:
+            half = tensors[0].values.view(-1)[: tensors[0].values.numel() // 2]
+            path = "optimizer", tensors[0].path[1], "momentum"
+            tensors.append(regrouping.MasterValues(path, tensors[0].master, half))
+        with pytest.raises(regrouping.UnequalStatesError) as refused:
+            list(regrouping.regrouped(tensors, program, world))
+        return str(refused.value)
+
+
+def test_every_rank_of_a_zero_group_refuses_parts_with_different_states(workers2: WorkerPool, tmp_path: Path) -> None:
+    """Rank 0, whose parts are alike, must not wait for rank 1."""
+    program = write_mlp(tmp_path / "program", Shape(data=2, zero=(1, 1)))
+    refused = workers2.run("test_checkpoint:refusal_of_unequal_parts", str(program))
+    assert len(set(refused)) == 1 and re.fullmatch("parts of .* have different states", refused[0])
 
 
 def test_what_a_thread_writes_does_not_change_with_the_training() -> None:

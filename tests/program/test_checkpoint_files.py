@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from workers import WorkerPool
 
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import PARENT, CheckpointError, claimed, claimed_for_save
+from autopar.program.checkpoint_files import PARENT, CheckpointError, lock_folder, lock_for_save
 
 # -- damage -----------------------------------------------------------------------------------------------------------
 
@@ -108,47 +108,47 @@ def test_a_lock_is_a_file_of_its_own(tmp_path: Path) -> None:
     for make in (os.symlink, os.link):
         make(precious, tmp_path / ".lock")
         with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
-            claimed(tmp_path, 0.0)
+            lock_folder(tmp_path, 0.0)
         (tmp_path / ".lock").unlink()
     os.symlink(tmp_path / "nothing", tmp_path / ".lock")
     with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
-        claimed(tmp_path, 0.0)
+        lock_folder(tmp_path, 0.0)
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
     with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
-        claimed(tmp_path, 0.0)
+        lock_folder(tmp_path, 0.0)
     assert precious.read_text() == "years of work" and not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 def test_a_save_finds_that_its_lock_is_another_file(how: str, tmp_path: Path) -> None:
-    claim = claimed(tmp_path, 0.0)
-    assert claimed_for_save(tmp_path) is None
+    lock = lock_folder(tmp_path, 0.0)
+    assert lock_for_save(tmp_path) is None
     (tmp_path / ".lock").unlink()
     if how == "replaced":
         (tmp_path / ".lock").write_text("process 1 on elsewhere\n")
     with pytest.raises(CheckpointError, match="was removed or replaced after this training had locked it"):
-        claimed_for_save(tmp_path)
-    claim.close()
-    taken = claimed_for_save(tmp_path)
+        lock_for_save(tmp_path)
+    lock.close()
+    taken = lock_for_save(tmp_path)
     assert taken is not None
     taken.close(remove=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_has_the_claim_of_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = claimed(tmp_path, 0.0)
-    monkeypatch.setattr("autopar.program.checkpoint_files._held", {})  # as in another process
+def test_a_save_has_the_lock_of_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = lock_folder(tmp_path, 0.0)
+    monkeypatch.setattr("autopar.program.checkpoint_files._locks", {})  # as in another process
     with pytest.raises(CheckpointError, match="another training writes checkpoints into"):
-        claimed_for_save(tmp_path)
+        lock_for_save(tmp_path)
     monkeypatch.setenv(PARENT, parent.inherited)
-    assert claimed_for_save(tmp_path) is None
+    assert lock_for_save(tmp_path) is None
     (tmp_path / ".lock").unlink()
     with pytest.raises(CheckpointError, match="was removed or replaced"):
-        claimed_for_save(tmp_path)
-    claimed(tmp_path, 0.0).close()  # another program's
+        lock_for_save(tmp_path)
+    lock_folder(tmp_path, 0.0).close()  # another program's
     with pytest.raises(CheckpointError, match="was removed or replaced"):
-        claimed_for_save(tmp_path)
+        lock_for_save(tmp_path)
 
 
 def test_a_program_that_saves_is_refused_while_another_one_has_the_folder(
@@ -156,22 +156,22 @@ def test_a_program_that_saves_is_refused_while_another_one_has_the_folder(
 ) -> None:
     program = saved[0]
     call = (program, batch_of("mlp", 0), f"{program}/initial.pt", str(tmp_path), 10**9)
-    claim = claimed(tmp_path, 0.0)
+    lock = lock_folder(tmp_path, 0.0)
     why = workers2.run("resumed:refused", *call)[1][0]
     assert f"another training writes checkpoints into {tmp_path} (process {os.getpid()} on " in why
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    claim.close()
+    lock.close()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="checkpoints cannot be written to .*: Not a directory"):
-        claimed(tmp_path / "file" / "below", 0.0)
+        lock_folder(tmp_path / "file" / "below", 0.0)
 
 
-def test_a_claim_is_taken_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_is_taken_where_the_file_system_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    claimed(tmp_path, 0.0).close()
+    lock_folder(tmp_path, 0.0).close()

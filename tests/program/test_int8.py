@@ -166,8 +166,8 @@ def test_all_but_parameters_arguments_masks_and_small_tensors_is_stored_once() -
 MUTATIONS = {
     "a scale is missing": ("return (codes * scales)", "return (codes * torch.ones_like(scales))"),
     "a scale of the whole tensor": ("dim=1, keepdim=True) / 127", "dim=1, keepdim=True).mean() / 127 + 0 * finite[:, :1]"),
-    "parameters are rounded": ("(*layer.parameters(), *layer.buffers(), *here)", "(*here,)"),
-    "arguments are rounded": ("(*layer.parameters(), *layer.buffers(), *here)", "(*layer.parameters(), *layer.buffers())"),
+    "parameters are rounded": ("(*layer.parameters(), *layer.buffers(), *resident)", "(*resident,)"),
+    "arguments are rounded": ("(*layer.parameters(), *layer.buffers(), *resident)", "(*layer.parameters(), *layer.buffers())"),
     "a tensor is rounded twice": ("if view.key not in known or", "if True or view.key not in known or"),
     "restored for each reader": ("if self.whole is None:", "if True:"),
     "small tensors are rounded": ("LEAST = 1024", "LEAST = 1"),

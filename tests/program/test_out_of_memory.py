@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from programs import Shape, write_mlp
 
-from autopar.program.metrics import explained, is_out_of_memory, sentence
+from autopar.program.metrics import explained, is_out_of_memory, peak_memory_bytes, sentence
 
 PLAN = {
     "stages": [
@@ -32,10 +34,10 @@ PLAN = {
 
 
 def test_the_sentence_has_the_stage_of_the_rank_and_its_largest_part() -> None:
-    said = sentence(PLAN, 1, (70 * 10**9, "the most that was allocated"), "CUDA out of memory")
+    said = sentence(PLAN, 1, (70 * 10**9, "peak device allocation"), "CUDA out of memory")
     assert said.startswith(
         "out of memory on rank 1, stage 0: the plan predicts 61 GB (parameters 10 GB, gradients 10 GB, optimizer 40 GB, activations "
-        "0 bytes, transients 1 GB) of 80 GB, the most that was allocated is 70 GB; plan again with --memory-limit 71GB, or shard the "
+        "0 bytes, transients 1 GB) of 80 GB, peak device allocation is 70 GB; plan again with --memory-limit 71GB, or shard the "
         "optimizer's states (--pin zero=1)"
     )
     said = sentence(PLAN, 2, (10**9, "m"), "")
@@ -55,6 +57,14 @@ def test_only_failed_allocations_are_explained(tmp_path: Path) -> None:
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
 
 
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_macos_counts_resident_memory_in_bytes(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3_000_000))
+    assert peak_memory_bytes() == 3_000_000 * unit
+
+
 def test_a_training_beyond_the_limit_of_its_process_says_so(tmp_path: Path) -> None:
     """The kernel refuses memory to the process in its third step."""
     program = write_mlp(tmp_path / "program", Shape())
@@ -67,4 +77,4 @@ def test_a_training_beyond_the_limit_of_its_process_says_so(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.count('"step"') == 2
     assert "MemoryError: out of memory on rank 0, stage 0: the plan predicts 5 bytes (parameters 1 bytes" in done.stderr
-    assert "the most memory of the process is" in done.stderr and "plan again with --memory-limit" in done.stderr
+    assert "peak resident memory is" in done.stderr and "plan again with --memory-limit" in done.stderr

@@ -99,7 +99,7 @@ def traced() -> Iterator[list[Event]]:
 
 
 def joined(
-    sequence: bool, whole: bool, trainable: tuple[bool, bool], unread: bool, again: bool
+    sequence: bool, return_input: bool, trainable: tuple[bool, bool], unread: bool, again: bool
 ) -> tuple[list[Tensor | None], list[Tensor | None], list[Event]]:
     """Gradients of input, weights and biases of two products, as the kernel and as the plain conversion compute them; and the trace of
     the kernel's backward."""
@@ -118,7 +118,9 @@ def joined(
     events: list[Event] = []
 
     def results(own: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-        return kernels_overlap.linears(own, operands[:2], [operands[2], None], axis="t", src=src, whole=whole)
+        return kernels_overlap.linears(
+            own, operands[:2], [operands[2], None], axis="t", src=src, return_input=return_input
+        )
 
     def plain(own: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         if sequence:
@@ -126,7 +128,7 @@ def joined(
         else:
             converted = kernels.dense_gradient(spmd.convert(own, "t", src=src, dst=spmd.R))
         products = F.linear(converted, operands[0], operands[2]), F.linear(converted, operands[1])
-        return (*products, converted) if whole else products
+        return (*products, converted) if return_input else products
 
     for compute in (results, plain):
         own = x.clone().requires_grad_()
@@ -137,7 +139,7 @@ def joined(
             loss = sum(
                 (o * values(*o.shape, seed=20 + i + rank)).sum() for i, o in enumerate(out[:1] if unread else out[:2])
             )
-            loss = loss + (out[2] * read).sum() if whole else loss
+            loss = loss + (out[2] * read).sum() if return_input else loss
             with traced() as seen:
                 loss.backward()
         events = events or seen
@@ -147,15 +149,17 @@ def joined(
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize("again", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("whole", [False, True], ids=["alone", "other reader"])
+@pytest.mark.parametrize("return_input", [False, True], ids=["alone", "other reader"])
 @pytest.mark.parametrize(
     ("trainable", "unread"), [((True, True), False), ((True, False), False), ((True, True), True)],
     ids=["all", "one frozen", "one unread"],
 )  # fmt: skip
 def test_gradients_are_those_of_the_conversion_and_the_products(
-    sequence: bool, again: bool, whole: bool, trainable: tuple[bool, bool], unread: bool, workers2: WorkerPool
+    sequence: bool, again: bool, return_input: bool, trainable: tuple[bool, bool], unread: bool, workers2: WorkerPool
 ) -> None:
-    for mine, plain, events in workers2.run("test_overlap_tensor:joined", sequence, whole, trainable, unread, again):
+    for mine, plain, events in workers2.run(
+        "test_overlap_tensor:joined", sequence, return_input, trainable, unread, again
+    ):
         for a, b in zip(mine, plain, strict=True):
             close(a, b)
         names = [name for name, _ in events]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.program import kernels_ring
-from autopar.program.kernels_ring import Ring, _Order, ring_attention
+from autopar.program.kernels_ring import Ring, _ChunkOrder, ring_attention
 from autopar.program.mesh_axes import on_mesh
 from autopar.torch_private import fake_store
 
@@ -202,7 +202,7 @@ def test_every_step_of_a_causal_ring_is_one_call_of_the_kernel_and_as_much_work(
     chunk = 5
     for rank in range(n):
         ring = mock.Mock(size=n, place=(rank,), index=lambda place: place[0])
-        order = kernels_ring._Order.of(ring, 2 * chunk, True)
+        order = kernels_ring._ChunkOrder.of(ring, 2 * chunk, True)
         for origin in range(n):
             (part,) = kernels_ring._parts(order, origin, True, 2 * chunk)
             rows, keys = (s.stop - s.start for s in (part.rows, part.keys))
@@ -271,7 +271,7 @@ def test_all_ranks_of_a_group_exchange_chunks_together(sizes: tuple[int, ...]) -
             groups = tuple((axis, (*place[:axis], *place[axis + 1 :]), place[axis]) for axis in range(len(sizes)))
             ring = Ring(groups)  # type: ignore[arg-type]
             ring.__dict__.update(sizes=sizes, place=place)
-            order = _Order.of(ring, 2, causal=True)
+            order = _ChunkOrder.of(ring, 2, causal=True)
             order.enter(torch.zeros(2, 1))
             order.leave(torch.zeros(2, 1))
     assert exchanges

@@ -417,13 +417,13 @@ def _local(shape, t):
     return tuple(size // 2 if i == t.dim else size for i, size in enumerate(shape))
 
 
-def test_linear_beside_ones_types(mesh):
+def test_linear_without_unit_dims_types(mesh):
     """DTensor refuses the plain product here: a dim of size one behind a sharded one."""
     weight, heads = typed(values(3, 4)), typed(values(6, 4), S(0), R)
     with typecheck(local=False):
-        out = kernels.linear_beside_ones(typed(values(2, 1, 5, 4), R, S(0)), weight, [1])
-        both = kernels.linear_beside_ones(typed(values(2, 1, 1, 4), R, S(0)), heads, [1, 2])
+        out = kernels.linear_without_unit_dims(typed(values(2, 1, 5, 4), R, S(0)), weight, [1])
+        both = kernels.linear_without_unit_dims(typed(values(2, 1, 1, 4), R, S(0)), heads, [1, 2])
     assert (tuple(out.shape), *types_of(out)) == ((2, 1, 5, 3), {"d": "V", "t": "R"}, ["d", "", "", ""])
     assert (tuple(both.shape), *types_of(both)) == ((2, 1, 1, 6), {"d": "V", "t": "V"}, ["d", "", "", "t"])
     x = values(2, 1, 5, 4)
-    assert torch.equal(kernels.linear_beside_ones(x, weight.detach(), [1]), F.linear(x, weight.detach()))
+    assert torch.equal(kernels.linear_without_unit_dims(x, weight.detach(), [1]), F.linear(x, weight.detach()))

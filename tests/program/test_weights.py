@@ -23,7 +23,7 @@ from torch import Tensor
 from workers import WorkerPool
 
 from autopar.program import checkpoint_files
-from autopar.program.boxes import Box, part_of, whole
+from autopar.program.boxes import Box, full_piece, part_of
 from autopar.program.weights import create, file_places, mapped, runs, write, write_file
 from autopar.run import remote
 
@@ -40,7 +40,7 @@ TENSORS: dict[str, Tensor] = {
 def test_files_are_those_of_the_library(tmp_path: Path) -> None:
     places = file_places(tmp_path, {name: (t.dtype, t.shape) for name, t in TENSORS.items()}, file_bytes=50)
     create(places)
-    write((places[name], whole(("model", name), tensor)) for name, tensor in TENSORS.items() if tensor.numel())
+    write((places[name], full_piece(("model", name), tensor)) for name, tensor in TENSORS.items() if tensor.numel())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 1
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -52,7 +52,7 @@ FAULTS = {  # by name: the schedule that shows the fault; a file of the program,
     "a reduction is lost": (
         "zbv",
         "fsdp_split.py",
-        r"        self.turn.finish\(\)\n        piece",
+        r"        self.in_flight.finish\(\)\n        piece",
         "        piece",
     ),
     "gradients of an earlier step stay": (

@@ -41,7 +41,7 @@ from workers import WorkerPool
 from autopar.program import box_files
 from autopar.program.box_exchange import GroupTensors, rounds
 from autopar.program.box_files import BoxTable, Entry, Region
-from autopar.program.boxes import Box, Piece, divided, pieces, whole
+from autopar.program.boxes import Box, Piece, divided, full_piece, pieces
 from autopar.program.checkpoint import Background
 from autopar.program.checkpoint_metadata import metadata_of
 from autopar.program.world import Layout
@@ -156,7 +156,7 @@ def _boxes_of(own: list[Layout], tensor: int, data: int, tensors: int) -> list[l
                 found[chunk.member] += divided(piece)
     for layout in own:  # the rank with the first element has the number of steps
         if not any(start for start, _ in layout.window(coordinates)) and (layout.sharded or tensor == 0):
-            found[0].append(whole(("optimizer", layout.original, "step"), torch.zeros(())))
+            found[0].append(full_piece(("optimizer", layout.original, "step"), torch.zeros(())))
     return found
 
 

@@ -40,7 +40,7 @@ from results import Results, options
 
 from autopar.cli.elastic import write_program
 from autopar.measure import EXACT
-from autopar.program.checkpoint_files import opened_or_why
+from autopar.program.checkpoint_files import open_or_reason
 from autopar.program.state import INITIAL
 from autopar.program.weights import write_file
 
@@ -121,7 +121,7 @@ class Chain:
         damaged = [
             path.name
             for path in self.saved.glob("step-*")
-            if "." not in path.name and isinstance(opened_or_why(path), str)
+            if "." not in path.name and isinstance(open_or_reason(path), str)
         ]
         return found + ([f"damaged: {', '.join(damaged)}"] if damaged else [])
 
@@ -253,16 +253,16 @@ def kills(wanted: Sequence[int], seed: int, local: Server, known: dict[str, dict
 
 
 def cuts(wanted: Sequence[int], seed: int, local: Server, known: dict[str, dict[int, float]]) -> Iterator[Line]:
-    with limited_nodes(2, "1gbit") as places, tempfile.TemporaryDirectory() as folder:
-        env = {"GLOO_SOCKET_IFNAME": places.env["GLOO_SOCKET_IFNAME"]}
-        address = f"{places.env['MASTER_ADDR'].rpartition('.')[0]}.1"
-        nodes = [Server(prefix, env) for prefix in places.prefixes]
+    with limited_nodes(2, "1gbit") as netns, tempfile.TemporaryDirectory() as folder:
+        env = {"GLOO_SOCKET_IFNAME": netns.env["GLOO_SOCKET_IFNAME"]}
+        address = f"{netns.env['MASTER_ADDR'].rpartition('.')[0]}.1"
+        nodes = [Server(prefix, env) for prefix in netns.prefixes]
         try:
             chains = Chains(Path(folder), local, nodes, known, address)
             for number in wanted:
                 rng = random.Random(f"{seed} cut {number}")
                 plan = list(PLANS)[number % len(PLANS)]
-                found = case(chains[plan], CUT, rng, places.prefixes[1])
+                found = case(chains[plan], CUT, rng, netns.prefixes[1])
                 yield {"case": f"cut {seed}.{number}", **found}
         finally:
             for server in nodes:

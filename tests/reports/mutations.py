@@ -251,8 +251,9 @@ RUNTIME = tuple(
         ("halves.py", "the gradient of a half's replicated input is not summed", "llama", TENSOR | {"overlap": "halves"},
          r"reduced if dst is R else _nothing", "_nothing"),
         ("halves.py", "a half's gradient is the one that was issued last", "llama", HALVED,
-         r"ctx\.flight\.finish_backward = ctx\.flight\.backward\(grad\)",
-         "ctx.flight.finish_backward = lambda: Flight.last()\n        Flight.last = staticmethod(ctx.flight.backward(grad))"),
+         r"ctx\.conversion\.finish_backward = ctx\.conversion\.backward\(grad\)",
+         "ctx.conversion.finish_backward = lambda: AsyncConversion.last()\n"
+         "        AsyncConversion.last = staticmethod(ctx.conversion.backward(grad))"),
         ("halves.py", "a half's sums are scattered along the first dim", "llama", HALVED,
          r"torch\.stack\(x\.chunk\(dist\.get_world_size\(group\), dim\)\) if dim else x\.contiguous\(\)", "x.contiguous()"),
         ("kernels_norm.py", "batch norm of each rank's own mean", "resnet", DATA, r"mean = means\.mean\(0\)", "mean = mean.clone()"),

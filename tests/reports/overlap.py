@@ -80,8 +80,8 @@ def _is_needed(task: Task) -> bool:
 
 def measure_link(nodes: int, rate: str) -> Line:
     """The calibration of processes on such nodes: ``autopar profile`` there."""
-    with limited_nodes(nodes, rate, own_processors=True) as places:
-        workers = Processes(nodes, places=places)
+    with limited_nodes(nodes, rate, own_processors=True) as netns:
+        workers = Processes(nodes, netns=netns)
         try:
             found = measured(workers, "cpu", [task for task in tasks(nodes, "cpu") if _is_needed(task)])
             figures = [figure for of_task in found for figure in of_task]
@@ -111,9 +111,9 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
     """
     subject, by_hand = MODELS[feature.model], feature.by_hand.name
     with (
-        limited_nodes(feature.nodes, feature.rate, own_processors=True) as places,
+        limited_nodes(feature.nodes, feature.rate, own_processors=True) as netns,
         tempfile.TemporaryDirectory() as folder,
-        Arena(subject, feature.nodes, how.steps, Path(folder), places) as arena,
+        Arena(subject, feature.nodes, how.steps, Path(folder), netns) as arena,
     ):
         graph = arena.workload.capture()
         plans = {WITH: feature.plan(graph), WITHOUT: feature.plan_without(graph)}
@@ -200,12 +200,12 @@ def measure_clock(gather_s: float) -> Line:
 
 def measure_match(match: Match, cluster: Cluster, how: How) -> Line:
     """A contest on limited nodes."""
-    with limited_nodes(match.nodes, match.rate, own_processors=True) as places:
+    with limited_nodes(match.nodes, match.rate, own_processors=True) as netns:
         result = contest(
             match.model,
             cluster,
             choices=match.choices,
-            places=places,
+            netns=netns,
             rounds=how.rounds,
             steps=how.steps,
             seed=how.seed,

@@ -46,8 +46,8 @@ def send_s() -> float:
 
 @here
 def test_a_link_has_its_rate(processes_of_their_own: None):
-    with limited_nodes(2, "200mbit") as places:
-        workers = Processes(2, places=places)
+    with limited_nodes(2, "200mbit") as netns:
+        workers = Processes(2, netns=netns)
         try:
             workers.call("autopar.run.remote:join", "cpu", 60, timeout_s=120)
             seconds = workers.call("test_limited_nodes:send_s", timeout_s=60)[1]
@@ -84,8 +84,8 @@ def part_of_a_processor(seconds: float) -> tuple[float, str, str]:
 @pytest.mark.skipif(bool(missing(own_processors=True)), reason=missing(own_processors=True) or "nothing is missing")
 def test_a_node_computes_with_its_own_part_of_the_processors(processes_of_their_own: None):
     nodes = 2 * (os.cpu_count() or 1)
-    with limited_nodes(nodes, "1gbit", own_processors=True) as places:
-        workers = Processes(nodes, places=places)
+    with limited_nodes(nodes, "1gbit", own_processors=True) as netns:
+        workers = Processes(nodes, netns=netns)
         try:
             found = workers.call("test_limited_nodes:part_of_a_processor", 1.0, timeout_s=60)
         finally:
@@ -100,9 +100,9 @@ def test_a_node_computes_with_its_own_part_of_the_processors(processes_of_their_
 
 @here
 def test_nothing_is_left_after_a_failure():
-    with pytest.raises(ZeroDivisionError), limited_nodes(2, "1gbit") as places:
+    with pytest.raises(ZeroDivisionError), limited_nodes(2, "1gbit") as netns:
         assert len(namespaces(os.getpid())) == 3
-        asleep = subprocess.Popen([*places.prefixes[1], "sleep", "600"])
+        asleep = subprocess.Popen([*netns.prefixes[1], "sleep", "600"])
         time.sleep(0.2)
         1 / 0  # noqa: B018
     assert asleep.wait(10) == -signal.SIGKILL

@@ -47,13 +47,13 @@ def measure(feature: Feature, cluster: Cluster) -> dict[str, Any]:
     step = predict_step(graph, cluster, Pricer(graph, cluster, "float32"), plan)
     batch = dict(zip([value.name for value in graph.inputs], subject.batch(0), strict=True))
     with (
-        limited_nodes(feature.nodes, feature.rate, own_processors=True) as places,
+        limited_nodes(feature.nodes, feature.rate, own_processors=True) as netns,
         tempfile.TemporaryDirectory() as temporary,
     ):
         folder, state = Path(temporary) / "program", Path(temporary) / "state.pt"
         emit_program(graph, plan, folder)
         torch.save(workload.model.state_dict(), state)
-        workers = Processes(feature.nodes, places=places)
+        workers = Processes(feature.nodes, netns=netns)
         try:
             options = {"optimizer": None, "lr": 3e-4, "seed": 0, "max_norm": None, "state": str(state)}
             workers.call("autopar.run.remote:open_program", str(folder), options, "cpu", 300.0)

@@ -53,10 +53,13 @@ def test_ranks_that_are_given_different_things_are_told(workers2: WorkerPool, tm
     state = {name: value.detach() for name, value in mlp_model().state_dict().items()}
     for said in workers2.run("test_run_agree:attempts", str(write_mlp(tmp_path, shape)), state, mlp_batch()):
         assert not said["the same"] and not said["the same again"]
-        assert "different batches: 'labels' of rank 1 is not rank 0's" in said["labels"]
-        assert "different batches: what else is in it of rank 1" in said["else"]
-        assert "different values: norm.bias of rank 1" in said["state"]
-        assert "different values: the seed of rank 1" in said["seed"]
+        assert (
+            "different batches: rank 1 differs from rank 0 in 'labels'; every rank takes the full global batch"
+            in said["labels"]
+        )
+        assert "different batches: rank 1 differs from rank 0 in the other entries" in said["else"]
+        assert "different values: rank 1 differs from rank 0 in norm.bias" in said["state"]
+        assert "different values: rank 1 differs from rank 0 in the seed" in said["seed"]
         assert "max_norm is -1.0" in said["max_norm"]
 
 

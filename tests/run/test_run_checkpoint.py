@@ -19,7 +19,7 @@ from autopar.cli import main
 from autopar.cli.run import Checkpoints
 from autopar.errors import CheckpointError, UsageError
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import claimed
+from autopar.program.checkpoint_files import lock_folder
 from autopar.program.tracing import COMPUTATION, action_name
 from autopar.program.weights import write_file
 from autopar.report.trace import read_trace
@@ -166,14 +166,14 @@ def test_train_goes_on_where_a_checkpoint_cannot_be_written(workers1: WorkerPool
 
 def test_a_second_training_is_refused_until_the_first_one_ends(workers1: WorkerPool, tmp_path: Path) -> None:
     program, saved = write_mlp(tmp_path / "one", Shape()), tmp_path / "saved"
-    claim = claimed(saved, 0.0)
-    assert claim is not None
+    lock = lock_folder(saved, 0.0)
+    assert lock is not None
     args = ("--draw-init", "--steps", "1", "--checkpoint", str(saved), "--lost-after", "0.3")
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
     with pytest.raises(UsageError, match="another training writes checkpoints into"):
-        Checkpoints(str(saved), every=1, keep=2, resume=False).claim()
+        Checkpoints(str(saved), every=1, keep=2, resume=False).lock()
     assert not losses and f"another training writes checkpoints into {saved} (process {os.getpid()} on " in talk
-    claim.close()
+    lock.close()
     losses, talk = workers1.run("programs:ran", str(program), *args)[0]
     assert list(losses) == [1] and "step-1" in talk
 
