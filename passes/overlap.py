@@ -130,9 +130,9 @@ def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> f
         a = linear(x_r, w)                       ->    a = products[0]
         b = linear(x_r, v)                             b = products[1]
 
-    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., return_input=True)``. Runs on the local graph
-    of ``cls``, after ``passes.fuse_bias`` and ``passes.selective``. Programs whose schedule splits the backward pass do not need it: they
-    compute weight gradients in a later action.
+    One product becomes ``linear``; other readers of ``x_r`` read the last result of ``linears(..., return_input=True)``. Runs on the local
+    graph of ``cls``, after ``passes.fuse_bias`` and ``passes.selective``. Programs whose schedule splits the backward pass do not
+    need it: they compute weight gradients in a later action.
     """
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
     local = {meta(node).get("product", node.name): node for node in gm.graph.nodes}

@@ -132,7 +132,7 @@ def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
     elastic.write()
     # the signal is for the ranks, which handle it; the agent must survive it
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{nodes.least}:{nodes.most}"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{nodes.minimum}:{nodes.maximum}"]
     words += ["--nproc-per-node", str(elastic.ranks), "--max-restarts", str(nodes.restarts), "--rdzv-backend", "c10d"]
     words += ["--rdzv-id", "autopar", "--rdzv-endpoint", nodes.endpoint, "--rdzv-conf", RENDEZVOUS]
     env = {"OMP_NUM_THREADS": "1", **os.environ, **PRIVATE_STORE}
