@@ -84,7 +84,7 @@ def check_collectives(program: LocalProgram) -> int:
         crossed.update(axis for one in emitted for axis in one.axes)
     for stage in program.stages:
         for resharding in stage.reshardings:
-            where = f"the way into {program.graph.layers[resharding.layer].name}"
+            where = f"the boundary before {program.graph.layers[resharding.layer].name}"
             expected, emitted = _at_border(resharding, program)
             _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
@@ -100,7 +100,8 @@ def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:
         raise ProgramError(
-            f"replicas train apart, but collectives cross {', '.join(sorted(replicas & crossed))}", hint=_HINT
+            f"local SGD replicas train independently, but collectives cross {', '.join(sorted(replicas & crossed))}",
+            hint=_HINT,
         )
 
 
@@ -114,7 +115,7 @@ def _compare(expected: Counter[IssuedCollective], found: Counter[IssuedCollectiv
         )
 
 
-_HINT = "this is a fault of autopar's, not of the model's: please report it with the plan"
+_HINT = "this is a bug in autopar, not in the model: report it with the plan"
 
 
 # -- priced collectives -----------------------------------------------------------------------------------------------

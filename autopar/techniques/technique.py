@@ -385,7 +385,7 @@ class Technique:
 
     def refusal(self, graph: Any, cls: str) -> str:
         """Return why layers of a class can only have the default ("has no ..."), or an empty string."""
-        return graph.refused.get((self.name, cls), "was not asked") if self.rewrite else ""
+        return graph.refused.get((self.name, cls), "was not rewritten") if self.rewrite else ""
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
         """Return why a plan of ``graph`` can't have a value, or an empty string. ``data`` has each layer's pinned data-parallel degree, or

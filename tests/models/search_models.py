@@ -395,7 +395,7 @@ def candidates(
         ):
             if (copies == 1 or zero == pins.get("zero", zero)) and (kept.startswith("full:") or 1 in sizes):
                 found.append(Strategy(roles, zero, activations=kept, states=states))
-    if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not asked"):
+    if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not rewritten"):
         return found
     if "logits" in pins:
         return [s.but(logits=str(pins["logits"])) for s in found]

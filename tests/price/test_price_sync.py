@@ -115,7 +115,7 @@ def test_local_steps_need_a_number_of_replicas_and_leave_to_be_inexact() -> None
         SearchOptions(sync="local-steps:4")
     with pytest.raises(
         UsageError,
-        match="(?s)number of replicas decides what is computed: it must be pinned.*degrees are any.*leave sync out",
+        match="(?s)the result depends on the number of replicas, which must be pinned.*degrees are any.*leave sync out",
     ):
         search(GRAPH, CLUSTER, pricer, SearchOptions(**apart))
     options = SearchOptions(**apart, data=16)

@@ -263,7 +263,7 @@ def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFind
         more = f" and {len(wrong) - _LIMIT} more" if len(wrong) > _LIMIT else ""
         yield CollectiveFinding(
             LATE,
-            f"on rank {late.rank}, {', '.join(wrong[:_LIMIT])}{more} differ when results arrive at the wait alone: something reads a "
+            f"on rank {late.rank}, {', '.join(wrong[:_LIMIT])}{more} differ when results arrive only at the wait: something reads a "
             "result before it",
             (late.rank,),
         )
