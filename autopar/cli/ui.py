@@ -31,7 +31,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
         click.echo(server.address)
         click.echo("only this machine can open the address, and who has it can plan here; Ctrl-C ends", err=True)
         if browser:
-            webbrowser.open(server.door().as_uri())
+            webbrowser.open(server.write_redirect_page().as_uri())
         server.serve()
     finally:
         server.stop()

@@ -85,7 +85,7 @@ class Server:
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}/{self.token}/"
 
-    def door(self) -> Path:
+    def write_redirect_page(self) -> Path:
         """Write a file that redirects this user's browser to the address, and return its path. If the address were an argument of the
         browser, the process list would show the token."""
         file = self.jobs.folder / "autopar.html"  # the folder is this user's
