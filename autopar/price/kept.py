@@ -46,7 +46,7 @@ def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
         first_bytes=sized.input_bytes,
         working_bytes=max(sized.input_bytes, layers * sized.plain_bytes) - (sized.input_bytes - share),
         recomputed=passes.forward,
-        moves=sized.bound.moves,
+        pairs=sized.bound.pairs,
         layers=layers,
         recomputes=True,
     )
@@ -58,22 +58,22 @@ def _selection(sized: SizedClass) -> Kept:
     saved_bytes, working_bytes = table.selection.memory(
         table.saved, sized.saved, list(bound.plain), list(entries), table.live.saver, len(table.ops), sized.input_bytes
     )
-    again = sized.pass_of("forward", chosen.moves, chosen.again)
+    again = sized.pass_of("forward", chosen.pairs, chosen.again)
     return Kept(
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,
         working_bytes=max(saved_bytes, working_bytes, sized.plain_bytes),
         recomputed=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
-        moves=chosen.moves,
+        pairs=chosen.pairs,
         recomputes=True,
     )
 
 
 def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
-    """Return the saved entries under selective recomputation, one per storage, and the ops and moves that run again."""
+    """Return the saved entries under selective recomputation, one per storage, and the ops and collectives that run again."""
     if "selected" not in bound.known:
         table = bound.table
-        chosen = table.selection.under(bound.types, table.ops, table.saved, bound.moves)
+        chosen = table.selection.under(bound.types, table.ops, table.saved, bound.pairs)
         bound.known["selected"] = distinct(table, bound.flags, chosen.saved), chosen
     return bound.known["selected"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.price.moves import Move
+from autopar.price.collective_pairs import CollectivePair
 
 if TYPE_CHECKING:
     from autopar.price.layer import SizedClass
@@ -101,7 +101,7 @@ class Kept:
     ``saved_bytes``      one layer's share of the bytes in device memory, per microbatch in flight
     ``first_bytes``      the bytes that a segment's first layer keeps
     ``working_bytes``    all activations in device memory while the layer's backward runs, after the segment is recomputed
-    ``recomputed``       the recomputation before the backward, and ``moves`` its collectives
+    ``recomputed``       the recomputation before the backward, and ``pairs`` its collectives
     ``storing``          the work in the forward to quantize kept tensors, and ``restoring`` in the backward to dequantize them
     ``layers``           the number of layers of the segment
     ``recomputes``       whether anything is recomputed
@@ -114,7 +114,7 @@ class Kept:
     first_bytes: float
     working_bytes: float
     recomputed: Pass = NO_WORK
-    moves: tuple[Move, ...] = ()
+    pairs: tuple[CollectivePair, ...] = ()
     storing: Pass = NO_WORK
     restoring: Pass = NO_WORK
     layers: int = 1

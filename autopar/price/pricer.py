@@ -17,15 +17,15 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
 from autopar.price import table as tables
 from autopar.price.assemble import assemble, least_time_s
-from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_costs
+from autopar.price.collective_costs import CollectiveCost, layer_collectives, pair_costs, replica_costs
+from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
 from autopar.price.host import StateBytes
 from autopar.price.kept import kept
-from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, divisible, move_s, size, sizes_on
+from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
-from autopar.price.moves import Move, step_moves
 from autopar.price.replicas import ReplicaCosts, Replicas
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
@@ -271,20 +271,20 @@ class Pricer:
             return 0.0
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
-            axes, moves = self._axes(mesh, microbatches), self._edge_moves(layer_index, mesh, left.roles, right.roles)
-            self._edges[key] = sum(_both_s(move, axes, self.cluster) for move in moves)
+            axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
+            self._edges[key] = sum(_both_s(pair, axes, self.cluster) for pair in pairs)
         return self._edges[key]
 
-    def _edge_moves(
+    def _edge_pairs(
         self, layer_index: int, mesh: Mesh, left: tuple[Role, ...], right: tuple[Role, ...]
-    ) -> Iterator[Move]:
+    ) -> Iterator[CollectivePair]:
         """Yield the collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
         for name in self.graph.layers[layer_index + 1].activations:
             source = self._made_as(name, mesh, left)
             target = self._read_as(name, layer_index + 1, mesh, right)
             if left != right and source is not None and target is not None:
                 steps = conversion_steps(source, target, self.graph.values[name].requires_grad)
-                yield from step_moves(name, self._value_bytes(name), steps)
+                yield from pairs_of_conversion(name, self._value_bytes(name), steps)
 
     def edge_collectives(
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
@@ -292,8 +292,8 @@ class Pricer:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
         runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
         mine = microbatches // self.copies
-        for move in self._edge_moves(layer_index, mesh, left.roles, right.roles):
-            yield from move_collectives(move, runs, self.cluster, "activations between layers", mine, mine)
+        for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
+            yield from pair_costs(pair, runs, self.cluster, "activations between layers", mine, mine)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
@@ -384,7 +384,7 @@ class Pricer:
         if key not in self._sized:
             self._sized[key] = size(bound, given, cluster, self.numbers) if divisible(bound, given) else None
         alike = [True, *(role in _ALIKE for role, _ in self._runs(mesh, roles))]
-        return self._sized[key], any(alike[i] for over, _ in bound.move_runs for i in over)
+        return self._sized[key], any(alike[i] for over, _ in bound.pair_runs for i in over)
 
     def _costs(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: SizedClass, cluster: Cluster
@@ -561,9 +561,9 @@ def _nameless(cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
-def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
-    """Return the seconds of a move's two collectives, forward plus backward."""
-    return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
+def _both_s(pair: CollectivePair, axes: Mesh, cluster: Cluster) -> float:
+    """Return the seconds of both collectives of a pair, forward plus backward."""
+    return collective_s(pair, pair.forward, axes, cluster) + collective_s(pair, pair.backward, axes, cluster)
 
 
 def _largest(layers: list[SizedClass]) -> int:

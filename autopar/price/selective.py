@@ -19,7 +19,7 @@ from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
-from autopar.price.moves import Move
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
@@ -31,11 +31,11 @@ _SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 @dataclass(frozen=True)
 class Selected:
     """A selection under specific types: flags of the entries that are ``saved`` (several may have the same storage) and of the ops that run
-    ``again``; and the collectives that are repeated (``moves``)."""
+    ``again``; and the collectives that are repeated (``pairs``)."""
 
     saved: Flags
     again: Flags
-    moves: tuple[Move, ...]
+    pairs: tuple[CollectivePair, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,11 @@ class Selection:
     sums: frozenset[str] = frozenset()
 
     def under(
-        self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
+        self,
+        types: tuple[AxisTypes, ...],
+        ops: Sequence[fx.Node],
+        saved: Sequence[Saved],
+        pairs: tuple[CollectivePair, ...],
     ) -> Selected:
         """Return the saved entries and the repeated ops when the axes have these types, the microbatch axis first."""
         partial = np.zeros(len(ops), dtype=bool)
@@ -80,12 +84,12 @@ class Selection:
             again[i] = partial[i] or rotates[i]
         running = {node.name for node, runs in zip(ops, again, strict=True) if runs}
 
-        def happens(move: Move) -> bool:
-            if move.op:
-                return move.op in running
-            return move.value in self.read and not (move.forward in _SUMS and move.value in self.sums)
+        def happens(pair: CollectivePair) -> bool:
+            if pair.op:
+                return pair.op in running
+            return pair.value in self.read and not (pair.forward in _SUMS and pair.value in self.sums)
 
-        return Selected(stays, again, tuple(move for move in moves if happens(move)))
+        return Selected(stays, again, tuple(pair for pair in pairs if happens(pair)))
 
     def memory(
         self,

@@ -14,9 +14,9 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
 from autopar.price.live_memory import LayerMemory
-from autopar.price.moves import Move
 from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.selective import Selection
 from autopar.price.state import Precision
@@ -121,12 +121,12 @@ class OtherTrainer(TrainerModel):
             return True
         return TrainerModel.saves_shard(self, types, node, operand)
 
-    def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
+    def conversions(self, pairs: list[CollectivePair], gradient: bool) -> list[CollectivePair]:
         if not (self.regather and gradient):
-            return moves
-        gathers = [move for move in moves if move.forward is Collective.ALL_GATHER]
+            return pairs
+        gathers = [pair for pair in pairs if pair.forward is Collective.ALL_GATHER]
         regathers = [dataclasses.replace(m, forward=Collective.NONE, backward=Collective.ALL_GATHER) for m in gathers]
-        return moves + regathers
+        return pairs + regathers
 
     def data_collective_s(
         self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool

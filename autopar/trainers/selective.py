@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.devices.measured import Floats
 from autopar.ops import cost
-from autopar.price.moves import Move
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.selective import Selected, Selection
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
@@ -21,7 +21,11 @@ class PublishedSelection(Selection):
     tensors, also while ops run again: at least the layer's input, at most all tensors saved without recomputation."""
 
     def under(
-        self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
+        self,
+        types: tuple[AxisTypes, ...],
+        ops: Sequence[fx.Node],
+        saved: Sequence[Saved],
+        pairs: tuple[CollectivePair, ...],
     ) -> Selected:
         return Selected(self.stays, self.again, ())
 
