@@ -16,7 +16,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
 from autopar.price.host import StateBytes, exposed_copy_s
 from autopar.price.live_memory import LayerMemory, PrefetchContext
-from autopar.price.microbatch import Kept, Microbatch, Pass
+from autopar.price.microbatch import Microbatch, Pass, SavedActivations
 from autopar.price.replicas import ReplicaCosts, runs
 from autopar.price.state import Precision, padded, state_bytes
 from autopar.price.trainer import TrainerModel
@@ -111,7 +111,9 @@ def _accumulate_s(replicas: ReplicaCosts, elements: float, numbers: Precision, c
     return (1 - 1 / replicas.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
 
 
-def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
+def _copies_s(
+    replicas: ReplicaCosts, strategy: Strategy, kept: SavedActivations, zero: int
+) -> tuple[float, float, float]:
     """Return the seconds of FSDP's copies under ZeRO 2 and 3: per forward, per backward, and per step."""
     if zero < 2:
         return 0.0, 0.0, 0.0
@@ -120,7 +122,7 @@ def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int)
     return (gather_s, back_s, reduce_s) if strategy.options.whole_gradients else (gather_s, back_s + reduce_s, 0.0)
 
 
-def gathers(kept: Kept) -> float:
+def gathers(kept: SavedActivations) -> float:
     """Return how often a backward gathers a layer's parameters under ZeRO 3, as a mean over the layers of a segment: twice per layer, for
     the recomputation and the backward, but once for the last layer."""
     return 2 - 1 / kept.layers

@@ -11,7 +11,7 @@ from autopar.price.assemble import gathers
 from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import RankGroup, group, group_time_s
 from autopar.price.layer import Runs, pair_sizes
-from autopar.price.microbatch import Kept, Microbatch
+from autopar.price.microbatch import Microbatch, SavedActivations
 from autopar.price.replicas import Replicas, runs
 from autopar.types import Collective
 
@@ -68,7 +68,9 @@ def pair_costs(
             yield CollectiveCost(purpose, collective, axes, sizes.members, size, seconds, count)
 
 
-def replica_costs(replicas: Replicas, microbatches: int, strategy: Strategy, kept: Kept) -> Iterator[CollectiveCost]:
+def replica_costs(
+    replicas: Replicas, microbatches: int, strategy: Strategy, kept: SavedActivations
+) -> Iterator[CollectiveCost]:
     """Yield the collectives between a layer's replicas."""
     zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
     forward, backward, once = runs(zero, strategy.options.whole_gradients, gathers(kept))

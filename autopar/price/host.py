@@ -7,7 +7,7 @@ determines the time. Drives read and write the states and master weights once pe
 chunks, 128 MB at most, are not counted.
 
 The cost model assumes that both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share one memory
-(``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
+(``Cluster.host`` is ``None``), states in host memory count as device memory. ``saved_activations`` prices offloaded activations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One layer class at given types and sizes, on one device: the seconds and bytes of every op, collective and saved tensor.
 
 A price takes three steps, from general to specific: ``build`` (per class: arrays), ``bind`` (per class and types of every run of axes:
-flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and ``kept`` apply a
-strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
+flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and
+``saved_activations`` apply a strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A sized class depends on the number of parts
 into which each run divides its values. It hardly depends on the number of axes in the run or on the pipeline around the mesh, so many
@@ -49,7 +49,7 @@ class BoundClass:
     pairs: tuple[CollectivePair, ...]
     pair_runs: tuple[PairRuns, ...]  # the distinct runs of all pairs
     plain: tuple[int, ...]  # the saved entries, one per storage
-    known: dict[str, Any] = field(default_factory=dict)  # cached results of ``kept`` and ``order``
+    known: dict[str, Any] = field(default_factory=dict)  # cached results of ``saved_activations`` and ``order``
 
 
 PairRuns = tuple[tuple[int, ...], tuple[int, ...]]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.price.microbatch import Kept, PeakMemory
+from autopar.price.microbatch import PeakMemory, SavedActivations
 from autopar.price.state import Precision
 
 
@@ -51,7 +51,7 @@ class LayerMemory:
     (parameters) and the ``largest`` trainable parameter are in elements."""
 
     peaks: PeakMemory
-    kept: Kept
+    kept: SavedActivations
     plain_bytes: float
     parameters: int
     trainable: int

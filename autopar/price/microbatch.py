@@ -1,7 +1,7 @@
 """One microbatch of a layer on one device, before ZeRO: its two passes, and the activations in memory between them.
 
-``order`` computes the passes, with the collectives that overlap arithmetic. ``kept`` computes which activations stay in memory, and where:
-all, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
+``order`` computes the passes, with the collectives that overlap arithmetic. ``saved_activations`` computes which
+activations stay in memory, and where: all, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedActivations:
     """The activations in memory between a layer's forward and its backward, and the recomputation and copies that they require.
 
     A segment is a sequence of layers that are recomputed as one; other layers are segments of one layer.
@@ -129,7 +129,7 @@ class Microbatch:
 
     sized: SizedClass
     passes: Passes
-    kept: Kept
+    kept: SavedActivations
 
     @property
     def forward(self) -> Pass:

@@ -22,11 +22,11 @@ from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
 from autopar.price.host import StateBytes
-from autopar.price.kept import kept
 from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
 from autopar.price.replicas import ReplicaCosts, Replicas
+from autopar.price.saved_activations import saved_activations
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padding, round_up
@@ -229,7 +229,7 @@ class Pricer:
 
     def _microbatch_of(self, sized: SizedClass, strategy: Strategy, part: order.Part) -> Microbatch:
         passes = order.passes(sized, strategy, part, self.trainer)
-        return Microbatch(sized, passes, kept(sized, passes, strategy.options))
+        return Microbatch(sized, passes, saved_activations(sized, passes, strategy.options))
 
     def not_splittable_reason(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Return why the microbatches of a layer class can't be computed in parts, or an empty string."""
@@ -429,7 +429,7 @@ class Pricer:
 
     def _saved_bytes(self, sized: SizedClass, strategy: Strategy) -> float:
         """Return the bytes on the device that a layer saves for the backward of one microbatch."""
-        found = kept(sized, order.plain(sized), strategy.options)
+        found = saved_activations(sized, order.plain(sized), strategy.options)
         return 0.0 if found.copied_bytes else found.saved_bytes
 
     def _adjacent_layers(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Adjacent:

@@ -18,11 +18,11 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
 from autopar.price.assemble import assemble
 from autopar.price.collectives import group, group_time_s
-from autopar.price.kept import kept
 from autopar.price.layer import bind, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
 from autopar.price.replicas import Replicas
+from autopar.price.saved_activations import saved_activations
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.shard.plan import MICROBATCH
@@ -253,7 +253,7 @@ def price_layer(
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
     c = size(bound, given, cluster, numbers)
     passes = order.passes(c, strategy, lambda: None, trainer)
-    microbatch = Microbatch(c, passes, kept(c, passes, strategy.options))
+    microbatch = Microbatch(c, passes, saved_activations(c, passes, strategy.options))
     flops = table.model_flops / microbatches
     replicas = Replicas(c.counts, strategy.data_axes(mesh), cluster, numbers, trainer, ALL_REDUCE)
     around = replicas.costs(microbatches, flops)

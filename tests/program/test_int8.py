@@ -31,7 +31,7 @@ from autopar.measure import compare
 from autopar.plan import Plan, Role, Strategy
 from autopar.planning import plan_model
 from autopar.price import Pricer
-from autopar.price import kept as priced
+from autopar.price import saved_activations as priced
 from autopar.program import activation_storage
 from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote

@@ -19,13 +19,13 @@ import dataclasses
 import numpy as np
 
 from autopar.price.layer import BoundClass, SizedClass, distinct
-from autopar.price.microbatch import Kept, Pass, Passes
+from autopar.price.microbatch import Pass, Passes, SavedActivations
 from autopar.price.selective import Selected
 from autopar.techniques import Options
 from autopar.techniques.technique import QuantizedStorage
 
 
-def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
+def saved_activations(sized: SizedClass, passes: Passes, options: Options) -> SavedActivations:
     """Return the activations that the layer keeps under its options."""
     assert not (options.recomputes and options.quantized), "fewer bits have no price where values are computed again"
     if options.recomputes == "all":
@@ -35,13 +35,13 @@ def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
     elif options.quantized is not None:
         found = _quantized(sized, passes, options.quantized)
     else:
-        found = Kept(sized.plain_bytes, sized.plain_bytes, sized.plain_bytes)
+        found = SavedActivations(sized.plain_bytes, sized.plain_bytes, sized.plain_bytes)
     return _in_host(found, sized.cluster.host is not None) if options.saved_in else found
 
 
-def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
+def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> SavedActivations:
     share = sized.input_bytes / layers
-    return Kept(
+    return SavedActivations(
         saved_bytes=share,
         first_bytes=sized.input_bytes,
         working_bytes=max(sized.input_bytes, layers * sized.plain_bytes) - (sized.input_bytes - share),
@@ -52,14 +52,14 @@ def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
     )
 
 
-def _selection(sized: SizedClass) -> Kept:
+def _selection(sized: SizedClass) -> SavedActivations:
     bound, table = sized.bound, sized.bound.table
     entries, chosen = _selected(bound)
     saved_bytes, working_bytes = table.selection.memory(
         table.saved, sized.saved, list(bound.plain), list(entries), table.live.saver, len(table.ops), sized.input_bytes
     )
     again = sized.pass_of("forward", chosen.pairs, chosen.again)
-    return Kept(
+    return SavedActivations(
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,
         working_bytes=max(saved_bytes, working_bytes, sized.plain_bytes),
@@ -78,7 +78,7 @@ def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
     return bound.known["selected"]
 
 
-def _in_host(found: Kept, separate: bool) -> Kept:
+def _in_host(found: SavedActivations, separate: bool) -> SavedActivations:
     """Return the kept activations when they are offloaded. ``separate``: devices and host have separate memories."""
     working_bytes = found.working_bytes + (1 if separate else 2) * found.saved_bytes
     return dataclasses.replace(
@@ -90,13 +90,15 @@ def _in_host(found: Kept, separate: bool) -> Kept:
     )
 
 
-def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept:
+def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> SavedActivations:
     """Return the kept activations when large floating-point tensors are quantized (not arguments, and not in the layer with the loss)."""
     saved_bytes, live_bytes = _quantized_bytes(sized, how)[:2]
     *_, storing, restoring = _quantized_bytes(passes.part, how)
     working_bytes = saved_bytes + live_bytes
     times = passes.parts
-    return Kept(saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times)
+    return SavedActivations(
+        saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times
+    )
 
 
 def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
