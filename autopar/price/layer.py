@@ -86,7 +86,7 @@ class SizedClass:
     backward_s: Floats
     saved: Floats  # bytes of each saved entry
     plain_bytes: float  # saved bytes if the layer keeps all activations
-    waiting_bytes: float  # live between the two parts of a backward
+    deferred_bytes: float  # live between the two parts of a backward
     input_bytes: float
     output_bytes: float
     counts: ParameterCount
@@ -255,7 +255,7 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) 
         backward_s=seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True),
         saved=saved,
         plain_bytes=float(saved[list(bound.plain)].sum()),
-        waiting_bytes=float(_local(cuts, table.slot_waiting, "slot").sum()),
+        deferred_bytes=float(_local(cuts, table.slot_deferred, "slot").sum()),
         input_bytes=float(_local(cuts, inputs, "activation").sum()),
         output_bytes=float(_local(cuts, table.output_bytes, "output").sum()),
         counts=ParameterCount(math.ceil(parameters.sum()), math.ceil(trainable), len(table.parameters)),

@@ -59,7 +59,7 @@ class ClassTable:
     fused: bool  # the layer is compiled
     weight_share: Floats  # the share of each op's backward that computes weight gradients, see ``price.split``
     product_share: Floats  # the weight gradient's share of each linear's backward
-    slot_waiting: Floats  # bytes that stay in memory between the two parts of a split backward
+    slot_deferred: Floats  # bytes that stay in memory between the two parts of a split backward
     plain: Flags  # the entries of ``saved`` that are saved without recomputation; they come first
     selection: Selection  # what selective recomputation saves
     parameters: tuple[str, ...]
@@ -152,7 +152,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
         fused=trainer.fused,
         weight_share=weight_share,
         product_share=product_shares(ops, run),
-        slot_waiting=np.array([s.bytes if (s.op, s.value) in waits else 0.0 for s in slots], dtype=float),
+        slot_deferred=np.array([s.bytes if (s.op, s.value) in waits else 0.0 for s in slots], dtype=float),
         plain=np.arange(len(saved)) < len(costs.saved),
         selection=selection,
         parameters=parameters,

@@ -113,7 +113,7 @@ class TrainerModel:
         forward of one microbatch takes ``forward_s``. Emitted programs send them during the next step's first forward."""
         return overlapped_s(forward_s, communication_s, slowdown)
 
-    def border_bytes(self, size: float) -> float:
+    def boundary_bytes(self, size: float) -> float:
         """Return the bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
         return size
 

@@ -151,7 +151,7 @@ class OtherTrainer(TrainerModel):
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
         return overlapped_s(self.overlap_data * forward_s, communication_s, slowdown)
 
-    def border_bytes(self, size: float) -> float:
+    def boundary_bytes(self, size: float) -> float:
         return 0.0
 
     def live_bytes(

@@ -174,13 +174,13 @@ class RandomPricer:
         if strategy.options.saved_in:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
-        found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
+        found = replace(found, weight_s=weight_s, deferred_bytes=int(rng.randint(0, 40) / microbatches))
         segment = strategy.options.segment_layers
         if segment == 1:
             return found
         more = (segment - 1) * rng.randint(1, 10)
         return replace(
-            found, segment=segment, kept_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // segment,
+            found, segment=segment, segment_saved_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // segment,
             transient_bytes=found.transient_bytes + more,
         )  # fmt: skip
 

@@ -295,7 +295,7 @@ def test_a_layer_at_work_has_its_tensors_besides_and_passes_take_time() -> None:
         # all of them as they are, and in 8 bits; but for the arguments, which are there once
         assert 0.9 * narrow.saved_bytes < peaks[1] - peaks[0] <= exact.saved_bytes + narrow.saved_bytes
         assert narrow.forward_s > exact.forward_s and narrow.backward_s > exact.backward_s
-        same = ("step_s", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "border_bytes", "flops")
+        same = ("step_s", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "boundary_bytes", "flops")
         assert all(getattr(exact, field) == getattr(narrow, field) for field in same)
 
 

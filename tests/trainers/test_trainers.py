@@ -97,7 +97,7 @@ def test_gathering_parameter_by_parameter_pays_every_latency():
 
 
 def test_nothing_is_allocated_at_stage_borders():
-    assert price(PLAIN).border_bytes == 0 < price(EMITTED).border_bytes
+    assert price(PLAIN).boundary_bytes == 0 < price(EMITTED).boundary_bytes
 
 
 def test_copies_of_the_logits():
