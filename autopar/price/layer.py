@@ -152,17 +152,17 @@ class SizedClass:
         later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
         is_cut = np.any([f.loss for f, _ in self.cuts], axis=0)
         touched = (
-            live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
-            np.where(is_cut, live.cut_loss, live.whole_loss),
+            live.touched_forward + np.where(is_cut, live.sharded_loss, 0.0),
+            np.where(is_cut, live.sharded_loss, live.unsharded_loss),
         )
         forward, loss = (np.bincount(table.slot_op, weights=self.local(t, "slot"), minlength=ops) for t in touched)
-        waiting = live.across @ self.local(live.waiting, "across")
+        through = live.live_through @ self.local(live.result_bytes, "result")
         back = loss + live.held @ self.local(live.gradient, "slot") - later + more
         trainable = table.trainable
         bytes_ = self.local(table.parameter_numel, "parameter")[trainable] * table.width
         made = np.bincount(live.reader[trainable], weights=bytes_, minlength=ops)
         return PeakMemory(
-            forward=float((forward + waiting - later).max()),
+            forward=float((forward + through - later).max()),
             backward=float(back.max()),
             one_gradient=float((back + made).max()),
             all_gradients=float((back + made[::-1].cumsum()[::-1]).max()),

@@ -58,12 +58,12 @@ def _selection(sized: SizedClass) -> SavedActivations:
     saved_bytes, working_bytes = table.selection.memory(
         table.saved, sized.saved, list(bound.plain), list(entries), table.live.saver, len(table.ops), sized.input_bytes
     )
-    again = sized.pass_of("forward", chosen.pairs, chosen.again)
+    repeated = sized.pass_of("forward", chosen.pairs, chosen.recomputed)
     return SavedActivations(
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,
         working_bytes=max(saved_bytes, working_bytes, sized.plain_bytes),
-        recomputed=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
+        recomputed=dataclasses.replace(repeated, wire_s=repeated.wire_s + repeated.exposed_s, exposed_s=0.0),
         pairs=chosen.pairs,
         recomputes=True,
     )
