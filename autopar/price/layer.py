@@ -49,7 +49,7 @@ class BoundClass:
     pairs: tuple[CollectivePair, ...]
     pair_runs: tuple[PairRuns, ...]  # the distinct runs of all pairs
     plain: tuple[int, ...]  # the saved entries, one per storage
-    known: dict[str, Any] = field(default_factory=dict)  # cached results of ``saved_activations`` and ``order``
+    cache: dict[str, Any] = field(default_factory=dict)  # cached results of ``saved_activations`` and ``order``
 
 
 PairRuns = tuple[tuple[int, ...], tuple[int, ...]]
@@ -93,7 +93,7 @@ class SizedClass:
     trainable: float  # ``counts.trainable``, not rounded up
     largest: float  # the largest trainable parameter, in elements
     padding: tuple[int, int]  # elements of flat buffers between parameters, and between trainable ones
-    known: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     def local(self, whole: Floats, part: str) -> Floats:
         """Return one device's share of each entry of ``whole``; ``part`` names the field of ``AxisFlags`` with the entries that axes
@@ -230,7 +230,7 @@ def _local(cuts: Collection[tuple[AxisFlags, int]], whole: Floats, part: str) ->
     return whole / share
 
 
-def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) -> SizedClass:
+def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision) -> SizedClass:
     """Compute seconds and bytes of one microbatch on one device; the sizes must be ``divisible``."""
     table, gpu = bound.table, cluster.gpu
     cuts = tuple((f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1)
@@ -238,14 +238,14 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) 
     def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
         slots = _local(cuts, moved, "slot")
         traffic: Floats = np.bincount(table.slot_op, weights=slots, minlength=len(table.ops)).astype(np.float64)
-        running = gpu.seconds(table.kinds, _local(cuts, flops, "op"), traffic, numbers.name, backward)
+        running = gpu.seconds(table.kinds, _local(cuts, flops, "op"), traffic, precision.name, backward)
         return np.asarray(running + kernels * gpu.kernel_s)
 
     saved = _local(cuts, table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = _local(cuts, table.parameter_numel, "parameter")
     trainable = float(parameters[table.trainable].sum())
-    padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // numbers.width)
+    padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // precision.width)
     return SizedClass(
         bound=bound,
         cluster=cluster,

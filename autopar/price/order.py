@@ -64,12 +64,12 @@ def not_splittable_reason(bound: BoundClass, part: Part, options: Options) -> st
 
 def plain(sized: SizedClass) -> Passes:
     """Return the passes of a layer that waits for all collectives except those that kernels overlap with their own arithmetic."""
-    if "plain" not in sized.known:
+    if "plain" not in sized.cache:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
         both = sized.pass_of("forward", bound.pairs), sized.pass_of("backward", bound.pairs)
-        sized.known["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
-    return sized.known["plain"]
+        sized.cache["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
+    return sized.cache["plain"]
 
 
 # -- early collectives -------------------------------------------------------------------------------------------------
@@ -77,9 +77,9 @@ def plain(sized: SizedClass) -> Passes:
 
 def _early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     """Return the passes in which some backward collectives overlap weight gradients."""
-    if "early" not in sized.known:
-        sized.known["early"] = _with_early(sized, trainer)
-    return sized.known["early"]
+    if "early" not in sized.cache:
+        sized.cache["early"] = _with_early(sized, trainer)
+    return sized.cache["early"]
 
 
 def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
@@ -127,9 +127,9 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
 def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[SizedClass, Turns] | str:
     """Return a part of a microbatch and where the parts take turns; or why the microbatch can't be computed in parts."""
-    if "turns" not in bound.known:
-        bound.known["turns"] = turns_of(bound.table.cls, bound.types, options)
-    turns = bound.known["turns"]
+    if "turns" not in bound.cache:
+        bound.cache["turns"] = turns_of(bound.table.cls, bound.types, options)
+    turns = bound.cache["turns"]
     if isinstance(turns, str):
         return turns
     found = part()

@@ -71,11 +71,11 @@ def _selection(sized: SizedClass) -> SavedActivations:
 
 def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
     """Return the saved entries under selective recomputation, one per storage, and the ops and collectives that run again."""
-    if "selected" not in bound.known:
+    if "selected" not in bound.cache:
         table = bound.table
         chosen = table.selection.under(bound.types, table.ops, table.saved, bound.pairs)
-        bound.known["selected"] = distinct(table, bound.flags, chosen.saved), chosen
-    return bound.known["selected"]
+        bound.cache["selected"] = distinct(table, bound.flags, chosen.saved), chosen
+    return bound.cache["selected"]
 
 
 def _in_host(found: SavedActivations, separate: bool) -> SavedActivations:

@@ -98,9 +98,9 @@ class ShapeRows:
     sizes: NDArray[np.int64]
 
 
-def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, numbers: Precision) -> int:
+def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, precision: Precision) -> int:
     """Return the bytes of an element at run time: the priced precision replaces the model's floating-point dtype, other dtypes stay."""
-    return numbers.width if dtype == model_dtype else dtype.itemsize
+    return precision.width if dtype == model_dtype else dtype.itemsize
 
 
 def model_dtype(cls: LayerClass) -> torch.dtype:
@@ -111,7 +111,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
     return torch.float32
 
 
-def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
+def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
     """Build the arrays of ``cls``; this runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
@@ -119,12 +119,12 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
     dtype = model_dtype(cls)
 
     def size(tensor: torch.Tensor) -> int:
-        return tensor.numel() * element_bytes(tensor.dtype, dtype, numbers)
+        return tensor.numel() * element_bytes(tensor.dtype, dtype, precision)
 
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
-    costs = op_costs(called, run, size, numbers.name == FLOAT8)
+    costs = op_costs(called, run, size, precision.name == FLOAT8)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)
@@ -146,7 +146,7 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
         slot_backward=np.array([s.backward for s in slots], dtype=float),
         live=live_ranges(costs, parameters),
         saved=saved,
-        saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in saved], dtype=float),
+        saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, precision) for s in saved], dtype=float),
         saved_numel=np.array([s.numel for s in saved], dtype=float),
         saved_argument=np.array([entry.storage in arguments for entry in saved], dtype=bool),
         fused=trainer.fused,
@@ -162,8 +162,8 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
         value_bytes={name: sum(map(size, ts)) for name, ts in values.items()},
         value_gradient=run.requires_grad,
         activations=activations,
-        output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, numbers) for v in cls.outputs], dtype=float),
-        width=numbers.width,
+        output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, precision) for v in cls.outputs], dtype=float),
+        width=precision.width,
         index={node.name: i for i, node in enumerate(ops)},
     )
     return table, _rows(table, nodes)

@@ -155,11 +155,11 @@ class OtherTrainer(TrainerModel):
         return 0.0
 
     def live_bytes(
-        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
+        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, precision: Precision
     ) -> tuple[float, float]:
         transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
         # gradients of this layer and of the one whose gradients are being reduced; parameters of this layer and the next
         if zero >= 2:
-            gathered = share.parameters * numbers.width if zero == 3 else 0
-            transient += 2 * share.trainable * numbers.gradient + 2 * gathered
+            gathered = share.parameters * precision.width if zero == 3 else 0
+            transient += 2 * share.trainable * precision.gradient + 2 * gathered
         return gradients, transient
