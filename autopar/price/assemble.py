@@ -37,7 +37,7 @@ def assemble(
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
     trainable, states = sized.counts.trainable, StateBytes.of(strategy, cluster, precision)
     parts = replicas.seconds[min(zero, 2)]
-    in_forward, in_backward, _ = runs(zero, strategy.options.whole_gradients, gathers(kept))
+    in_forward, in_backward, _ = runs(zero, strategy.options.unsharded_gradients, gathers(kept))
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
     each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
     copies_s = _copies_s(replicas, strategy, kept, zero)
@@ -119,7 +119,7 @@ def _copies_s(
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = replicas.copies_s
     back_s = gathers(kept) * gather_s if zero == 3 else 0.0
-    return (gather_s, back_s, reduce_s) if strategy.options.whole_gradients else (gather_s, back_s + reduce_s, 0.0)
+    return (gather_s, back_s, reduce_s) if strategy.options.unsharded_gradients else (gather_s, back_s + reduce_s, 0.0)
 
 
 def gathers(kept: SavedActivations) -> float:
@@ -145,7 +145,7 @@ def _waits_s(
     wait_s = cluster.collective_times.wait_s
     forward_wait_s = wait_s(microbatch.forward.group_sizes + gathers, forward_s)
     reduced_s = wait_s(back + gathers, backward_s)
-    if not strategy.options.whole_gradients:
+    if not strategy.options.unsharded_gradients:
         return forward_wait_s, reduced_s, 0.0
     unreduced_s = wait_s(back, backward_s)
     return forward_wait_s, unreduced_s, reduced_s - unreduced_s
@@ -169,7 +169,7 @@ def _bytes(
     if flat:
         elements = padded(elements, sized.padding, data if zero else 1, precision.width)
     stored, gradients, optimizer = state_bytes(
-        *elements, data, zero, precision, states.device, strategy.options.whole_gradients
+        *elements, data, zero, precision, states.device, strategy.options.unsharded_gradients
     )
     if replicas.staleness:  # this step's gradients, and the reductions in flight, including this step's
         gradients *= 2 + replicas.staleness
@@ -183,6 +183,6 @@ def _bytes(
         replicas.microbatches,
         context,
     )
-    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.whole_gradients, precision)
+    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.unsharded_gradients, precision)
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
     return stored, math.ceil(live), optimizer, saved, math.ceil(transient)

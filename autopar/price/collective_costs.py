@@ -73,7 +73,7 @@ def replica_costs(
 ) -> Iterator[CollectiveCost]:
     """Yield the collectives between a layer's replicas."""
     zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
-    forward, backward, once = runs(zero, strategy.options.whole_gradients, gathers(kept))
+    forward, backward, once = runs(zero, strategy.options.unsharded_gradients, gathers(kept))
     for one in replicas.collectives[min(zero, 2)]:
         in_passes = getattr(forward, one.part) + getattr(backward, one.part)
         count = one.times * (microbatches * in_passes + getattr(once, one.part))

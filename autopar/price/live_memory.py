@@ -79,9 +79,9 @@ def replicated_transient(share: LayerMemory, data: int, zero: int, precision: Pr
 
 
 def sharded_bytes(
-    share: LayerMemory, data: int, zero: int, whole_gradients: bool, precision: Precision, cpu: bool
+    share: LayerMemory, data: int, zero: int, unsharded_gradients: bool, precision: Precision, cpu: bool
 ) -> tuple[float, float]:
-    """Return a layer's bytes of gradients and transient bytes under ZeRO 2 and 3; ``whole_gradients``: gradients are reduced once per
+    """Return a layer's bytes of gradients and transient bytes under ZeRO 2 and 3; ``unsharded_gradients``: gradients are reduced once per
     step."""
     kept = share.kept
     whole, made = share.parameters * precision.width, share.trainable * precision.width
@@ -90,7 +90,7 @@ def sharded_bytes(
     next_gathered = share.context.later * precision.width  # in the forward
     previous_gathered = share.context.earlier * precision.width if zero == 3 else 0.0  # in the backward
     reducing = share.context.later_trainable * precision.reduced
-    earlier = (sent if whole_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
+    earlier = (sent if unsharded_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
     before = kept.saved_bytes + (whole if zero == 2 else 0.0)
     after = shard - earlier
     # in a segment of several recomputed layers, the parameters of all but the last layer are gathered again

@@ -340,7 +340,7 @@ class Pricer:
         zero = strategy.zero if shards > 1 else 0
         states = StateBytes.of(strategy, self.cluster, self.precision).device
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.precision, states, strategy.options.whole_gradients)
+        return state_bytes(numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """Return the types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""

@@ -167,10 +167,10 @@ class Replicas:
 
 
 @functools.lru_cache(maxsize=256)
-def runs(zero: int, whole_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
+def runs(zero: int, unsharded_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
     """Return how often each kind of collective runs in a layer's forward, in its backward, and outside both per step. ZeRO 3 gathers
-    parameters ``backward_gathers`` times in a backward. ``whole_gradients``: gradients are reduced once per step."""
-    each_time = zero >= 2 and not whole_gradients
+    parameters ``backward_gathers`` times in a backward. ``unsharded_gradients``: gradients are reduced once per step."""
+    each_time = zero >= 2 and not unsharded_gradients
     return (
         Parts(gather=zero >= 2),
         Parts(gather=backward_gathers * (zero == 3), reduce=each_time),

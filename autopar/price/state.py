@@ -89,7 +89,7 @@ def state_bytes(
     zero: int,
     precision: Precision,
     offloaded: int | None = None,
-    whole_gradients: bool = False,
+    unsharded_gradients: bool = False,
 ) -> tuple[int, int, int]:
     """Return the bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
 
@@ -100,10 +100,10 @@ def state_bytes(
             unsharded from forward to backward, and, if the optimizer has no master weights, a shard of them also exists.
         offloaded: bytes in device memory of an element's offloaded states (0, unless devices and host share one memory); ``None`` without
             offloading. With offloading, FSDP's shards under stages 2 and 3 exist besides the master weights, and are as wide.
-        whole_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
+        unsharded_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
-    gradients = -(-trainable // data) if zero >= 2 and not whole_gradients else trainable
+    gradients = -(-trainable // data) if zero >= 2 and not unsharded_gradients else trainable
     stored = -(-parameters // data) if zero == 3 else parameters
     optimizer = state * (precision.optimizer if offloaded is None else offloaded)
     master = precision.at_rest or precision.shard

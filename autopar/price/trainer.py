@@ -118,12 +118,12 @@ class TrainerModel:
         return size
 
     def live_bytes(
-        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, precision: Precision
+        self, share: LayerMemory, gradients: int, data: int, zero: int, unsharded_gradients: bool, precision: Precision
     ) -> tuple[float, float]:
         """Return the layer's bytes of gradients and its transient bytes, see ``live_memory``; ``gradients`` are the bytes that persist."""
         if zero < 2:
             return gradients, replicated_transient(share, data, zero, precision, self.cpu)
-        return sharded_bytes(share, data, zero, whole_gradients, precision, self.cpu)
+        return sharded_bytes(share, data, zero, unsharded_gradients, precision, self.cpu)
 
 
 EMITTED = TrainerModel()

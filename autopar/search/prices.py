@@ -166,7 +166,7 @@ class Prices:
             *refused.values(),
         )
         if alike not in self._candidates:
-            known = {"refused": refused, "chain": chain, "segments": choice.segments, "several": m > 1}
+            known = {"refused": refused, "chain": chain, "segments": choice.segments, "several_microbatches": m > 1}
             found = candidates(
                 choice.mesh,
                 batch,
@@ -202,7 +202,11 @@ class Prices:
         copies = not tied or pins.replicate is not None
         # pricers and candidates live as long as the tables, so ids are unique; pins with equal candidates share a table
         refused, limit = self._refused(cls), max(self._places(choice.schedule.pipeline).limit)
-        least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
+        least = {
+            t: t.min_memory_share * limit
+            for t in LAYER
+            if t.min_memory_share and pins.of(t.name) is None and not refused[t.name]
+        }
         key = (cls, id(every), choice.mesh, m, tied, copies, choice.schedule.split, *least.values(), *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:

@@ -213,7 +213,9 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
         pin = {"overlap": overlap, "compile": compiled, "offload": "any"}
         options = SearchOptions(allow=("int8_activations",), pin=pin)
         for m in tightest:
-            found = candidates(mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several=m > 1))
+            found = candidates(
+                mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several_microbatches=m > 1)
+            )
             for roles in found.roles:
                 some = dataclasses.replace(found, roles=(roles,))
                 least_s = pricer.least_time_s("block", mesh, some, m)

@@ -240,7 +240,7 @@ def by_budget(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strate
         problem.cluster.gpus_per_node,
         options,
         LayerPins(),
-        context=context_of(options, several=m > 1),
+        context=context_of(options, several_microbatches=m > 1),
     ).every
     chosen: list[Strategy] = []
     for s, (i, j) in enumerate(itertools.pairwise(cuts)):
