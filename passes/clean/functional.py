@@ -42,14 +42,15 @@ _INSTEAD = (
 class _Alias:
     """A tensor as a chain of views of ``base``; ``version`` is the base's version that ``current`` was created from.
 
-    ``lost`` is an error message if a value with a gradient was written through ``detach``: this tensor has the gradient, its base does not.
+    ``detached_error`` is an error message if a value with a gradient was written through ``detach``: this tensor has the gradient, its base
+    does not.
     """
 
     base: fx.Node
     chain: tuple[View, ...]
     current: fx.Node
     version: int
-    lost: str = ""
+    detached_error: str = ""
 
 
 def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -87,7 +88,7 @@ class _Functionaliser:
                 self.gm.graph.erase_node(item)
             assert not node.users, node
             self.gm.graph.erase_node(node)
-        self._give_out()
+        self._return_buffers()
 
     def _call(self, node: fx.Node) -> None:
         written = written_arguments(node.target)
@@ -104,13 +105,13 @@ class _Functionaliser:
         elif torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
             self._reshape(node, aliases[0])
         else:
-            news = self._twins(node, written)
+            news = self._functional_values(node, written)
             for alias, new in zip(aliases, news, strict=True):
                 self._write(alias, new, node)
             for alias, new, holder in zip(aliases, news, self._holders(node), strict=False):
                 # after a write to several tensors at once, one may have written to another: read the value again
                 version = self._version(alias.base) if len(news) == 1 else 0
-                self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.lost)
+                self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.detached_error)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +135,7 @@ class _Functionaliser:
         operand, view = seen[0]
         source = self._alias(operand)
         chain = source.chain if view is None else (*source.chain, view)
-        self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.lost)
+        self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.detached_error)
 
     def _holders(self, node: fx.Node) -> list[fx.Node]:
         """Return the node of each tensor that an op has written: the op itself, or the ``getitem`` that picks the tensor."""
@@ -154,8 +155,8 @@ class _Functionaliser:
         alias = self.aliases.get(node)
         if alias is None:
             return node
-        if alias.lost:
-            raise CaptureError(alias.lost, _INSTEAD)
+        if alias.detached_error:
+            raise CaptureError(alias.detached_error, _INSTEAD)
         if alias.version != self._version(alias.base):
             value = self._value(alias.base)
             for view in alias.chain:
@@ -195,8 +196,8 @@ class _Functionaliser:
             return
         cut = _cut(alias)
         for other in self.aliases.values():
-            if alias.lost and other.base is base and other.chain[: len(cut)] == cut:
-                other.lost = alias.lost
+            if alias.detached_error and other.base is base and other.chain[: len(cut)] == cut:
+                other.detached_error = alias.detached_error
 
     def _detached(self, alias: _Alias, new: fx.Node, node: fx.Node) -> fx.Node:
         """Return the base's value after a write through ``detach``; refuse the write if the base has a gradient."""
@@ -215,7 +216,7 @@ class _Functionaliser:
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):
             return new
-        alias.lost = _sentence(
+        alias.detached_error = _sentence(
             node,
             "writes a value that has a gradient through detach or .data, and the detached tensor, which alone has it, is read later",
         )
@@ -248,7 +249,7 @@ class _Functionaliser:
                 "give each a tensor of its own: tensor.clone()",
             )
 
-    def _twins(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
+    def _functional_values(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
         """Return the new values that ``node`` writes, in the shapes and dtypes of the tensors that it writes to."""
         targets = [_named(node, name) for name in written]
         new = _special(node) or drawn(node)
@@ -292,7 +293,7 @@ class _Functionaliser:
         if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].operand_index != 0:
             raise _refused(node, "gives a tensor another size or other memory", "make a new tensor: y = new")
         chain = (*alias.chain, View(view, 0))
-        self.aliases[node] = _Alias(alias.base, chain, view, self._version(alias.base), alias.lost)
+        self.aliases[node] = _Alias(alias.base, chain, view, self._version(alias.base), alias.detached_error)
 
     # -- gradients, and the end ---------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class _Functionaliser:
                         "write to a clone, or before it is read",
                     )
 
-    def _give_out(self) -> None:
+    def _return_buffers(self) -> None:
         """Append the new values of buffers to the graph's outputs, and mark a written buffer as no constant (``meta["state"]``)."""
         updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
         self.gm.graph.output_node().args = ((*returned(self.gm), *updates.values()),)
