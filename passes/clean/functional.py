@@ -27,7 +27,7 @@ from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.ops.source import source_line
-from autopar.torch_private import functional_twin, overload_schema, written_arguments
+from autopar.torch_private import functional_overload, overload_schema, written_arguments
 from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, returned
 from passes.clean.randomness import drawn
 from passes.clean.views import View, origins, positions, replay, scatter
@@ -254,7 +254,7 @@ class _Functionaliser:
         targets = [_named(node, name) for name in written]
         new = _special(node) or drawn(node)
         if new is None:
-            target = functional_twin(node.target)
+            target = functional_overload(node.target)
             if target is None:
                 raise _refused(node, "writes to its operand, and has no known form that does not write", _INSTEAD)
             outs = set(written) - {name for name, _ in overload_schema(target) or ()}
@@ -287,7 +287,7 @@ class _Functionaliser:
             self.newest[alias.base] = (value, self._version(alias.base) + 1)
             self.aliases[node] = _Alias(alias.base, (), value, self._version(alias.base))
             return
-        twin = functional_twin(node.target)
+        twin = functional_overload(node.target)
         view = add(node, twin, node.args, dict(node.kwargs)) if twin is not None else None
         found = origins(view) if view is not None else []
         if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].operand_index != 0:
