@@ -106,7 +106,7 @@ def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, f
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved
-    narrow = floats & ~table.saved_argument & (numel >= how.least) & (not table.cls.gives_loss)
+    narrow = floats & ~table.saved_argument & (numel >= how.min_elements) & (not table.cls.gives_loss)
     stored = np.where(narrow, numel + how.scale_bytes * np.ceil(numel / how.block), whole)
     at = np.array(plain, dtype=np.intp)[narrow[plain]]
     elements, moved = float(numel[at].sum()), float(whole[at].sum()) + float(stored[at].sum())

@@ -78,7 +78,8 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStorage:
-    """How saved tensors of at least ``least`` elements are quantized: a byte per element, and ``scale_bytes`` per ``block`` of elements.
+    """How saved tensors of at least ``min_elements`` elements are quantized: a byte per element, and ``scale_bytes`` per ``block`` of
+    elements.
 
     In a layer that is not compiled, ``kernels`` kernels quantize or dequantize ``chunk`` elements at a time. Per element they move
     ``rounding`` or ``restoring`` bytes besides the tensor that they read and the tensor that they write, and allocate ``temporary_bytes``.
@@ -86,7 +87,7 @@ class QuantizedStorage:
     """
 
     block: int
-    least: int
+    min_elements: int
     chunk: int
     scale_bytes: int
     temporary_bytes: int

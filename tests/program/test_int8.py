@@ -84,7 +84,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_the_price_has_the_runtimes_numbers() -> None:
-    assert (NARROW.block, NARROW.least, NARROW.chunk) == (
+    assert (NARROW.block, NARROW.min_elements, NARROW.chunk) == (
         activation_storage.BLOCK,
         activation_storage.LEAST,
         activation_storage.CHUNK,
