@@ -127,7 +127,7 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
         cost = step.cost
         result["forward_s"], result["backward_s"] = cost.forward_s[s], cost.backward_s[s]
         result["communication_s"], result["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
-        result["host_limit_bytes"], result["nvme_limit_bytes"] = step.outside_limits_bytes[
+        result["host_limit_bytes"], result["nvme_limit_bytes"] = step.offload_limits_bytes[
             plan.sized_schedule.device[s]
         ]
     return result
