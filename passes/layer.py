@@ -113,7 +113,7 @@ def local_layer(
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
     the input gradients; a strategy under such a schedule has no overlap (``Strategy.under``)."""
-    assert not deferred or strategy.options == strategy.options.but(**UNDER_SPLIT), strategy
+    assert not deferred or strategy.options == strategy.options.replace(**UNDER_SPLIT), strategy
     own = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, own)
     flow = gradient_flow(cls)

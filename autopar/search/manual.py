@@ -197,7 +197,7 @@ def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
 def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
     """Return the strategy, with techniques that the layer does not support set to their defaults."""
     cls = graph.layers[layer].cls
-    return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
+    return strategy.with_options(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
 def _given_up(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:

@@ -227,7 +227,7 @@ class Prices:
         """Return whether the strategy has the technique although a layer of the class takes at most ``most`` bytes without it."""
         if strategy.options[technique] == technique.default:
             return False
-        plain, m = strategy.but(**{technique.name: technique.default}), choice.schedule.microbatches
+        plain, m = strategy.with_options(**{technique.name: technique.default}), choice.schedule.microbatches
         pricers = self._places(choice.schedule.pipeline).pricers
         return all(_takes(pricer.layer(cls, choice.mesh, plain, m), most) for pricer in pricers)
 

@@ -143,7 +143,7 @@ def _exact(plan: Plan) -> Plan:
 
     def own(layer: LayerPlan) -> LayerPlan:
         given_up = [t for t, value in layer.strategy.options.chosen if t.mode(value).gives_up]
-        return replace(layer, strategy=layer.strategy.but(**{t.name: t.default for t in given_up}))
+        return replace(layer, strategy=layer.strategy.with_options(**{t.name: t.default for t in given_up}))
 
     allow = tuple(name for name in plan.allow if name not in OF_LAYERS)
     return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)

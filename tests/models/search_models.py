@@ -398,9 +398,9 @@ def candidates(
     if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not rewritten"):
         return found
     if "logits" in pins:
-        return [s.but(logits=str(pins["logits"])) for s in found]
+        return [s.with_options(logits=str(pins["logits"])) for s in found]
     plain = [s for s in found if not s.options.recomputes and not s.options.saved_in] or found
-    return found + [s.but(logits="sliced") for s in plain]
+    return found + [s.with_options(logits="sliced") for s in plain]
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: tuple[str, int] | None) -> Iterator[tuple[Role, ...]]:
@@ -472,7 +472,7 @@ def plans(
             tables[-1] = [
                 (s, p)
                 for s, p in tables[-1]
-                if s.options[LOGITS] != SLICED or sizes.get(s.but(logits="whole"), 1e99) > 0.1 * max(limits)
+                if s.options[LOGITS] != SLICED or sizes.get(s.with_options(logits="whole"), 1e99) > 0.1 * max(limits)
             ]
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     memories = StageMemories(graph, tables)

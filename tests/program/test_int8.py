@@ -271,7 +271,7 @@ def test_the_price_counts_the_bytes_that_are_kept(
     blocks = 0
     for layer, record, size in zip(graph.layers, plan.layers, found.values(), strict=True):
         price = pricer.layer(layer.cls, plan.mesh, record.strategy, 1)
-        exact = pricer.layer(layer.cls, plan.mesh, record.strategy.but(activations="keep"), 1)
+        exact = pricer.layer(layer.cls, plan.mesh, record.strategy.with_options(activations="keep"), 1)
         assert price is not None and exact is not None
         if layer is graph.layers[-1]:  # no hooks: it gives the loss
             assert price == exact and size == 0

@@ -227,7 +227,7 @@ def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Str
         for group in groups:
             for i in group:
                 roles, zero = chosen[group[end]].roles, chosen[group[end]].zero
-                alike[i] = Strategy(roles, zero, options=chosen[i].options.but(reduce="microbatch"))
+                alike[i] = Strategy(roles, zero, options=chosen[i].options.replace(reduce="microbatch"))
         yield alike
 
 

@@ -76,7 +76,8 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
         assert strategy.options[technique] == value and strategy.options is having(technique, value).options
         assert pickle.loads(pickle.dumps(strategy)) == strategy
         layers = tuple(
-            dataclasses.replace(layer, strategy=layer.strategy.but(**{technique.name: value})) for layer in plan.layers
+            dataclasses.replace(layer, strategy=layer.strategy.with_options(**{technique.name: value}))
+            for layer in plan.layers
         )
         written = dataclasses.replace(plan, layers=layers, allow=given_up("all-reduce", (x.strategy for x in layers)))
         data = json.loads(written.dumps())
