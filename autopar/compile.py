@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _COMPILING = threading.RLock()
-NOT_TYPED = "the program was not type-checked, as was asked for"
+NOT_TYPED = "the program was not type-checked: type checking was off (type_check=False)"
 
 
 @with_explicit_signature

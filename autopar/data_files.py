@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 16 * 2**20
-MOST_LEVELS = 100
+MAX_BYTES = 16 * 2**20
+MAX_LEVELS = 100
 """Maximum nesting of objects and lists."""
 
 
@@ -18,22 +18,22 @@ class MalformedFileError(ValueError):
     """A file has invalid content; the message is a clause about it, such as "it has more than 10 bytes"."""
 
 
-def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
     """Read a JSON file.
 
     Raises:
-        MalformedFileError: the file is larger than ``most_bytes``, or ``parse_json`` refuses its text.
+        MalformedFileError: the file is larger than ``max_bytes``, or ``parse_json`` refuses its text.
         OSError: the file can't be read.
     """
     with Path(path).open("rb") as file:
-        content = file.read(most_bytes + 1)  # devices and pipes don't report a size
-    if len(content) > most_bytes:
-        raise MalformedFileError(f"it has more than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)  # devices and pipes don't report a size
+    if len(content) > max_bytes:
+        raise MalformedFileError(f"it has more than {max_bytes:,} bytes")
     return parse_json(content)
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ``MalformedFileError`` if the content isn't UTF-8 JSON, has duplicate keys, is nested deeper than ``MOST_LEVELS``,
+    """Parse JSON. Raises ``MalformedFileError`` if the content isn't UTF-8 JSON, has duplicate keys, is nested deeper than ``MAX_LEVELS``,
     or has an infinite number, a NaN or a lone surrogate."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -41,7 +41,7 @@ def parse_json(content: bytes | str) -> Any:
         if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # the only way to write a lone surrogate
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
-        raise MalformedFileError(f"it is nested deeper than {MOST_LEVELS} levels") from error
+        raise MalformedFileError(f"it is nested deeper than {MAX_LEVELS} levels") from error
     except UnicodeDecodeError as error:
         raise MalformedFileError(f"byte {error.start} is not UTF-8") from error
     except UnicodeEncodeError as error:
@@ -52,8 +52,8 @@ def parse_json(content: bytes | str) -> Any:
         raise
     except ValueError as error:  # an integer of more digits than Python converts
         raise MalformedFileError("it has a whole number of thousands of digits") from error
-    if isinstance(found, dict | list) and _deeper(found, MOST_LEVELS):
-        raise MalformedFileError(f"it is nested deeper than {MOST_LEVELS} levels")
+    if isinstance(found, dict | list) and _deeper(found, MAX_LEVELS):
+        raise MalformedFileError(f"it is nested deeper than {MAX_LEVELS} levels")
     return found
 
 

@@ -35,21 +35,21 @@ class LayerPrice:
 
     Bytes, and FLOPs:
 
-    ===================  =============================================================================================
-    ``saved_bytes``      saved for the backward pass, per microbatch in flight
-    ``fresh_bytes``      the gradients that exist after the backward pass, when ``saved_bytes`` are freed
-    ``transient_bytes``  the peak while the layer runs, above all other memory listed here
-    ``border_bytes``     one activation tensor that a pipeline stage receives or sends if it begins or ends here
-    ``waiting_bytes``    live between the two parts of a split backward, when ``saved_bytes`` are freed
-    ``host_bytes``       in host memory during the whole step
-    ``nvme_bytes``       on NVMe
-    ``host_saved_bytes`` in host memory, per microbatch in flight
-    ``segment``          the number of consecutive layers that are recomputed as one
-    ``kept_bytes``       saved by the first layer of a segment; ``saved_bytes`` is one layer's share of it, rounded down, and
-                         ``transient_bytes`` the peak after the whole segment is recomputed
-    ``flops``            model FLOPs of one microbatch, forward and backward, over all devices of the stage: replicated work
-                         counts once, recomputation does not count
-    ===================  =============================================================================================
+    =======================  ==============================================================================================
+    ``saved_bytes``          saved for the backward pass, per microbatch in flight
+    ``new_gradient_bytes``   the gradients that exist after the backward pass, when ``saved_bytes`` are freed
+    ``transient_bytes``      the peak while the layer runs, above all other memory listed here
+    ``boundary_bytes``       one activation tensor that a pipeline stage receives or sends if it begins or ends here
+    ``deferred_bytes``       live between the two parts of a split backward, until the deferred weight gradients are computed
+    ``host_bytes``           in host memory during the whole step
+    ``nvme_bytes``           on NVMe
+    ``host_saved_bytes``     in host memory, per microbatch in flight
+    ``segment``              the number of consecutive layers that are recomputed as one
+    ``segment_saved_bytes``  saved by the first layer of a segment; ``saved_bytes`` is one layer's share of it, rounded down, and
+                             ``transient_bytes`` the peak after the whole segment is recomputed
+    ``flops``                model FLOPs of one microbatch, forward and backward, over all devices of the stage: replicated work
+                             counts once, recomputation does not count
+    =======================  ==============================================================================================
     """
 
     forward_s: float
@@ -62,12 +62,12 @@ class LayerPrice:
     saved_bytes: int
     transient_bytes: int
     flops: float
-    fresh_bytes: int = 0
-    border_bytes: int = 0
+    new_gradient_bytes: int = 0
+    boundary_bytes: int = 0
     weight_s: float = 0.0
-    waiting_bytes: int = 0
+    deferred_bytes: int = 0
     host_bytes: int = 0
     host_saved_bytes: int = 0
     segment: int = 1
-    kept_bytes: int = 0
+    segment_saved_bytes: int = 0
     nvme_bytes: int = 0

@@ -96,7 +96,7 @@ def check_sharding(plan: PlanPins, layer: str, zero: int, copies: int) -> None:
         value = plan.of(technique.name) or technique.default
         if sharding and technique.mode(value).max_zero == 0:
             raise UsageError(
-                f"{technique.name}={value} needs whole parameters and gradients on every replica, and {layer} has {sharding}",
+                f"{technique.name}={value} needs unsharded parameters and gradients on every replica, and {layer} has {sharding}",
                 f"leave zero and replicate out, or leave {technique.name} out",
             )
 

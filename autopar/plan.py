@@ -121,14 +121,14 @@ class Strategy:
     def __init__(
         self, roles: tuple[Role, ...], zero: int = 0, replicate: int = 1, options: Options = DEFAULTS, **chosen: str
     ) -> None:
-        options = options.but(**chosen) if chosen else options
+        options = options.replace(**chosen) if chosen else options
         assert zero in (0, 1, 2, 3), zero
         assert replicate == 1 or zero, (zero, replicate)
         assert zero >= options.min_zero, (zero, options)
         for name, value in (("roles", roles), ("zero", zero), ("replicate", replicate), ("options", options)):
             object.__setattr__(self, name, value)
 
-    def but(self, **changes: str) -> Strategy:
+    def with_options(self, **changes: str) -> Strategy:
         """Return the strategy with other values of techniques."""
         return Strategy(self.roles, self.zero, self.replicate, self.options, **changes)
 
@@ -145,7 +145,7 @@ class Strategy:
     def under(self, schedule: Schedule) -> Strategy:
         """Return the strategy for a pipeline of this schedule: a schedule that splits the backward pass computes weight gradients in a
         later action, and so determines the value of some techniques."""
-        return self.but(**UNDER_SPLIT) if schedule.split else self
+        return self.with_options(**UNDER_SPLIT) if schedule.split else self
 
     @property
     def dense(self) -> Strategy:

@@ -22,12 +22,12 @@ from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
 from autopar.techniques import LAYER, PLAN, conflict
 from autopar.techniques.technique import Technique
 
-MOST_DEVICES = 2**20
-MOST_LAYERS = 2**14
-MOST_ROWS = 2**32
-MOST_ACTIONS = 2**22
+MAX_DEVICES = 2**20
+MAX_LAYERS = 2**14
+MAX_ROWS = 2**32
+MAX_ACTIONS = 2**22
 """Maximum number of forward actions per step: stages times microbatches."""
-_MOST_AXES = 21  # more would exceed MOST_DEVICES, or have axes of size 1
+_MAX_AXES = 21  # more would exceed MAX_DEVICES, or have axes of size 1
 _BYTES = 2**60
 _TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes of every program
 
@@ -41,40 +41,40 @@ class FieldKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextField:
-    """A line of at most ``most`` printable characters that matches ``pattern``; ``form`` describes the pattern in messages."""
+    """A line of at most ``max`` printable characters that matches ``pattern``; ``form`` describes the pattern in messages."""
 
-    most: int = 1000
+    max: int = 1000
     pattern: str = ""
     form: str = "a line of printable characters"
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, str):
             raise MalformedFileError(f"{where} is {shown(value)}, not text")
-        if len(value) > self.most:
-            raise MalformedFileError(f"{where} has {len(value):,} characters, and may have {self.most:,}")
+        if len(value) > self.max:
+            raise MalformedFileError(f"{where} has {len(value):,} characters, and may have {self.max:,}")
         if not value.isprintable() or (self.pattern and re.fullmatch(self.pattern, value, re.ASCII) is None):
             raise MalformedFileError(f"{where} is {shown(value)}, not {self.form}")
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    least: int
-    most: int
+    min: int
+    max: int
 
     def check(self, where: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not self.least <= value <= self.most:
-            raise MalformedFileError(f"{where} is {shown(value)}, not a whole number from {self.least} to {self.most}")
+        if isinstance(value, bool) or not isinstance(value, int) or not self.min <= value <= self.max:
+            raise MalformedFileError(f"{where} is {shown(value)}, not a whole number from {self.min} to {self.max}")
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    most: float
+    max: float
 
     def check(self, where: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise MalformedFileError(f"{where} is {shown(value)}, not a number")
-        if not 0 <= value <= self.most:  # NaN is neither
-            raise MalformedFileError(f"{where} is {shown(value)}, not from 0 to {self.most:g}")
+        if not 0 <= value <= self.max:  # NaN is neither
+            raise MalformedFileError(f"{where} is {shown(value)}, not from 0 to {self.max:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +145,17 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of ``least`` to ``most`` values of the same kind."""
+    """A list of ``min`` to ``max`` values of the same kind."""
 
     kind: FieldKind
-    least: int
-    most: int
+    min: int
+    max: int
 
     def check(self, where: str, value: Any) -> None:
         if not isinstance(value, list):
             raise MalformedFileError(f"{where} is {shown(value)}, not a list")
-        if not self.least <= len(value) <= self.most:
-            raise MalformedFileError(f"{where} has {len(value):,} items, and a plan has {self.least} to {self.most:,}")
+        if not self.min <= len(value) <= self.max:
+            raise MalformedFileError(f"{where} has {len(value):,} items, and a plan has {self.min} to {self.max:,}")
         for i, item in enumerate(value):
             self.kind.check(f"{where}[{i}]", item)
 
@@ -183,15 +183,15 @@ class Fields:
 
 _SECONDS = Number(1e12)
 _SIZE = Whole(0, _BYTES)
-_COUNT = Whole(1, MOST_DEVICES)
+_COUNT = Whole(1, MAX_DEVICES)
 _AXIS_NAME = TextField(64, r"[A-Za-z][A-Za-z0-9_+]*", "a letter, then letters, digits, _ or +")
 _MODULE_NAME = TextField(200, r"[^\W\d]\w*(\.[^\W\d]\w*)*", "the dotted name of a Python module")
 _AXIS = Fields({"name": _AXIS_NAME, "size": _COUNT, "stride": _COUNT})
 
 _STAGE = Fields(
     {
-        "layers": Items(Whole(0, MOST_LAYERS), 2, 2),
-        "devices": Items(Whole(0, MOST_DEVICES), 2, 2),
+        "layers": Items(Whole(0, MAX_LAYERS), 2, 2),
+        "devices": Items(Whole(0, MAX_DEVICES), 2, 2),
         "memory_bytes": _SIZE,
         "memory_limit_bytes": _SIZE,
         "memory_by_part_bytes": Fields({part.name: _SIZE for part in dataclasses.fields(Memory)}),
@@ -210,7 +210,7 @@ def _former(form: Any) -> FieldKind:
     """Return the type of a former field (``Technique.former_fields``)."""
     if isinstance(form, dict):
         return Fields({name: _former(inner) for name, inner in form.items()})
-    return Flag() if form is bool else Whole(1, MOST_LAYERS) if form is int else Word(form)
+    return Flag() if form is bool else Whole(1, MAX_LAYERS) if form is int else Word(form)
 
 
 _FORMER = {name: _former(form) for technique in LAYER for name, form in technique.former_fields.items()}
@@ -225,7 +225,7 @@ _LAYER = Fields(
         "replicate": _COUNT,
         **{technique.name: Known(technique) for technique in LAYER},
         **_FORMER,
-        "roles": Items(Word(tuple(role.value for role in Role)), 1, _MOST_AXES),
+        "roles": Items(Word(tuple(role.value for role in Role)), 1, _MAX_AXES),
     },
     frozenset((*_DEGREES, "replicate", *(technique.name for technique in LAYER), *_FORMER)),
 )
@@ -235,13 +235,13 @@ _PIN = Fields({"pin": TextField(), "value": PinValue(), "step_time_without_s": _
 _REQUEST_KINDS: dict[str, FieldKind] = {
     "model": TextField(4096),
     "devices": TextField(4096),
-    "seq": Whole(1, MOST_ROWS),
-    "global_batch": Whole(1, MOST_ROWS),
+    "seq": Whole(1, MAX_ROWS),
+    "global_batch": Whole(1, MAX_ROWS),
     "precision": TextField(40),
     "memory_limit": TextField(40),
     "time_limit": Number(86_400.0),
     **{name: Pinned(name) for name in PINS},
-    "pins": Items(TextField(), 0, MOST_LAYERS),
+    "pins": Items(TextField(), 0, MAX_LAYERS),
     "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),
     "local_batch_norm": Flag(),
 }
@@ -257,22 +257,22 @@ _PLAN = Fields(
         "gap": Number(1.0),
         "pipeline": _COUNT,
         "chunks": _COUNT,
-        "microbatches": Whole(1, MOST_ACTIONS),
+        "microbatches": Whole(1, MAX_ACTIONS),
         "schedule": Word(SCHEDULES),
-        "prefetch": Whole(1, MOST_LAYERS),
+        "prefetch": Whole(1, MAX_LAYERS),
         **{technique.name: Known(technique) for technique in PLAN},
-        "global_batch": Whole(1, MOST_ROWS),
+        "global_batch": Whole(1, MAX_ROWS),
         "precision": Word(PRECISIONS),
-        "mesh": Items(_AXIS, 1, _MOST_AXES),
-        "stages": Items(_STAGE, 1, MOST_LAYERS),
-        "layers": Items(_LAYER, 1, MOST_LAYERS),
+        "mesh": Items(_AXIS, 1, _MAX_AXES),
+        "stages": Items(_STAGE, 1, MAX_LAYERS),
+        "layers": Items(_LAYER, 1, MAX_LAYERS),
         "solver": TextField(),
         "notes": Items(TextField(20_000), 0, 1000),
         "imports": Items(_MODULE_NAME, 0, 1000),
-        "pins": Items(_PIN, 0, MOST_LAYERS),
+        "pins": Items(_PIN, 0, MAX_LAYERS),
         "allow": Items(Word(tuple(ALLOWED)), 0, len(ALLOWED)),
         "nvme_path": TextField(4096),
-        "gpus_per_node": Whole(0, MOST_DEVICES),
+        "gpus_per_node": Whole(0, MAX_DEVICES),
         "wall_time_s": _SECONDS,
         "planning_memory_bytes": _SIZE,
         "request": _REQUEST,
@@ -321,8 +321,8 @@ def _check_mesh(mesh: Sequence[Mapping[str, Any]]) -> None:
         if name in _TAKEN or names.count(name) > 1:
             why = "which every program has itself" if name in _TAKEN else "twice"
             raise MalformedFileError(f"mesh has the axis {name!r}, {why}")
-    if (devices := _product(mesh)) > MOST_DEVICES:
-        raise MalformedFileError(f"mesh has {devices:,} devices, and a plan has at most {MOST_DEVICES:,}")
+    if (devices := _product(mesh)) > MAX_DEVICES:
+        raise MalformedFileError(f"mesh has {devices:,} devices, and a plan has at most {MAX_DEVICES:,}")
     for i, axis in enumerate(mesh):
         if axis["stride"] != (inner := _product(mesh[i + 1 :])):
             raise MalformedFileError(
@@ -344,15 +344,15 @@ def _check_schedule(data: Mapping[str, Any]) -> None:
         raise MalformedFileError(
             f"pipeline is {given}, and there are {stages} stages, {schedule.chunks} on each device"
         )
-    if (devices := schedule.pipeline * _product(data["mesh"])) > MOST_DEVICES:
+    if (devices := schedule.pipeline * _product(data["mesh"])) > MAX_DEVICES:
         raise MalformedFileError(
-            f"{stages} stages of {_product(data['mesh']):,} devices are {devices:,}, more than {MOST_DEVICES:,}"
+            f"{stages} stages of {_product(data['mesh']):,} devices are {devices:,}, more than {MAX_DEVICES:,}"
         )
     if rows % microbatches:
         raise MalformedFileError(f"a global batch of {rows} does not divide into {microbatches} microbatches")
-    if stages * microbatches > MOST_ACTIONS:
+    if stages * microbatches > MAX_ACTIONS:
         raise MalformedFileError(
-            f"{microbatches:,} microbatches of {stages} stages are more than {MOST_ACTIONS:,} forwards in a step"
+            f"{microbatches:,} microbatches of {stages} stages are more than {MAX_ACTIONS:,} forwards in a step"
         )
     if (why := refusal(schedule)) is not None:
         raise MalformedFileError(why[0])

@@ -194,7 +194,7 @@ def find_plan(
     )
     pricer = pricer or LayerPricer(graph, cluster, options.precision)
     shared = Shared()
-    found, cluster = _on_the_best_devices(graph, cluster, options, pricer, shared, may_be_idle)
+    found, cluster = _search_device_subsets(graph, cluster, options, pricer, shared, may_be_idle)
     if options.pin_time_s is not None:
         found = price_pins(graph, cluster, pricer.on(cluster), options, found, options.pin_time_s, shared)
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
@@ -233,7 +233,7 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
     return (f"{len(eager)} of {len(wanted)} layers are not compiled: {eager[0].name} {reasons[eager[0].cls]}",)
 
 
-def _on_the_best_devices(
+def _search_device_subsets(
     graph: Graph, cluster: Cluster, options: SearchOptions, pricer: PriceSource, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
     """Return the fastest plan on the cluster or on a part of it, and the devices that it uses."""

@@ -42,7 +42,7 @@ def written_arguments(target: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def functional_twin(target: Any) -> Any:
+def functional_overload(target: Any) -> Any:
     """Return the functional overload of a mutating one: it has the same arguments, except ``out``, and returns what ``target`` writes;
     ``None`` if there is none. (torch 2.11, 2.13)"""
     schema = target._schema
@@ -126,7 +126,7 @@ def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
 
 
-def is_stray(tensor: torch.Tensor) -> bool:
+def requires_grad_outside_trace(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` requires a gradient and has values, unlike the tensors of a trace. A ``TorchFunctionMode`` does not see
     this check. (torch 2.11, 2.13)"""
     with torch._C.DisableTorchFunction():
@@ -228,7 +228,7 @@ def inference_as_no_grad() -> Iterator[None]:
 
 
 @contextmanager
-def masks_as_given() -> Iterator[None]:
+def without_mask_detection() -> Iterator[None]:
     """Keep ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` from reading a mask's values. (torch 2.11, 2.13)
 
     Unless the caller passes ``is_causal``, they compare the mask with the causal mask, and pass the result to attention as a hint, which
@@ -249,7 +249,7 @@ def masks_as_given() -> Iterator[None]:
 
 
 @contextmanager
-def plain_averages() -> Iterator[None]:
+def traceable_averages() -> Iterator[None]:
     """Make a batch norm with ``momentum=None`` (the mean over all batches so far) compute a batch's weight from its counter as a tensor.
     Torch converts the counter to a Python number, which export does not support. (torch 2.11, 2.13)"""
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -434,10 +434,10 @@ def as_if_exported() -> Iterator[None]:
 
 
 def pipeline_order(
-    schedule: str, line: int, chunks: int, microbatches: int
+    schedule: str, ranks: int, chunks: int, microbatches: int
 ) -> list[list[tuple[tuple[str, int, int], ...]]]:
-    """Return the actions of a torch schedule on each of ``line`` pipeline ranks, in order: ("F", "B", "I" or "W", stage, microbatch), alone
-    or as the pair that torch calls overlapped.
+    """Return the actions of a torch schedule on each of ``ranks`` pipeline ranks, in order: ("F", "B", "I" or "W", stage, microbatch),
+    alone or as the pair that torch calls overlapped.
 
     ``schedule`` is a name for ``get_schedule_class``. "B" is a full backward, "I" its input gradients and "W" its weight gradients; the
     lists of GPipe and 1F1B also have a "REDUCE_GRAD". (torch 2.13)
@@ -448,9 +448,9 @@ def pipeline_order(
 
     stages = [
         SimpleNamespace(
-            group_size=line,
+            group_size=ranks,
             group_rank=0,
-            num_stages=line * chunks,
+            num_stages=ranks * chunks,
             stage_index=0,
             is_last=False,
             submod=torch.nn.Module(),
@@ -468,7 +468,7 @@ def pipeline_order(
             for action in made.pipeline_order[rank]
             if action is not None
         ]
-        for rank in range(line)
+        for rank in range(ranks)
     ]
 
 

@@ -1,8 +1,8 @@
 """Lists the communication of a layer: the conversions of its values, and the exchanges inside its kernels.
 
 Both follow from the layer's graph and the types on every axis. ``passes.collectives`` inserts the conversions listed here,
-``passes.overlap`` chooses those that overlap arithmetic, the cost model prices all of them in bytes and seconds (``price.moves``), and
-``checks.collectives`` compares them with the graph after all passes.
+``passes.overlap`` chooses those that overlap arithmetic, the cost model prices all of them in bytes and seconds
+(``price.collective_pairs``), and ``checks.collectives`` compares them with the graph after all passes.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdTy
 
     def apply(unit: _Unit, to: SpmdType) -> None:
         if steps and steps[-1][1:] == (unit.current, to):
-            # One collective on the flattened axes gives the same result: no axis between them shards the dim now (see ``_holders``).
+            # One collective on the flattened axes gives the same result: no axis between them shards the dim now (see ``_inner_shards``).
             steps[-1] = (tuple(sorted((*steps[-1][0], *unit.axes))), unit.current, to)
         else:
             steps.append((unit.axes, unit.current, to))
@@ -85,12 +85,12 @@ def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdTy
     while pending := [i for i, unit in enumerate(units) if unit.current != unit.target]:
         # Axes stop sharding from inner to outer, and start sharding from outer to inner: gathers and reductions first, from the inside.
         order = sorted(pending, key=lambda i: (units[i].target.sharded, i if units[i].target.sharded else -i))
-        ready = next((i for i in order if not _holders(i, units) and not _waits(i, units)), None)
+        ready = next((i for i in order if not _inner_shards(i, units) and not _must_wait_for_outer(i, units)), None)
         if ready is not None:
             apply(units[ready], units[ready].target)
             continue
-        stuck = next(i for i in order if not _waits(i, units))
-        for holder in _holders(stuck, units):
+        stuck = next(i for i in order if not _must_wait_for_outer(i, units))
+        for holder in _inner_shards(stuck, units):
             apply(units[holder], I if units[holder].target == I else R)
         apply(units[stuck], units[stuck].target)
     return steps
@@ -112,14 +112,14 @@ def _units(source: Types, target: Types) -> list[_Unit]:
     return units
 
 
-def _holders(index: int, units: list[_Unit]) -> list[int]:
+def _inner_shards(index: int, units: list[_Unit]) -> list[int]:
     """Return the inner units, innermost first, that shard a dim that this unit's conversion changes."""
     unit = units[index]
     touched = {t.dim for t in (unit.current, unit.target) if t.dim is not None}
     return [other for other in reversed(range(index + 1, len(units))) if units[other].current.dim in touched]
 
 
-def _waits(index: int, units: list[_Unit]) -> bool:
+def _must_wait_for_outer(index: int, units: list[_Unit]) -> bool:
     """Return whether an outer unit has yet to shard the dim that this one will shard."""
     wanted = units[index].target.dim
     return wanted is not None and any(u.target.dim == wanted and u.current.dim != wanted for u in units[:index])

@@ -97,9 +97,10 @@ class LocalLayer:
         return mesh_types(self.sharding, self.sharding.output(index))
 
 
-def rows_of(cls: LayerClass, time: AxisTypes) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Return the batch dim of each placeholder and of each result (``None`` without one); ``time`` has the types on the microbatch axis."""
-    return tuple(time.produced[node.name].dim for node in placeholders(cls)), tuple(t.dim for t in time.outputs)
+def batch_dims(cls: LayerClass, microbatch_types: AxisTypes) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Return the batch dim of each placeholder and of each result (``None`` without one), from the types on the microbatch axis."""
+    read = tuple(microbatch_types.produced[node.name].dim for node in placeholders(cls))
+    return read, tuple(t.dim for t in microbatch_types.outputs)
 
 
 def mesh_types(sharding: Sharding, types: tuple[SpmdType, ...]) -> tuple[SpmdType, ...]:
@@ -112,7 +113,7 @@ def local_layer(
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
     the input gradients; a strategy under such a schedule has no overlap (``Strategy.under``)."""
-    assert not deferred or strategy.options == strategy.options.but(**UNDER_SPLIT), strategy
+    assert not deferred or strategy.options == strategy.options.replace(**UNDER_SPLIT), strategy
     own = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, own)
     flow = gradient_flow(cls)

@@ -238,7 +238,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     if mixed := next((node for node in nodes if not _rows_are_independent(node, time, gradient)), None):
         return f"computes {mixed.name} from several rows of the batch"
     if drawn := next((node for node in nodes if node.op == "call_function" and is_random(node)), None):
-        return f"draws random numbers ({drawn.name}), of which each row would need its own"
+        return f"needs separate random numbers for each row ({drawn.name})"
     ends = [(time.produced[name], [one.produced[name] for one in types[1:]]) for name in _borders(cls, time)]
     ends.append((time.outputs[0], [one.outputs[0] for one in types[1:]]))
     if len({tuple(t.dim == rows.dim for t in end) for rows, end in ends}) > 1:

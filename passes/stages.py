@@ -24,7 +24,7 @@ Types = tuple[SpmdType, ...]
 
 
 @dataclass(frozen=True)
-class Border:
+class StageBoundaryValue:
     """An activation that crosses a stage's border: local shape for one microbatch, type on each mesh axis."""
 
     value: Value
@@ -58,8 +58,8 @@ class Stage:
 
     index: int
     layers: tuple[int, ...]
-    receives: tuple[Border, ...]
-    sends: tuple[Border, ...]
+    receives: tuple[StageBoundaryValue, ...]
+    sends: tuple[StageBoundaryValue, ...]
     inputs: dict[str, Types]
     scalars: tuple[str, ...]
     constants: tuple[str, ...]
@@ -198,7 +198,11 @@ def argument_keys(layer: GraphLayer) -> list[tuple[int, str]]:
 
 
 def _reshardings(
-    graph: Graph, layers: tuple[LocalLayer, ...], own: range, receives: tuple[Border, ...], inputs: dict[str, Types]
+    graph: Graph,
+    layers: tuple[LocalLayer, ...],
+    own: range,
+    receives: tuple[StageBoundaryValue, ...],
+    inputs: dict[str, Types],
 ) -> Iterator[Resharding]:
     made = {border.value.name: border.types for border in receives}
     made |= {f"input {name}": types for name, types in inputs.items()}
@@ -215,7 +219,9 @@ def _reshardings(
         made |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
 
 
-def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int) -> tuple[Border, ...]:
+def _border_values(
+    graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int
+) -> tuple[StageBoundaryValue, ...]:
     """Return the values that are produced before layer ``cut`` and read at or after it."""
     if cut == 0:
         return ()
@@ -227,7 +233,7 @@ def _border_values(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut
                 sharding = layers[i].sharding
                 value = graph.values[name]
                 shape = local_shape(value.shape, sharding.axes, sharding.output(position))
-                borders.append(Border(value, shape, mesh_types(sharding, sharding.output(position))))
+                borders.append(StageBoundaryValue(value, shape, mesh_types(sharding, sharding.output(position))))
     return tuple(borders)
 
 

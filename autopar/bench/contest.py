@@ -110,7 +110,7 @@ def contest(
     The plan is for ``cluster``; the hand-tuned programs are those of ``choices``, by default of ``recipes``. With ``netns``, processes
     run in other network namespaces. After every round, hand-tuned contenders that take more than twice as long as the best hand-tuned one
     are dropped; those that remain have a time in every round, which is paired with the automatic program's. ``progress`` is called with the
-    running contender, the number of visits done, and their total number.
+    running contender, the number of measurements done, and their total number.
 
     Raises:
         ProgramError: the first loss of the automatic program differs from that of a hand-tuned one.
@@ -119,35 +119,38 @@ def contest(
     subject = MODELS[model]
     by_hand = {recipe.name: recipe for recipe in choices or recipes(cluster.count, subject)}
     tell = progress or (lambda text, done, total: None)
-    with tempfile.TemporaryDirectory() as folder, Arena(subject, cluster.count, steps, Path(folder), netns) as arena:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        BenchmarkSession(subject, cluster.count, steps, Path(folder), netns) as session,
+    ):
         tell("planning", 0, 1)
-        graph, plan = plan_model(arena.workload, cluster, SearchOptions(precision="float32"))
-        arena.open_program(AUTOMATIC, graph, plan)
-        visits = 0
+        graph, plan = plan_model(session.workload, cluster, SearchOptions(precision="float32"))
+        session.open_program(AUTOMATIC, graph, plan)
+        measured = 0
         total = (len(by_hand) + 1) * rounds
         for recipe in by_hand.values():
-            arena.open_hand_tuned(recipe)
+            session.open_hand_tuned(recipe)
         order = random.Random(seed)
         for number in range(rounds):
-            names = list(arena.standing)
+            names = list(session.remaining)
             order.shuffle(names)
             for name in names:
-                tell(name, visits, total)
-                arena.visit(name)
-                visits += 1
-            arena.leave_out(slower_than=2.0)
-            total = visits + (rounds - 1 - number) * len(arena.standing)
-        arena.check_losses(AUTOMATIC)
+                tell(name, measured, total)
+                session.measure(name)
+                measured += 1
+            session.drop_slow(slower_than=2.0)
+            total = measured + (rounds - 1 - number) * len(session.remaining)
+        session.check_losses(AUTOMATIC)
         settings = {"rounds": rounds, "steps": steps, "seed": seed, "torch": torch.__version__}
-        return _result(subject, plan, arena, list(by_hand.values()), settings)
+        return _result(subject, plan, session, list(by_hand.values()), settings)
 
 
-class Arena:
+class BenchmarkSession:
     """The worker processes with all contenders: emitted programs, and hand-tuned programs under the names of their recipes.
 
     All contenders start from the values of ``workload``'s model. By contender, ``rounds`` has the median seconds of the timed steps of each
-    visit, and ``losses`` the losses of all steps. ``errors`` has the errors of hand-tuned contenders that failed. The error of an emitted
-    program is raised.
+    measurement, and ``losses`` the losses of all steps. ``errors`` has the errors of hand-tuned contenders that failed. An error of an
+    emitted program is raised. ``remaining``: the contenders that are still measured.
     """
 
     def __init__(
@@ -164,7 +167,7 @@ class Arena:
         self.rounds: dict[str, list[float]] = {}
         self.losses: dict[str, list[float]] = {}
         self.errors: dict[str, str] = {}
-        self.standing: list[str] = []
+        self.remaining: list[str] = []
         torch.manual_seed(0)
         self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name, precision)
         self._netns = netns
@@ -172,7 +175,7 @@ class Arena:
         self._emitted: set[str] = set()
         self._processes = self._start()
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> BenchmarkSession:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -197,13 +200,13 @@ class Arena:
         """Load a hand-tuned program in the workers, or record its error in ``errors``."""
         self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device)
 
-    def leave_out(self, slower_than: float) -> None:
+    def drop_slow(self, slower_than: float) -> None:
         """Drop contenders that failed, and hand-tuned ones that take more than ``slower_than`` times as long as the best hand-tuned one."""
-        medians = {name: statistics.median(self.rounds[name]) for name in self.standing if name not in self.errors}
+        medians = {name: statistics.median(self.rounds[name]) for name in self.remaining if name not in self.errors}
         limit_s = slower_than * min((s for name, s in medians.items() if name not in self._emitted), default=0.0)
-        self.standing = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
+        self.remaining = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
 
-    def visit(self, name: str) -> None:
+    def measure(self, name: str) -> None:
         """Run one untimed step of a contender, then ``steps`` timed ones, and record their median and losses."""
         answers = self.call("autopar.bench.remote:steps", name, self.subject.name, 0, self.steps + 1)
         if answers is None:
@@ -249,26 +252,26 @@ class Arena:
         self.rounds[name] = []
         self.call(target, name, *args)
         if name not in self.errors:
-            self.standing.append(name)
+            self.remaining.append(name)
 
 
 def _result(
-    subject: BenchModel, plan: Plan, arena: Arena, choices: list[HandTunedRecipe], settings: dict[str, Any]
+    subject: BenchModel, plan: Plan, session: BenchmarkSession, choices: list[HandTunedRecipe], settings: dict[str, Any]
 ) -> ContestResult:
-    contenders = [Contender(AUTOMATIC, None, plan.prediction.step_time_s, tuple(arena.rounds[AUTOMATIC]))]
+    contenders = [Contender(AUTOMATIC, None, plan.prediction.step_time_s, tuple(session.rounds[AUTOMATIC]))]
     for recipe in choices:
         name = recipe.name
         contenders.append(
-            Contender(name, recipe.to_dict(), None, tuple(arena.rounds[name]), arena.errors.get(name, ""))
+            Contender(name, recipe.to_dict(), None, tuple(session.rounds[name]), session.errors.get(name, ""))
         )
-    running = [c for c in contenders[1:] if c.name in arena.standing]
+    running = [c for c in contenders[1:] if c.name in session.remaining]
     if not running:
-        raise LaunchError(f"no hand-tuned program of {subject.name} runs: {next(iter(arena.errors.values()), '')}")
+        raise LaunchError(f"no hand-tuned program of {subject.name} runs: {next(iter(session.errors.values()), '')}")
     best = min(running, key=lambda c: c.step_s)
     ratio, interval = paired_ratio(contenders[0].rounds_s, best.rounds_s, settings["seed"])
     return ContestResult(
         subject.name,
-        arena.count,
+        session.count,
         subject.tokens,
         {
             key: plan.to_json()[key]

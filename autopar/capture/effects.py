@@ -26,7 +26,13 @@ from autopar.capture.derivative import record_derivative
 from autopar.capture.hooks import Hook, parameter_hooks, scaled, scales
 from autopar.errors import CaptureError
 from autopar.program.opaque import tensors_in
-from autopar.torch_private import inference_as_no_grad, is_stray, is_traced, target_of_to, without_function_modes
+from autopar.torch_private import (
+    inference_as_no_grad,
+    is_traced,
+    requires_grad_outside_trace,
+    target_of_to,
+    without_function_modes,
+)
 
 _RANDOM_HINT = (
     "draw with torch (torch.rand, nn.Dropout): these are drawn in every step, and equal on one device and on many"
@@ -195,7 +201,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
         if isinstance(value, Tensor):
             module, name = self.counterparts.get(id(value), (None, ""))
             counterpart = None if module is None else getattr(module, name)
-            if counterpart is None and is_stray(value):
+            if counterpart is None and requires_grad_outside_trace(value):
                 refuse_unregistered(f"{caller()} reads a tensor", value)
             return self._with_hooks(value if counterpart is None else counterpart)
         if type(value) in (tuple, list):

@@ -40,7 +40,14 @@ from autopar.graph import Parameter
 from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.ops.source import source_line
-from autopar.torch_private import as_if_exported, is_fake, masks_as_given, memory, plain_averages, traces_of_functions
+from autopar.torch_private import (
+    as_if_exported,
+    is_fake,
+    memory,
+    traceable_averages,
+    traces_of_functions,
+    without_mask_detection,
+)
 from passes.clean.nodes import like, note
 from passes.clean.regions import inline_regions_pass
 from passes.clean.selections import selections_pass
@@ -182,7 +189,7 @@ def export(
 
     def run_with_opaque_ops(copied: nn.Module) -> None:
         install_opaque_ops(opaque_ops, copied)
-        with masks_as_given(), plain_averages():
+        with without_mask_detection(), traceable_averages():
             run(copied)
 
     valued = batch is not None and not any(map(is_fake, flatten_batch(structure, batch).values()))
@@ -311,7 +318,7 @@ def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
     """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
     refused. On exit, the trace's tensors are removed from external state."""
     with copied.external_state.restored() as run:
-        with guarded(model, copied.module), masks_as_given(), plain_averages(), RefuseLongLoops():
+        with guarded(model, copied.module), without_mask_detection(), traceable_averages(), RefuseLongLoops():
             yield run
 
 

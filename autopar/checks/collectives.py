@@ -5,8 +5,8 @@ It checks two properties of every layer and every border between layers, in the 
 * *types*: if the values start in the types of the search's solution, and only the conversions in the graph change them, then every
   operand arrives in the type that its op needs, and every conversion starts from the actual type of its value;
 * *collectives*: the passes leave exactly those collectives in the graph that the layer's types imply and the cost model prices
-  (``price.moves``): on the same values, over the same axes, with the same bytes on each device, forward and backward, including those
-  inside kernels.
+  (``price.collective_pairs``): on the same values, over the same axes, with the same bytes on each device, forward and backward, including
+  those inside kernels.
 
 Equal layers share a graph and are checked once, which takes milliseconds per layer class. A difference is a bug in autopar, and raises
 ``ProgramError`` with the layer, the axes and the value.
@@ -29,7 +29,7 @@ from autopar.ops.cost import tensors
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Axis
-from autopar.price.moves import Move, layer_moves, step_moves
+from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion, pairs_of_layer
 from autopar.program import kernels
 from autopar.rules.traffic import kernel_traffic
 from autopar.sharding import Sharding
@@ -84,7 +84,7 @@ def check_collectives(program: LocalProgram) -> int:
         crossed.update(axis for one in emitted for axis in one.axes)
     for stage in program.stages:
         for resharding in stage.reshardings:
-            where = f"the way into {program.graph.layers[resharding.layer].name}"
+            where = f"the boundary before {program.graph.layers[resharding.layer].name}"
             expected, emitted = _at_border(resharding, program)
             _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
@@ -100,7 +100,8 @@ def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:
     replicas = {axis.name for axis in program.layers[0].strategy.replicas(program.plan.mesh)[0]}
     if replicas & crossed:
         raise ProgramError(
-            f"replicas train apart, but collectives cross {', '.join(sorted(replicas & crossed))}", hint=_HINT
+            f"local SGD replicas train independently, but collectives cross {', '.join(sorted(replicas & crossed))}",
+            hint=_HINT,
         )
 
 
@@ -114,7 +115,7 @@ def _compare(expected: Counter[IssuedCollective], found: Counter[IssuedCollectiv
         )
 
 
-_HINT = "this is a fault of autopar's, not of the model's: please report it with the plan"
+_HINT = "this is a bug in autopar, not in the model: report it with the plan"
 
 
 # -- priced collectives -----------------------------------------------------------------------------------------------
@@ -125,10 +126,10 @@ def priced(layer: LocalLayer) -> Iterator[IssuedCollective]:
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
-    for move in layer_moves(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = move.under if layer.strategy.options.early_collectives and layer.half is None else ()
+    for pair in pairs_of_layer(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
+        under = pair.under if layer.strategy.options.early_collectives and layer.half is None else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
-        yield from _exchanges_of(move, layer.computed.axes, weights)
+        yield from _exchanges_of(pair, layer.computed.axes, weights)
 
 
 def _parameter(weight: fx.Node) -> str:
@@ -138,10 +139,12 @@ def _parameter(weight: fx.Node) -> str:
     return weight.name
 
 
-def _exchanges_of(move: Move, axes: tuple[Axis, ...], under: tuple[str, ...] = ()) -> Iterator[IssuedCollective]:
-    names = tuple(axes[i].name for i in move.axes if axes[i].name != MICROBATCH)
-    size = round(move.bytes / math.prod(axes[i].size for i in move.sharded))
-    return _both(move.value, names, (move.forward, move.backward), size, under)
+def _exchanges_of(
+    pair: CollectivePair, axes: tuple[Axis, ...], under: tuple[str, ...] = ()
+) -> Iterator[IssuedCollective]:
+    names = tuple(axes[i].name for i in pair.axes if axes[i].name != MICROBATCH)
+    size = round(pair.bytes / math.prod(axes[i].size for i in pair.sharded))
+    return _both(pair.value, names, (pair.forward, pair.backward), size, under)
 
 
 def _both(
@@ -228,8 +231,8 @@ def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Issu
     on_mesh = [replace(s, axes=tuple(i + 1 for i in s.axes), after=(time, *s.after)) for s in resharding.steps]
 
     def on_device(steps: Iterable[ConversionStep]) -> list[IssuedCollective]:
-        moves = step_moves(value.name, float(value.numel * value.dtype.itemsize), steps)
-        return [one for move in moves for one in _exchanges_of(move, axes)]
+        pairs = pairs_of_conversion(value.name, float(value.numel * value.dtype.itemsize), steps)
+        return [one for pair in pairs for one in _exchanges_of(pair, axes)]
 
     return on_device(priced_steps), on_device(on_mesh)
 

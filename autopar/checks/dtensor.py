@@ -28,10 +28,10 @@ from autopar.types import P, R, S, SpmdType
 from passes.localise import apply
 
 RANKS = 2
-MOST_WAYS = 64
+MAX_PLACEMENTS = 64
 """Maximum combinations of placements compared per call; of more, only those that autopar's rules accept."""
 
-NOT_ASKED = frozenset((OpKind.VALUE_INDEPENDENT, OpKind.ATTENTION))
+SKIPPED = frozenset((OpKind.VALUE_INDEPENDENT, OpKind.ATTENTION))
 """Kinds of ops that aren't compared. DTensor has rules for attention's CUDA kernels; for the CPU ones it searches placements of the
 decomposition, which takes many minutes per call."""
 
@@ -45,8 +45,8 @@ class Agreement:
     operands: tuple[SpmdType, ...]
     ours: SpmdType | None
     theirs: SpmdType | None
-    ours_holds: bool | None = None
-    theirs_holds: bool | None = None
+    ours_confirmed: bool | None = None
+    theirs_confirmed: bool | None = None
 
     @property
     def verdict(self) -> str:
@@ -65,7 +65,7 @@ def compare(samples: Iterable[Sample]) -> Iterator[Agreement]:
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
         for given in samples:
             kind = op_of(given.target).kind
-            if given.name.startswith("aten.") and kind not in NOT_ASKED:
+            if given.name.startswith("aten.") and kind not in SKIPPED:
                 yield from _about(given, given.name, mesh)
     finally:
         if mine:
@@ -85,7 +85,7 @@ def _about(given: Sample, name: str, mesh: Any) -> Iterator[Agreement]:
         ):
             ours.setdefault(candidate.operands, []).append(candidate)
     ways = list(itertools.product(*(_placements(value) for value in values)))
-    for operands in ways if len(ways) <= MOST_WAYS else list(ours):
+    for operands in ways if len(ways) <= MAX_PLACEMENTS else list(ours):
         theirs = _dtensor(node, values, operands, mesh)
         mine = next(iter(sorted(ours.get(operands, []), key=lambda c: c.result != theirs)), None)
         if mine is None and theirs is None:
@@ -164,19 +164,19 @@ def _holds(
 def page(answers: Sequence[Agreement], rules: int, calls: int) -> str:
     """Return the text of ``docs/evidence/dtensor-check.md``."""
     count = Counter(answer.verdict for answer in answers)
-    executed = sum((a.ours_holds is not None) + (a.theirs_holds is not None) for a in answers)
-    wrong_ours = [a for a in answers if a.ours_holds is False]
-    wrong_theirs = [a for a in answers if a.theirs_holds is False]
-    missing = Counter(a.op for a in answers if a.verdict == "only theirs" and a.theirs_holds)
+    executed = sum((a.ours_confirmed is not None) + (a.theirs_confirmed is not None) for a in answers)
+    wrong_ours = [a for a in answers if a.ours_confirmed is False]
+    wrong_theirs = [a for a in answers if a.theirs_confirmed is False]
+    missing = Counter(a.op for a in answers if a.verdict == "only theirs" and a.theirs_confirmed)
     lines = [
         f"| {a.op} | {', '.join(map(str, a.operands))} | {a.ours or 'refused'} | {a.theirs or 'refused'} "
-        f"| {'ours' if a.ours_holds is False else 'theirs'} |"
+        f"| {'ours' if a.ours_confirmed is False else 'theirs'} |"
         for a in (*wrong_ours, *wrong_theirs)
     ]
     return f"""# Our rules against DTensor's
 
 {rules} rules, {calls} sample calls: for each, on one axis of {RANKS} ranks, every way to place the operands as R, P or S(dim)
-(calls with more than {MOST_WAYS} ways: ours alone;
+(calls with more than {MAX_PLACEMENTS} ways: ours alone;
 attention, whose CPU kernel DTensor has no rule for, is left out).
 DTensor (torch {torch.__version__.split("+")[0]}) is asked by running the call
 on DTensors, its redistribution refused.

@@ -75,7 +75,7 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     """Return ``plan`` with its prediction on ``cluster``."""
     check_model(plan, graph)
     check_devices(plan, cluster)
-    priced = reprice(graph, cluster, pricer, plan, pricer.numbers.name)
+    priced = reprice(graph, cluster, pricer, plan, pricer.precision.name)
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 
 

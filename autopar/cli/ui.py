@@ -33,7 +33,7 @@ def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
             "only this machine can open the address, and anyone with it can use this server; Ctrl-C ends it", err=True
         )
         if browser:
-            webbrowser.open(server.door().as_uri())
+            webbrowser.open(server.write_redirect_page().as_uri())
         server.serve()
     finally:
         server.stop()

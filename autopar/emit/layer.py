@@ -17,7 +17,7 @@ from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.techniques.technique import Call
 from autopar.types import SpmdType
-from passes.layer import LocalLayer, rows_of
+from passes.layer import LocalLayer, batch_dims
 from passes.localise_layer import random_seed
 
 
@@ -112,7 +112,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     first_parameter = len(inputs) - len(layer.parameters)
-    states, dims = buffer_paths(layer), rows_of(layer.cls, layer.sharding.types[0])[0]
+    states, dims = buffer_paths(layer), batch_dims(layer.cls, layer.sharding.types[0])[0]
     for index, (node, kind) in enumerate(zip(inputs, layer.kinds, strict=True)):
         if kind == "parameter" and index - first_parameter not in shared:
             path = layer.parameters[index - first_parameter].name
@@ -188,7 +188,7 @@ def _outer(
         arguments=(*arguments, *own),
         function="self.compute",
         rows=(*rows, *(None for _ in own)),
-        joined=rows_of(layer.cls, layer.sharding.types[0])[1],
+        joined=batch_dims(layer.cls, layer.sharding.types[0])[1],
         inputs=tuple(arguments),
         resident=tuple(resident),
         compiled=is_compiled(layer),

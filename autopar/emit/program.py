@@ -58,7 +58,7 @@ from __future__ import annotations
 '''
 
 
-_APART = (
+_SEPARATE_BATCHES = (
     "Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole "
     "batch's."
 )
@@ -253,7 +253,7 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
 
 def _inexact(program: LocalProgram) -> str:
     """Return sentences on how the program's step deviates from that of one device."""
-    sentences = [_APART] if program.graph.accumulated > 1 else []
+    sentences = [_SEPARATE_BATCHES] if program.graph.accumulated > 1 else []
     sentences.append(SYNC.header(program.plan.sync))
     for layer in program.layers:
         chosen = layer.strategy.options.chosen

@@ -22,7 +22,7 @@ from autopar.plan import Axis
 from autopar.program.spec import LayerSpec
 from autopar.techniques.technique import Call
 from autopar.types import R, SpmdType
-from passes.layer import rows_of
+from passes.layer import batch_dims
 from passes.stages import LocalProgram, Stage, argument_keys
 
 Types = tuple[SpmdType, ...]
@@ -393,7 +393,7 @@ class _Forward:
     def _call_together(self, layer: int, run: int, arguments: list[str], result: str) -> None:
         """Emit ``run`` layers that techniques call together: in groups of ``_together``, or all at once."""
         local, graph = self.program.layers[layer], self.program.graph
-        rows, joined = rows_of(local.cls, local.sharding.types[0])
+        rows, joined = batch_dims(local.cls, local.sharding.types[0])
         dims = [rows[place] for place, _ in argument_keys(graph.layers[layer])]
         dims = [None, *dims, *(None for _ in arguments[len(dims) :])]
         number = self._together(layer) if self._together(layer) > 1 else run

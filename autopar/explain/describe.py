@@ -56,7 +56,7 @@ def _techniques(plan: Plan) -> list[str]:
     found = []
     for technique in LAYER:
         for value, count in Counter(layer.strategy.options[technique] for layer in plan.layers).most_common():
-            all_of_them, words = technique.of_one or count == len(plan.layers), technique.phrase(value)
+            all_of_them, words = technique.single_layer or count == len(plan.layers), technique.phrase(value)
             share = f"{count} of {len(plan.layers)} layers"
             if words and technique.subject == "layers":
                 found.append(f"{'all layers' if all_of_them else share} {words}")

@@ -16,7 +16,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
 from autopar.price.host import StateBytes, exposed_copy_s
 from autopar.price.live_memory import LayerMemory, PrefetchContext
-from autopar.price.microbatch import Kept, Microbatch, Pass
+from autopar.price.microbatch import Microbatch, Pass, SavedActivations
 from autopar.price.replicas import ReplicaCosts, runs
 from autopar.price.state import Precision, padded, state_bytes
 from autopar.price.trainer import TrainerModel
@@ -27,24 +27,24 @@ def assemble(
     replicas: ReplicaCosts,
     strategy: Strategy,
     cluster: Cluster,
-    numbers: Precision,
+    precision: Precision,
     trainer: TrainerModel,
     context: PrefetchContext,
 ) -> LayerPrice:
     """Return the price of a layer: its microbatch, with ZeRO over the data axes, the optimizer and offloading. The layers that ``context``
     describes are assumed to have the same strategy."""
-    c, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
+    sized, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
-    trainable, states = c.counts.trainable, StateBytes.of(strategy, cluster, numbers)
+    trainable, states = sized.counts.trainable, StateBytes.of(strategy, cluster, precision)
     parts = replicas.seconds[min(zero, 2)]
-    in_forward, in_backward, _ = runs(zero, strategy.options.whole_gradients, gathers(kept))
+    in_forward, in_backward, _ = runs(zero, strategy.options.unsharded_gradients, gathers(kept))
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
     each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
     copies_s = _copies_s(replicas, strategy, kept, zero)
     forward_wire_s = _exposed_s(forward, trainer)
     backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.recomputed, trainer)
     forward_compute_s = max(forward.compute_s + copies_s[0], forward.host_s - forward_wire_s)
-    accumulate_s = _accumulate_s(replicas, trainable / (data if each_time else 1), numbers, cluster)
+    accumulate_s = _accumulate_s(replicas, trainable / (data if each_time else 1), precision, cluster)
     device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.recomputed.compute_s
     backward_compute_s = max(device_s, backward.host_s + kept.recomputed.host_s - backward_wire_s)
     waits_s = _waits_s(microbatch, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
@@ -56,17 +56,17 @@ def assemble(
         forward_exposed += exposed_copy_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += exposed_copy_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = trainable / (data if zero else 1)
-    step_s = states.update_s(updated, c.counts.count, zero, numbers, cluster)
+    step_s = states.update_s(updated, sized.counts.count, zero, precision, cluster)
     if zero < 2:
         step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
         if replicas.staleness:  # gradients are copied into the reduction's buffer, and the sums are copied back
-            step_s += 4 * trainable * numbers.averaged / cluster.gpu.bytes_per_s
+            step_s += 4 * trainable * precision.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the copies lengthen the last backward
         last_s = exposed(back_s + parts.reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
     step_s += parts.mirror
     parameters, gradients, optimizer, saved, transient = _bytes(
-        microbatch, replicas, strategy, zero, numbers, trainer, states, context
+        microbatch, replicas, strategy, zero, precision, trainer, states, context
     )
     weight_s = microbatch.passes.weight_s + accumulate_s
     return LayerPrice(
@@ -80,13 +80,13 @@ def assemble(
         saved_bytes=saved,
         transient_bytes=transient,
         flops=replicas.flops,
-        fresh_bytes=trainable * numbers.fresh,
-        border_bytes=math.ceil(trainer.border_bytes(c.input_bytes or c.output_bytes)),
+        new_gradient_bytes=trainable * precision.fresh,
+        boundary_bytes=math.ceil(trainer.boundary_bytes(sized.input_bytes or sized.output_bytes)),
         # if launches take longer than the device's work, the weight gradients have the same share of the launches
         weight_s=weight_s / device_s * backward_compute_s if weight_s else 0.0,
-        waiting_bytes=math.ceil(c.waiting_bytes),
+        deferred_bytes=math.ceil(sized.deferred_bytes),
         segment=kept.layers,
-        kept_bytes=math.ceil(kept.first_bytes),
+        segment_saved_bytes=math.ceil(kept.first_bytes),
         host_bytes=states.host * math.ceil(updated),
         nvme_bytes=states.nvme * math.ceil(updated),
         host_saved_bytes=math.ceil(kept.host_bytes),
@@ -105,22 +105,24 @@ def _exposed_s(part: Pass, trainer: TrainerModel) -> float:
     return trainer.exposed_tensor_s(part.wire_s) + part.exposed_s
 
 
-def _accumulate_s(replicas: ReplicaCosts, elements: float, numbers: Precision, cluster: Cluster) -> float:
+def _accumulate_s(replicas: ReplicaCosts, elements: float, precision: Precision, cluster: Cluster) -> float:
     """Return the mean seconds per microbatch to accumulate ``elements`` of gradients; the first microbatch of a step writes without
     adding."""
-    return (1 - 1 / replicas.microbatches) * elements * numbers.accumulated / cluster.gpu.bytes_per_s
+    return (1 - 1 / replicas.microbatches) * elements * precision.accumulated / cluster.gpu.bytes_per_s
 
 
-def _copies_s(replicas: ReplicaCosts, strategy: Strategy, kept: Kept, zero: int) -> tuple[float, float, float]:
+def _copies_s(
+    replicas: ReplicaCosts, strategy: Strategy, kept: SavedActivations, zero: int
+) -> tuple[float, float, float]:
     """Return the seconds of FSDP's copies under ZeRO 2 and 3: per forward, per backward, and per step."""
     if zero < 2:
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = replicas.copies_s
     back_s = gathers(kept) * gather_s if zero == 3 else 0.0
-    return (gather_s, back_s, reduce_s) if strategy.options.whole_gradients else (gather_s, back_s + reduce_s, 0.0)
+    return (gather_s, back_s, reduce_s) if strategy.options.unsharded_gradients else (gather_s, back_s + reduce_s, 0.0)
 
 
-def gathers(kept: Kept) -> float:
+def gathers(kept: SavedActivations) -> float:
     """Return how often a backward gathers a layer's parameters under ZeRO 3, as a mean over the layers of a segment: twice per layer, for
     the recomputation and the backward, but once for the last layer."""
     return 2 - 1 / kept.layers
@@ -143,7 +145,7 @@ def _waits_s(
     wait_s = cluster.collective_times.wait_s
     forward_wait_s = wait_s(microbatch.forward.group_sizes + gathers, forward_s)
     reduced_s = wait_s(back + gathers, backward_s)
-    if not strategy.options.whole_gradients:
+    if not strategy.options.unsharded_gradients:
         return forward_wait_s, reduced_s, 0.0
     unreduced_s = wait_s(back, backward_s)
     return forward_wait_s, unreduced_s, reduced_s - unreduced_s
@@ -154,26 +156,33 @@ def _bytes(
     replicas: ReplicaCosts,
     strategy: Strategy,
     zero: int,
-    numbers: Precision,
+    precision: Precision,
     trainer: TrainerModel,
     states: StateBytes,
     context: PrefetchContext,
 ) -> tuple[int, int, int, int, int]:
     """Return the bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
-    c, kept, data = microbatch.sized, microbatch.kept, replicas.size
-    parameters, trainable = c.counts.parameters, c.counts.trainable
-    flat = zero < 2 and (data > 1 or numbers.master or states.device is not None)
+    sized, kept, data = microbatch.sized, microbatch.kept, replicas.size
+    parameters, trainable = sized.counts.parameters, sized.counts.trainable
+    flat = zero < 2 and (data > 1 or precision.master or states.device is not None)
     elements = parameters, trainable
     if flat:
-        elements = padded(elements, c.padding, data if zero else 1, numbers.width)
+        elements = padded(elements, sized.padding, data if zero else 1, precision.width)
     stored, gradients, optimizer = state_bytes(
-        *elements, data, zero, numbers, states.device, strategy.options.whole_gradients
+        *elements, data, zero, precision, states.device, strategy.options.unsharded_gradients
     )
     if replicas.staleness:  # this step's gradients, and the reductions in flight, including this step's
         gradients *= 2 + replicas.staleness
     share = LayerMemory(
-        microbatch.passes.peaks, kept, c.plain_bytes, parameters, trainable, c.largest, replicas.microbatches, context
+        microbatch.passes.peaks,
+        kept,
+        sized.plain_bytes,
+        parameters,
+        trainable,
+        sized.largest,
+        replicas.microbatches,
+        context,
     )
-    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.whole_gradients, numbers)
+    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.unsharded_gradients, precision)
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
     return stored, math.ceil(live), optimizer, saved, math.ceil(transient)

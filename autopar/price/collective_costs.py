@@ -1,4 +1,4 @@
-"""Lists the collectives that a layer's price includes (``price.moves``, ``price.replicas``), with group, bytes and seconds, for reports."""
+"""Lists the collectives of a layer's price (``price.collective_pairs``, ``price.replicas``), with group, bytes and seconds, for reports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
 from autopar.price.assemble import gathers
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import RankGroup, group, group_time_s
-from autopar.price.layer import Runs, move_sizes
-from autopar.price.microbatch import Kept, Microbatch
-from autopar.price.moves import Move
+from autopar.price.layer import Runs, pair_sizes
+from autopar.price.microbatch import Microbatch, SavedActivations
 from autopar.price.replicas import Replicas, runs
 from autopar.types import Collective
 
@@ -49,29 +49,31 @@ class CollectiveCost:
 
 def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
     """Yield the collectives inside a layer; a recomputed forward collective counts twice."""
-    again = set(layer.kept.moves)
-    for move in layer.sized.bound.moves:
-        forwards = (1 + (move in again)) * microbatches
-        yield from move_collectives(move, runs, cluster, "activations", forwards, microbatches)
+    again = set(layer.kept.pairs)
+    for pair in layer.sized.bound.pairs:
+        forwards = (1 + (pair in again)) * microbatches
+        yield from pair_costs(pair, runs, cluster, "activations", forwards, microbatches)
 
 
-def move_collectives(
-    move: Move, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
+def pair_costs(
+    pair: CollectivePair, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
 ) -> Iterator[CollectiveCost]:
-    """Yield the collectives of a move: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times."""
-    sizes = move_sizes((move.axes, move.sharded), runs, cluster)
-    axes = tuple(axis for i in move.axes for axis in runs[i] if axis.stride)
-    size = move.bytes / sizes.parts * (sizes.members.size if move.per_rank else 1)
-    for collective, count in ((move.forward, forwards), (move.backward, backwards)):
+    """Yield the two collectives of a pair: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times."""
+    sizes = pair_sizes((pair.axes, pair.sharded), runs, cluster)
+    axes = tuple(axis for i in pair.axes for axis in runs[i] if axis.stride)
+    size = pair.bytes / sizes.parts * (sizes.members.size if pair.per_rank else 1)
+    for collective, count in ((pair.forward, forwards), (pair.backward, backwards)):
         if collective.sends and sizes.members.size > 1:
             seconds = group_time_s(collective, size, sizes.members, cluster)
             yield CollectiveCost(purpose, collective, axes, sizes.members, size, seconds, count)
 
 
-def replica_costs(replicas: Replicas, microbatches: int, strategy: Strategy, kept: Kept) -> Iterator[CollectiveCost]:
+def replica_costs(
+    replicas: Replicas, microbatches: int, strategy: Strategy, kept: SavedActivations
+) -> Iterator[CollectiveCost]:
     """Yield the collectives between a layer's replicas."""
     zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
-    forward, backward, once = runs(zero, strategy.options.whole_gradients, gathers(kept))
+    forward, backward, once = runs(zero, strategy.options.unsharded_gradients, gathers(kept))
     for one in replicas.collectives[min(zero, 2)]:
         in_passes = getattr(forward, one.part) + getattr(backward, one.part)
         count = one.times * (microbatches * in_passes + getattr(once, one.part))

@@ -7,7 +7,7 @@ determines the time. Drives read and write the states and master weights once pe
 chunks, 128 MB at most, are not counted.
 
 The cost model assumes that both directions of the link are busy (``Cluster.host_link_bytes_per_s``). If devices and host share one memory
-(``Cluster.host`` is ``None``), states in host memory count as device memory. ``kept`` prices offloaded activations.
+(``Cluster.host`` is ``None``), states in host memory count as device memory. ``saved_activations`` prices offloaded activations.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class StateBytes(NamedTuple):
     nvme: int = 0
 
     @staticmethod
-    def of(strategy: Strategy, cluster: Cluster, numbers: Precision) -> StateBytes:
-        memory, size = strategy.options.states_in, numbers.optimizer + (0 if numbers.master else numbers.shard)
+    def of(strategy: Strategy, cluster: Cluster, precision: Precision) -> StateBytes:
+        memory, size = strategy.options.states_in, precision.optimizer + (0 if precision.master else precision.shard)
         if memory == "nvme":
             return StateBytes(0, nvme=size)
         if not memory:
             return StateBytes()
         return StateBytes(size) if cluster.host is None else StateBytes(0, host=size)
 
-    def update_s(self, elements: float, tensors: int, zero: int, numbers: Precision, cluster: Cluster) -> float:
+    def update_s(self, elements: float, tensors: int, zero: int, precision: Precision, cluster: Cluster) -> float:
         """Return the seconds of an optimizer step over ``elements`` elements of ``tensors`` tensors."""
         if self.device is None:  # gradients are unscaled and read; states and parameters are read and written
-            size = numbers.unscaled + numbers.gradient + 2 * numbers.optimizer + 2 * numbers.shard
+            size = precision.unscaled + precision.gradient + 2 * precision.optimizer + 2 * precision.shard
             return cluster.gpu.update_s(elements * size, tensors)
-        master, size = numbers.at_rest or numbers.shard, (self.device or 0) + self.host + self.nvme
-        gradient, parameter = numbers.reduced, master if zero >= 2 else numbers.shard
+        master, size = precision.at_rest or precision.shard, (self.device or 0) + self.host + self.nvme
+        gradient, parameter = precision.reduced, master if zero >= 2 else precision.shard
         # the gradient is written and read, states and master weight are read and written, the parameter is read, cast, and sent
         traffic = elements * (2 * gradient + 2 * size + master + 2 * parameter)
         if cluster.host is None:

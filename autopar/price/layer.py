@@ -1,8 +1,8 @@
 """One layer class at given types and sizes, on one device: the seconds and bytes of every op, collective and saved tensor.
 
 A price takes three steps, from general to specific: ``build`` (per class: arrays), ``bind`` (per class and types of every run of axes:
-flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and ``kept`` apply a
-strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
+flags, conversions, distinct saved storages), ``size`` (per sizes: seconds and bytes of one microbatch). ``order`` and
+``saved_activations`` apply a strategy's techniques, and ``assemble`` adds ZeRO. ``Pricer`` runs all steps and caches their results.
 
 Neighbouring axes of equal types are a *run*: one collective converts a value on all of them. A sized class depends on the number of parts
 into which each run divides its values. It hardly depends on the number of axes in the run or on the pipeline around the mesh, so many
@@ -23,9 +23,9 @@ import numpy as np
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
 from autopar.plan import Axis
+from autopar.price.collective_pairs import CollectivePair, pairs_of_layer
 from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
 from autopar.price.microbatch import Pass, PeakMemory
-from autopar.price.moves import Move, layer_moves
 from autopar.price.selective import Flags
 from autopar.price.state import ALIGNMENT_BYTES, ParameterCount, Precision
 from autopar.price.table import AxisFlags, ClassTable, ShapeRows
@@ -46,19 +46,19 @@ class BoundClass:
     types: tuple[AxisTypes, ...]
     flags: tuple[AxisFlags, ...]  # the distinct flags
     flag: tuple[int, ...]  # the index of each run in ``flags``
-    moves: tuple[Move, ...]
-    move_runs: tuple[MoveRuns, ...]  # the distinct runs of all moves
+    pairs: tuple[CollectivePair, ...]
+    pair_runs: tuple[PairRuns, ...]  # the distinct runs of all pairs
     plain: tuple[int, ...]  # the saved entries, one per storage
-    known: dict[str, Any] = field(default_factory=dict)  # cached results of ``kept`` and ``order``
+    cache: dict[str, Any] = field(default_factory=dict)  # cached results of ``saved_activations`` and ``order``
 
 
-MoveRuns = tuple[tuple[int, ...], tuple[int, ...]]
-"""The runs over which a move communicates, and the other runs that divide its value."""
+PairRuns = tuple[tuple[int, ...], tuple[int, ...]]
+"""The runs over which a pair communicates, and the other runs that divide its value."""
 
 
 @dataclass(frozen=True, slots=True)
-class MoveSizes:
-    """The sizes on which a move depends: its group, the product of its axes' sizes, and the ``parts`` into which other axes divide its
+class PairSizes:
+    """The sizes on which a pair depends: its group, the product of its axes' sizes, and the ``parts`` into which other axes divide its
     value."""
 
     members: RankGroup
@@ -68,10 +68,10 @@ class MoveSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes on which prices depend: ``parts`` for each of ``BoundClass.flags``, ``moves`` for each of ``BoundClass.move_runs``."""
+    """The sizes on which prices depend: ``parts`` for each of ``BoundClass.flags``, ``pairs`` for each of ``BoundClass.pair_runs``."""
 
     parts: tuple[int, ...]
-    moves: tuple[MoveSizes, ...]
+    pairs: tuple[PairSizes, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,59 +81,59 @@ class SizedClass:
     bound: BoundClass
     cluster: Cluster
     cuts: tuple[tuple[AxisFlags, int], ...]
-    move_sizes: dict[MoveRuns, MoveSizes]
+    pair_sizes: dict[PairRuns, PairSizes]
     forward_s: Floats  # of each op
     backward_s: Floats
     saved: Floats  # bytes of each saved entry
     plain_bytes: float  # saved bytes if the layer keeps all activations
-    waiting_bytes: float  # live between the two parts of a backward
+    deferred_bytes: float  # live between the two parts of a backward
     input_bytes: float
     output_bytes: float
     counts: ParameterCount
     trainable: float  # ``counts.trainable``, not rounded up
     largest: float  # the largest trainable parameter, in elements
     padding: tuple[int, int]  # elements of flat buffers between parameters, and between trainable ones
-    known: dict[Any, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     def local(self, whole: Floats, part: str) -> Floats:
         """Return one device's share of each entry of ``whole``; ``part`` names the field of ``AxisFlags`` with the entries that axes
         divide."""
         return _local(self.cuts, whole, part)
 
-    def seconds_of(self, move: Move, side: str) -> float:
-        """Return the seconds of a move's forward or backward collective."""
-        return _move_s(move, getattr(move, side), self.move_sizes[move.axes, move.sharded], self.cluster)
+    def seconds_of(self, pair: CollectivePair, side: str) -> float:
+        """Return the seconds of a pair's forward or backward collective."""
+        return _collective_s(pair, getattr(pair, side), self.pair_sizes[pair.axes, pair.sharded], self.cluster)
 
-    def pass_of(self, side: str, moves: Collection[Move], ops: Flags | None = None) -> Pass:
-        """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``moves``."""
+    def pass_of(self, side: str, pairs: Collection[CollectivePair], ops: Flags | None = None) -> Pass:
+        """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``pairs``."""
         table, gpu = self.bound.table, self.cluster.gpu
         arithmetic_s = getattr(self, f"{side}_s")
         kernels = getattr(table, f"{side}_kernels")
         own = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
-        launches = len(self.group_sizes(moves, side, True))
+        launches = len(self.group_sizes(pairs, side, True))
         return Pass(
             compute_s=float(own[0].sum()),
-            wire_s=sum(self.seconds_of(m, side) for m in moves if not m.overlapped_op),
-            exposed_s=self._kernel_exposed_s(moves, side, arithmetic_s),
+            wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not pair.overlapped_op),
+            exposed_s=self._kernel_exposed_s(pairs, side, arithmetic_s),
             host_s=float(own[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
-            group_sizes=self.group_sizes(moves, side, False),
+            group_sizes=self.group_sizes(pairs, side, False),
         )
 
-    def group_sizes(self, moves: Collection[Move], side: str, overlapped: bool) -> tuple[int, ...]:
+    def group_sizes(self, pairs: Collection[CollectivePair], side: str, overlapped: bool) -> tuple[int, ...]:
         """Return the group sizes of all collectives if ``overlapped``, otherwise of those that don't overlap an op's arithmetic."""
         groups = [
-            self.move_sizes[move.axes, move.sharded].group_size
-            for move in moves
-            if getattr(move, side).sends and (overlapped or not move.overlapped_op)
+            self.pair_sizes[pair.axes, pair.sharded].group_size
+            for pair in pairs
+            if getattr(pair, side).sends and (overlapped or not pair.overlapped_op)
         ]
         return tuple(n for n in groups if n > 1)
 
-    def _kernel_exposed_s(self, moves: Collection[Move], side: str, arithmetic_s: Floats) -> float:
+    def _kernel_exposed_s(self, pairs: Collection[CollectivePair], side: str, arithmetic_s: Floats) -> float:
         """Return the seconds that collectives add to the ops whose arithmetic overlaps them."""
         found: dict[str, float] = {}
-        for m in moves:
-            if m.overlapped_op:
-                found[m.overlapped_op] = found.get(m.overlapped_op, 0.0) + self.seconds_of(m, side)
+        for pair in pairs:
+            if pair.overlapped_op:
+                found[pair.overlapped_op] = found.get(pair.overlapped_op, 0.0) + self.seconds_of(pair, side)
         if not found:
             return 0.0
         at = self.bound.table.index
@@ -152,17 +152,17 @@ class SizedClass:
         later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
         is_cut = np.any([f.loss for f, _ in self.cuts], axis=0)
         touched = (
-            live.touched_forward + np.where(is_cut, live.cut_loss, 0.0),
-            np.where(is_cut, live.cut_loss, live.whole_loss),
+            live.touched_forward + np.where(is_cut, live.sharded_loss, 0.0),
+            np.where(is_cut, live.sharded_loss, live.unsharded_loss),
         )
         forward, loss = (np.bincount(table.slot_op, weights=self.local(t, "slot"), minlength=ops) for t in touched)
-        waiting = live.across @ self.local(live.waiting, "across")
+        through = live.live_through @ self.local(live.result_bytes, "result")
         back = loss + live.held @ self.local(live.gradient, "slot") - later + more
         trainable = table.trainable
         bytes_ = self.local(table.parameter_numel, "parameter")[trainable] * table.width
         made = np.bincount(live.reader[trainable], weights=bytes_, minlength=ops)
         return PeakMemory(
-            forward=float((forward + waiting - later).max()),
+            forward=float((forward + through - later).max()),
             backward=float(back.max()),
             one_gradient=float((back + made).max()),
             all_gradients=float((back + made[::-1].cumsum()[::-1]).max()),
@@ -177,13 +177,13 @@ def bind(
     trainer: TrainerModel,
 ) -> BoundClass:
     """Combine a class table with the types of all runs of axes, the microbatch run first."""
-    moves = layer_moves(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
+    pairs = pairs_of_layer(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
     different = {id(f): f for f in axis_flags}
     numbers = {key: k for k, key in enumerate(different)}
-    over = dict.fromkeys((move.axes, move.sharded) for move in moves)
+    over = dict.fromkeys((pair.axes, pair.sharded) for pair in pairs)
     flag = tuple(numbers[id(f)] for f in axis_flags)
     plain = distinct(table, axis_flags, table.plain)
-    return BoundClass(table, rows, types, tuple(different.values()), flag, moves, tuple(over), plain)
+    return BoundClass(table, rows, types, tuple(different.values()), flag, pairs, tuple(over), plain)
 
 
 def distinct(table: ClassTable, flags: Collection[AxisFlags], which: Flags) -> tuple[int, ...]:
@@ -202,14 +202,14 @@ def sizes_on(bound: BoundClass, runs: Runs, cluster: Cluster) -> Sizes:
     parts = [1] * len(bound.flags)
     for k, size in zip(bound.flag, sizes, strict=True):
         parts[k] *= size
-    return Sizes(tuple(parts), tuple(move_sizes(over, runs, cluster) for over in bound.move_runs))
+    return Sizes(tuple(parts), tuple(pair_sizes(over, runs, cluster) for over in bound.pair_runs))
 
 
-def move_sizes(over: MoveRuns, runs: Runs, cluster: Cluster) -> MoveSizes:
-    """Return the sizes of moves over these runs."""
+def pair_sizes(over: PairRuns, runs: Runs, cluster: Cluster) -> PairSizes:
+    """Return the sizes of pairs over these runs."""
     axes = tuple(axis for i in over[0] for axis in runs[i])
     others = math.prod([axis.size for i in over[1] for axis in runs[i]])
-    return MoveSizes(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
+    return PairSizes(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
 
 
 def divisible(bound: BoundClass, given: Sizes) -> bool:
@@ -230,7 +230,7 @@ def _local(cuts: Collection[tuple[AxisFlags, int]], whole: Floats, part: str) ->
     return whole / share
 
 
-def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) -> SizedClass:
+def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision) -> SizedClass:
     """Compute seconds and bytes of one microbatch on one device; the sizes must be ``divisible``."""
     table, gpu = bound.table, cluster.gpu
     cuts = tuple((f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1)
@@ -238,24 +238,24 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) 
     def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
         slots = _local(cuts, moved, "slot")
         traffic: Floats = np.bincount(table.slot_op, weights=slots, minlength=len(table.ops)).astype(np.float64)
-        running = gpu.seconds(table.kinds, _local(cuts, flops, "op"), traffic, numbers.name, backward)
+        running = gpu.seconds(table.kinds, _local(cuts, flops, "op"), traffic, precision.name, backward)
         return np.asarray(running + kernels * gpu.kernel_s)
 
     saved = _local(cuts, table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = _local(cuts, table.parameter_numel, "parameter")
     trainable = float(parameters[table.trainable].sum())
-    padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // numbers.width)
+    padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // precision.width)
     return SizedClass(
         bound=bound,
         cluster=cluster,
         cuts=cuts,
-        move_sizes=dict(zip(bound.move_runs, given.moves, strict=True)),
+        pair_sizes=dict(zip(bound.pair_runs, given.pairs, strict=True)),
         forward_s=seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False),
         backward_s=seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True),
         saved=saved,
         plain_bytes=float(saved[list(bound.plain)].sum()),
-        waiting_bytes=float(_local(cuts, table.slot_waiting, "slot").sum()),
+        deferred_bytes=float(_local(cuts, table.slot_deferred, "slot").sum()),
         input_bytes=float(_local(cuts, inputs, "activation").sum()),
         output_bytes=float(_local(cuts, table.output_bytes, "output").sum()),
         counts=ParameterCount(math.ceil(parameters.sum()), math.ceil(trainable), len(table.parameters)),
@@ -265,13 +265,15 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, numbers: Precision) 
     )
 
 
-def move_s(move: Move, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
-    """Return the seconds of one collective of a move whose runs are single ``axes``."""
-    return _move_s(move, collective, move_sizes((move.axes, move.sharded), tuple((a,) for a in axes), cluster), cluster)
+def collective_s(pair: CollectivePair, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
+    """Return the seconds of one collective of a pair whose runs are single ``axes``."""
+    return _collective_s(
+        pair, collective, pair_sizes((pair.axes, pair.sharded), tuple((a,) for a in axes), cluster), cluster
+    )
 
 
-def _move_s(move: Move, collective: Collective, sizes: MoveSizes, cluster: Cluster) -> float:
+def _collective_s(pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster) -> float:
     if not collective.sends:
         return 0.0
-    whole = move.bytes / sizes.parts * (sizes.members.size if move.per_rank else 1)
+    whole = pair.bytes / sizes.parts * (sizes.members.size if pair.per_rank else 1)
     return group_time_s(collective, whole, sizes.members, cluster)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.price.microbatch import Kept, PeakMemory
+from autopar.price.microbatch import PeakMemory, SavedActivations
 from autopar.price.state import Precision
 
 
@@ -51,7 +51,7 @@ class LayerMemory:
     (parameters) and the ``largest`` trainable parameter are in elements."""
 
     peaks: PeakMemory
-    kept: Kept
+    kept: SavedActivations
     plain_bytes: float
     parameters: int
     trainable: int
@@ -60,44 +60,44 @@ class LayerMemory:
     context: PrefetchContext = PrefetchContext()
 
 
-def replicated_transient(share: LayerMemory, data: int, zero: int, numbers: Precision, cpu: bool) -> float:
+def replicated_transient(share: LayerMemory, data: int, zero: int, precision: Precision, cpu: bool) -> float:
     """Return a layer's transient bytes under ZeRO 0 and 1. Reductions of two layers' gradients at a time overlap the backward of earlier
     layers; then the optimizer runs.
 
     ``cpu``: gloo's reduce-scatter copies its input, and AdamW allocates two temporaries of the size of the parameter that it updates.
     """
     # bytes per element of a reduction in flight: its result and the copy of its input
-    kept = (1 / data + cpu) * numbers.reduced if zero else 0.0
+    kept = (1 / data + cpu) * precision.reduced if zero else 0.0
     later, freed = share.context.later_trainable, share.context.later_saved
     # reductions of the next two layers (the second is assumed to be no larger), whose saved activations are already free
     in_flight = max(0.0, later * kept - freed, (later + min(later, share.trainable)) * kept - 2 * freed)
     running = share.kept.working_bytes + max(0.0, share.peaks.forward, share.peaks.one_gradient) + in_flight
     reducing = (share.trainable + later) * kept
-    own = share.trainable * numbers.reduced / (data if zero else 1)
-    updating = 2 * min(own, share.largest * numbers.reduced) if cpu else 0.0
+    own = share.trainable * precision.reduced / (data if zero else 1)
+    updating = 2 * min(own, share.largest * precision.reduced) if cpu else 0.0
     return max(running, reducing, updating) - share.kept.saved_bytes
 
 
 def sharded_bytes(
-    share: LayerMemory, data: int, zero: int, whole_gradients: bool, numbers: Precision, cpu: bool
+    share: LayerMemory, data: int, zero: int, unsharded_gradients: bool, precision: Precision, cpu: bool
 ) -> tuple[float, float]:
-    """Return a layer's bytes of gradients and transient bytes under ZeRO 2 and 3; ``whole_gradients``: gradients are reduced once per
+    """Return a layer's bytes of gradients and transient bytes under ZeRO 2 and 3; ``unsharded_gradients``: gradients are reduced once per
     step."""
     kept = share.kept
-    whole, made = share.parameters * numbers.width, share.trainable * numbers.width
-    sent = share.trainable * numbers.reduced
+    whole, made = share.parameters * precision.width, share.trainable * precision.width
+    sent = share.trainable * precision.reduced
     shard = sent / data
-    next_gathered = share.context.later * numbers.width  # in the forward
-    previous_gathered = share.context.earlier * numbers.width if zero == 3 else 0.0  # in the backward
-    reducing = share.context.later_trainable * numbers.reduced
-    earlier = (sent if whole_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
+    next_gathered = share.context.later * precision.width  # in the forward
+    previous_gathered = share.context.earlier * precision.width if zero == 3 else 0.0  # in the backward
+    reducing = share.context.later_trainable * precision.reduced
+    earlier = (sent if unsharded_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
     before = kept.saved_bytes + (whole if zero == 2 else 0.0)
     after = shard - earlier
     # in a segment of several recomputed layers, the parameters of all but the last layer are gathered again
     again = zero == 3 and kept.layers > 1
     phases = (
         kept.working_bytes - share.plain_bytes + share.peaks.forward + 3 * whole + reducing if again else 0.0,
-        kept.saved_bytes + 2 * whole + reducing + (share.context.earlier_ready * numbers.width if zero == 3 else 0.0),
+        kept.saved_bytes + 2 * whole + reducing + (share.context.earlier_ready * precision.width if zero == 3 else 0.0),
         kept.working_bytes
         + share.peaks.forward
         + whole

@@ -1,7 +1,7 @@
 """One microbatch of a layer on one device, before ZeRO: its two passes, and the activations in memory between them.
 
-``order`` computes the passes, with the collectives that overlap arithmetic. ``kept`` computes which activations stay in memory, and where:
-all, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
+``order`` computes the passes, with the collectives that overlap arithmetic. ``saved_activations`` computes which
+activations stay in memory, and where: all, or a part from which the backward recomputes the rest. ``assemble`` adds ZeRO.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autopar.price.moves import Move
+from autopar.price.collective_pairs import CollectivePair
 
 if TYPE_CHECKING:
     from autopar.price.layer import SizedClass
@@ -92,7 +92,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedActivations:
     """The activations in memory between a layer's forward and its backward, and the recomputation and copies that they require.
 
     A segment is a sequence of layers that are recomputed as one; other layers are segments of one layer.
@@ -101,7 +101,7 @@ class Kept:
     ``saved_bytes``      one layer's share of the bytes in device memory, per microbatch in flight
     ``first_bytes``      the bytes that a segment's first layer keeps
     ``working_bytes``    all activations in device memory while the layer's backward runs, after the segment is recomputed
-    ``recomputed``       the recomputation before the backward, and ``moves`` its collectives
+    ``recomputed``       the recomputation before the backward, and ``pairs`` its collectives
     ``storing``          the work in the forward to quantize kept tensors, and ``restoring`` in the backward to dequantize them
     ``layers``           the number of layers of the segment
     ``recomputes``       whether anything is recomputed
@@ -114,7 +114,7 @@ class Kept:
     first_bytes: float
     working_bytes: float
     recomputed: Pass = NO_WORK
-    moves: tuple[Move, ...] = ()
+    pairs: tuple[CollectivePair, ...] = ()
     storing: Pass = NO_WORK
     restoring: Pass = NO_WORK
     layers: int = 1
@@ -129,7 +129,7 @@ class Microbatch:
 
     sized: SizedClass
     passes: Passes
-    kept: Kept
+    kept: SavedActivations
 
     @property
     def forward(self) -> Pass:

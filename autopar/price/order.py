@@ -30,9 +30,9 @@ import numpy as np
 
 from autopar.devices.measured import Floats
 from autopar.plan import Strategy
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.layer import BoundClass, SizedClass
 from autopar.price.microbatch import Pass, Passes, PeakMemory
-from autopar.price.moves import Move
 from autopar.price.trace import OUTPUT
 from autopar.price.trainer import TrainerModel
 from autopar.techniques import Options
@@ -64,12 +64,12 @@ def not_splittable_reason(bound: BoundClass, part: Part, options: Options) -> st
 
 def plain(sized: SizedClass) -> Passes:
     """Return the passes of a layer that waits for all collectives except those that kernels overlap with their own arithmetic."""
-    if "plain" not in sized.known:
+    if "plain" not in sized.cache:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
-        both = sized.pass_of("forward", bound.moves), sized.pass_of("backward", bound.moves)
-        sized.known["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
-    return sized.known["plain"]
+        both = sized.pass_of("forward", bound.pairs), sized.pass_of("backward", bound.pairs)
+        sized.cache["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
+    return sized.cache["plain"]
 
 
 # -- early collectives -------------------------------------------------------------------------------------------------
@@ -77,18 +77,20 @@ def plain(sized: SizedClass) -> Passes:
 
 def _early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     """Return the passes in which some backward collectives overlap weight gradients."""
-    if "early" not in sized.known:
-        sized.known["early"] = _with_early(sized, trainer)
-    return sized.known["early"]
+    if "early" not in sized.cache:
+        sized.cache["early"] = _with_early(sized, trainer)
+    return sized.cache["early"]
 
 
 def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     found, table = plain(sized), sized.bound.table
-    moves = [move for move in sized.bound.moves if move.under]
-    if not moves:
+    pairs = [pair for pair in sized.bound.pairs if pair.under]
+    if not pairs:
         return found
     weight_s = sized.backward_s * table.product_share
-    spans = [(sum(weight_s[table.index[name]] for name in m.under), sized.seconds_of(m, "backward")) for m in moves]
+    spans = [
+        (sum(weight_s[table.index[name]] for name in pair.under), sized.seconds_of(pair, "backward")) for pair in pairs
+    ]
     backward = dataclasses.replace(
         found.backward,
         wire_s=found.backward.wire_s - sum(wire_s for _, wire_s in spans),
@@ -101,8 +103,8 @@ def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
 def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
     """Return the peaks of live memory when products that share an input compute their weight gradients while its gradient is reduced: their
     result gradients stay live until then. The products add into one input gradient."""
-    table, moves = sized.bound.table, [move for move in sized.bound.moves if len(move.under) > 1]
-    if not moves or not table.ops:
+    table, pairs = sized.bound.table, [pair for pair in sized.bound.pairs if len(pair.under) > 1]
+    if not pairs or not table.ops:
         return peaks
     gradients = sized.local(table.live.gradient, "slot")
 
@@ -112,8 +114,8 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
     of_results, of_inputs = of_ops(OUTPUT), of_ops(0)
     live = np.zeros(len(table.ops))
-    for move in moves:
-        first, *others = (table.index[name] for name in move.under)
+    for pair in pairs:
+        first, *others = (table.index[name] for name in pair.under)
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
@@ -125,9 +127,9 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
 def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[SizedClass, Turns] | str:
     """Return a part of a microbatch and where the parts take turns; or why the microbatch can't be computed in parts."""
-    if "turns" not in bound.known:
-        bound.known["turns"] = turns_of(bound.table.cls, bound.types, options)
-    turns = bound.known["turns"]
+    if "turns" not in bound.cache:
+        bound.cache["turns"] = turns_of(bound.table.cls, bound.types, options)
+    turns = bound.cache["turns"]
     if isinstance(turns, str):
         return turns
     found = part()
@@ -139,12 +141,12 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
     bound, gpu, own = part.bound, part.cluster.gpu, plain(part)
     exposed = []
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
-        spans = [(*span, part.seconds_of(move, side)) for move, span in _spans(bound, turns)]
+        spans = [(*span, part.seconds_of(pair, side)) for pair, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
         added_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
-        shared = [move for move in bound.moves if (move.value, move.target) in turns.shared]
+        shared = [pair for pair in bound.pairs if (pair.value, pair.target) in turns.shared]
         awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
-        repeated_s = (parts - 1) * sum(part.seconds_of(move, side) for move in shared)
+        repeated_s = (parts - 1) * sum(part.seconds_of(pair, side) for pair in shared)
         exposed.append(added_s - awaited_s - repeated_s)
     gradient_bytes = (parts - 1) * part.trainable * bound.table.width
     copied = 0.0 if chained else 2.0 / gpu.bytes_per_s
@@ -163,15 +165,15 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
     )
 
 
-def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[Move, tuple[int, int]]]:
+def _spans(bound: BoundClass, turns: Turns) -> Iterator[tuple[CollectivePair, tuple[int, int]]]:
     """Yield the collectives in flight across a turn, each with the piece that issues it and the piece that awaits it."""
     exchanges: dict[str, Iterator[tuple[int, int]]] = {}
-    for move in bound.moves:
-        read = move.value, move.target
+    for pair in bound.pairs:
+        read = pair.value, pair.target
         if read in turns.flights and read not in turns.shared:
-            yield move, turns.span(read)
-        elif move.op and move.backward is not Collective.NONE and (both := turns.exchanges(move.op)):
-            yield move, next(exchanges.setdefault(move.op, iter(both)))
+            yield pair, turns.span(read)
+        elif pair.op and pair.backward is not Collective.NONE and (both := turns.exchanges(pair.op)):
+            yield pair, next(exchanges.setdefault(pair.op, iter(both)))
 
 
 def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) -> list[float]:

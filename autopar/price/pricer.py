@@ -17,16 +17,16 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
 from autopar.price import table as tables
 from autopar.price.assemble import assemble, least_time_s
-from autopar.price.collective_costs import CollectiveCost, layer_collectives, move_collectives, replica_costs
+from autopar.price.collective_costs import CollectiveCost, layer_collectives, pair_costs, replica_costs
+from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import odd_widths
 from autopar.price.host import StateBytes
-from autopar.price.kept import kept
-from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, divisible, move_s, size, sizes_on
+from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
-from autopar.price.moves import Move, step_moves
 from autopar.price.replicas import ReplicaCosts, Replicas
+from autopar.price.saved_activations import saved_activations
 from autopar.price.state import state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padding, round_up
@@ -45,9 +45,9 @@ Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Opt
 more."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
-"""A class, the index of a mesh (``Pricer._number``), the roles of its axes, and the microbatches per step."""
+"""A class, the index of a mesh (``Pricer._mesh_index``), the roles of its axes, and the microbatches per step."""
 
-_ALIKE = (Role.DATA, Role.IDLE)
+_SAMPLE_ROLES = (Role.DATA, Role.IDLE)
 """Roles whose axes at most change the number of a layer's samples."""
 
 NO_PREFETCH = PrefetchContext()
@@ -71,7 +71,7 @@ class Pricer:
         self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
         self.prefetch, self.sync, self.copies = 1, SYNC.default, 1
         self.compiled = self.trainer.compiles and not self.trainer.cpu
-        self.numbers = trainer.precision(precision_name, graph.allow)
+        self.precision = trainer.precision(precision_name, graph.allow)
         self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve
         self._types = LayerTypes(graph, solve)
@@ -80,7 +80,7 @@ class Pricer:
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], BoundClass] = {}
         self._sized: dict[tuple[int, Sizes, bool], SizedClass | None] = {}
-        self._alike: dict[tuple[object, ...], SizedClass | None] = {}
+        self._by_samples: dict[tuple[object, ...], SizedClass | None] = {}
         self._placed: dict[Place, tuple[SizedClass, Cluster] | None] = {}
         self._microbatches: dict[tuple[Place | int, Options, bool], Microbatch] = {}
         self._replica_costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
@@ -102,15 +102,21 @@ class Pricer:
     def on(self, cluster: Cluster) -> Pricer:
         """Return the pricer of the same graph on other devices, such as those of one stage. It shares types and tables, which do not depend
         on devices."""
-        if _nameless(cluster) == _nameless(self.cluster):
+        if _without_name_and_limit(cluster) == _without_name_and_limit(self.cluster):
             return self
-        if _nameless(cluster) not in self._elsewhere:
+        if _without_name_and_limit(cluster) not in self._elsewhere:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._sized, other._alike, other._microbatches, other._placed, other._replica_costs = {}, {}, {}, {}, {}
+            other._sized, other._by_samples, other._microbatches, other._placed, other._replica_costs = (
+                {},
+                {},
+                {},
+                {},
+                {},
+            )
             other._contexts, other._edges, other._p2p = {}, {}, {}
-            self._elsewhere[_nameless(cluster)] = other
-        return self._elsewhere[_nameless(cluster)]
+            self._elsewhere[_without_name_and_limit(cluster)] = other
+        return self._elsewhere[_without_name_and_limit(cluster)]
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
         """Return the pricer of a program that synchronises its replicas by ``sync``, and prefetches the parameters of ``prefetch`` layers
@@ -156,7 +162,7 @@ class Pricer:
         different pins share.
         """
         pricer = self._variant_for(strategy)
-        key = (cls_name, pricer._number(mesh), strategy, microbatches)
+        key = (cls_name, pricer._mesh_index(mesh), strategy, microbatches)
         try:  # one look-up: hashing a strategy takes a noticeable part of its price's time
             return pricer._layers[key]
         except KeyError:
@@ -189,7 +195,7 @@ class Pricer:
         """Return the pricer of a program whose layers are all rewritten and compiled according to ``options``, if their classes admit
         it."""
         other = self._variant()
-        other._tables, other._flags, other._bound, other._sized, other._alike = {}, {}, {}, {}, {}
+        other._tables, other._flags, other._bound, other._sized, other._by_samples = {}, {}, {}, {}, {}
         other._microbatches, other._placed, other._replica_costs, other._contexts, other._kernels = {}, {}, {}, {}, {}
         other._kernels[options.rewrites, options.compiled] = other
         other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
@@ -208,7 +214,7 @@ class Pricer:
         microbatch, cluster = found
         context = self._prefetch_context(cls_name, mesh, strategy, microbatches)
         replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
-        return assemble(microbatch, replicas, strategy, cluster, self.numbers, self.trainer, context)
+        return assemble(microbatch, replicas, strategy, cluster, self.precision, self.trainer, context)
 
     def _microbatch(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
@@ -218,7 +224,7 @@ class Pricer:
         if found is None:
             return None
         sized, cluster = found
-        place = cls_name, self._number(mesh), strategy.roles, microbatches
+        place = cls_name, self._mesh_index(mesh), strategy.roles, microbatches
         # a part of a microbatch may be padded differently
         where = place if strategy.options.parts > 1 else id(sized)
         key = where, strategy.options, strategy.zero >= 2
@@ -229,7 +235,7 @@ class Pricer:
 
     def _microbatch_of(self, sized: SizedClass, strategy: Strategy, part: order.Part) -> Microbatch:
         passes = order.passes(sized, strategy, part, self.trainer)
-        return Microbatch(sized, passes, kept(sized, passes, strategy.options))
+        return Microbatch(sized, passes, saved_activations(sized, passes, strategy.options))
 
     def not_splittable_reason(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> str:
         """Return why the microbatches of a layer class can't be computed in parts, or an empty string."""
@@ -271,20 +277,20 @@ class Pricer:
             return 0.0
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
-            axes, moves = self._axes(mesh, microbatches), self._edge_moves(layer_index, mesh, left.roles, right.roles)
-            self._edges[key] = sum(_both_s(move, axes, self.cluster) for move in moves)
+            axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
+            self._edges[key] = sum(_both_s(pair, axes, self.cluster) for pair in pairs)
         return self._edges[key]
 
-    def _edge_moves(
+    def _edge_pairs(
         self, layer_index: int, mesh: Mesh, left: tuple[Role, ...], right: tuple[Role, ...]
-    ) -> Iterator[Move]:
+    ) -> Iterator[CollectivePair]:
         """Yield the collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
         for name in self.graph.layers[layer_index + 1].activations:
             source = self._made_as(name, mesh, left)
             target = self._read_as(name, layer_index + 1, mesh, right)
             if left != right and source is not None and target is not None:
                 steps = conversion_steps(source, target, self.graph.values[name].requires_grad)
-                yield from step_moves(name, self._value_bytes(name), steps)
+                yield from pairs_of_conversion(name, self._value_bytes(name), steps)
 
     def edge_collectives(
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
@@ -292,8 +298,8 @@ class Pricer:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
         runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
         mine = microbatches // self.copies
-        for move in self._edge_moves(layer_index, mesh, left.roles, right.roles):
-            yield from move_collectives(move, runs, self.cluster, "activations between layers", mine, mine)
+        for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
+            yield from pair_costs(pair, runs, self.cluster, "activations between layers", mine, mine)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
@@ -332,9 +338,9 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        states = StateBytes.of(strategy, self.cluster, self.numbers).device
+        states = StateBytes.of(strategy, self.cluster, self.precision).device
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.numbers, states, strategy.options.whole_gradients)
+        return state_bytes(numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients)
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """Return the types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
@@ -345,7 +351,7 @@ class Pricer:
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
     ) -> tuple[SizedClass, Cluster] | None:
         """Return a class at its sizes on the mesh, and the cluster as the mesh sees it; ``None`` if the axes do not divide a dim."""
-        key = (cls_name, self._number(mesh), roles, microbatches)
+        key = (cls_name, self._mesh_index(mesh), roles, microbatches)
         if key not in self._placed:
             sized, cluster = self._at(cls_name, mesh, roles, self.graph.parts(microbatches)), self._seen_by(mesh)
             self._placed[key] = None if sized is None else (sized, cluster)
@@ -363,14 +369,14 @@ class Pricer:
         for role, axes in runs:
             if role is Role.DATA:
                 samples *= math.prod([axis.size for axis in axes])
-            shape.append((role, () if role in _ALIKE else tuple([(axis.size, axis.stride) for axis in axes])))
-        alike = cls_name, samples, tuple(shape), cluster is self.cluster
-        if alike not in self._alike:
+            shape.append((role, () if role in _SAMPLE_ROLES else tuple([(axis.size, axis.stride) for axis in axes])))
+        key = cls_name, samples, tuple(shape), cluster is self.cluster
+        if key not in self._by_samples:
             found, alone = self._size(cls_name, mesh, roles, parts)
             if alone:
                 return found
-            self._alike[alike] = found
-        return self._alike[alike]
+            self._by_samples[key] = found
+        return self._by_samples[key]
 
     def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
         """Compute the class that ``_at`` caches, and whether it depends on more than the number of samples, because it has collectives over
@@ -382,30 +388,30 @@ class Pricer:
         given = sizes_on(bound, runs, cluster)
         key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
         if key not in self._sized:
-            self._sized[key] = size(bound, given, cluster, self.numbers) if divisible(bound, given) else None
-        alike = [True, *(role in _ALIKE for role, _ in self._runs(mesh, roles))]
-        return self._sized[key], any(alike[i] for over, _ in bound.move_runs for i in over)
+            self._sized[key] = size(bound, given, cluster, self.precision) if divisible(bound, given) else None
+        of_samples = [True, *(role in _SAMPLE_ROLES for role, _ in self._runs(mesh, roles))]
+        return self._sized[key], any(of_samples[i] for over, _ in bound.pair_runs for i in over)
 
     def _costs(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, c: SizedClass, cluster: Cluster
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, sized: SizedClass, cluster: Cluster
     ) -> ReplicaCosts:
         """Return the costs of the collectives between the layer's replicas."""
-        key = (cls_name, self._number(mesh), strategy.roles, microbatches, strategy.replicate)
+        key = (cls_name, self._mesh_index(mesh), strategy.roles, microbatches, strategy.replicate)
         if key not in self._replica_costs:
             # if microbatches count as separate batches (Graph.accumulated), the graph has the FLOPs of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            replicas = self._replicas(mesh, strategy, c, cluster)
+            replicas = self._replicas(mesh, strategy, sized, cluster)
             self._replica_costs[key] = replicas.costs(microbatches // self.copies, flops)
         return self._replica_costs[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy, c: SizedClass, cluster: Cluster) -> Replicas:
+    def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass, cluster: Cluster) -> Replicas:
         """Return the devices that hold the same parameters of a layer."""
         averaged = SYNC.averaging_steps(self.sync)
         axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
         if self.copies > 1:
             far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
             axes = (*axes, (Axis("mirror", self.copies, far),))
-        return Replicas(c.counts, axes, cluster, self.numbers, self.trainer, self.sync)
+        return Replicas(sized.counts, axes, cluster, self.precision, self.trainer, self.sync)
 
     def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
         """Return the sizes of the layers that may run before and after a layer of the class, in the same roles: their parameters may be
@@ -421,20 +427,20 @@ class Pricer:
             known[how] = PrefetchContext(
                 sum(_largest(earlier) for earlier, _ in adjacent),
                 sum(_largest(after) for _, after in adjacent),
-                max((c.counts.trainable for c in later), default=0),
-                min((self._saved_bytes(c, strategy) for c in later), default=0.0),
+                max((sized.counts.trainable for sized in later), default=0),
+                min((self._saved_bytes(sized, strategy) for sized in later), default=0.0),
                 sum(_largest(earlier) for earlier, _ in adjacent[:-1]),
             )
         return known[how]
 
     def _saved_bytes(self, sized: SizedClass, strategy: Strategy) -> float:
         """Return the bytes on the device that a layer saves for the backward of one microbatch."""
-        found = kept(sized, order.plain(sized), strategy.options)
+        found = saved_activations(sized, order.plain(sized), strategy.options)
         return 0.0 if found.copied_bytes else found.saved_bytes
 
     def _adjacent_layers(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Adjacent:
         """Return the layers that may run before and after a layer of the class in the strategy's roles, by distance."""
-        key = (cls_name, self._number(mesh), strategy.roles, microbatches)
+        key = (cls_name, self._mesh_index(mesh), strategy.roles, microbatches)
         if key not in self._contexts:
             # an adjacent layer without experts is data-parallel on the expert axes
             either = (strategy.roles, strategy.dense.roles)
@@ -484,7 +490,7 @@ class Pricer:
         """Build the table of ``cls``: the class ``cls_name`` or its padded version."""
         eager = self._compiles and stays_eager(self.graph.classes[cls_name])
         trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
-        return tables.build(cls, self.numbers, trainer)
+        return tables.build(cls, self.precision, trainer)
 
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]
@@ -500,7 +506,7 @@ class Pricer:
             self._tables[cls_name, counts] = table, rows
         return self._tables[cls_name, counts]
 
-    def _number(self, mesh: Mesh) -> int:
+    def _mesh_index(self, mesh: Mesh) -> int:
         if mesh is not self._latest[0]:
             self._latest = mesh, self._meshes.setdefault(mesh, len(self._meshes))
         return self._latest[1]
@@ -540,7 +546,7 @@ class Pricer:
 
     def _value_bytes(self, name: str) -> float:
         value = self.graph.values[name]
-        return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.numbers))
+        return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.precision))
 
     def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
         """Return the types of the value that its layer produces under ``roles``; ``None`` if the roles are inadmissible there."""
@@ -556,16 +562,16 @@ class Pricer:
         return None if types is None else tuple(t.produced[placeholder] for t in types)
 
 
-def _nameless(cluster: Cluster) -> Cluster:
+def _without_name_and_limit(cluster: Cluster) -> Cluster:
     """Return the cluster without its name and its memory limit, which affect no price."""
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
-def _both_s(move: Move, axes: Mesh, cluster: Cluster) -> float:
-    """Return the seconds of a move's two collectives, forward plus backward."""
-    return move_s(move, move.forward, axes, cluster) + move_s(move, move.backward, axes, cluster)
+def _both_s(pair: CollectivePair, axes: Mesh, cluster: Cluster) -> float:
+    """Return the seconds of both collectives of a pair, forward plus backward."""
+    return collective_s(pair, pair.forward, axes, cluster) + collective_s(pair, pair.backward, axes, cluster)
 
 
 def _largest(layers: list[SizedClass]) -> int:
     """Return the parameters of the largest layer; 0 without layers."""
-    return max((c.counts.parameters for c in layers), default=0)
+    return max((sized.counts.parameters for sized in layers), default=0)

@@ -96,7 +96,7 @@ class Replicas:
     tensors: ParameterCount
     axes: tuple[tuple[Axis, ...], ...]
     cluster: Cluster
-    numbers: Precision
+    precision: Precision
     trainer: TrainerModel
     sync: str
 
@@ -115,13 +115,13 @@ class Replicas:
 
     def _replicated(self, axes: Along, ranks: RankGroup, copies: Along) -> Iterator[ReplicaCollective]:
         """Yield the collectives without ZeRO: sums of gradients along ``axes``, and local SGD's averages of parameters along ``copies``."""
-        numbers, trainable, served = self.numbers, self.tensors.trainable, SYNC.mode(self.sync).has_server
+        precision, trainable, served = self.precision, self.tensors.trainable, SYNC.mode(self.sync).has_server
         reduction = Collective.REDUCE if served else Collective.ALL_REDUCE
-        yield ReplicaCollective("reduce", reduction, trainable * numbers.averaged, axes, ranks)
+        yield ReplicaCollective("reduce", reduction, trainable * precision.averaged, axes, ranks)
         if served:
-            yield ReplicaCollective("gather", Collective.BROADCAST, trainable * numbers.width, axes, ranks)
+            yield ReplicaCollective("gather", Collective.BROADCAST, trainable * precision.width, axes, ranks)
         if steps := SYNC.averaging_steps(self.sync):
-            masters, members = trainable * (numbers.at_rest or numbers.width), group(copies, self.cluster)
+            masters, members = trainable * (precision.at_rest or precision.width), group(copies, self.cluster)
             yield ReplicaCollective("mean", Collective.ALL_REDUCE, masters, copies, members, times=1 / steps)
 
     def _sharded(
@@ -129,10 +129,10 @@ class Replicas:
     ) -> Iterator[ReplicaCollective]:
         """Yield the collectives of ZeRO along ``axes``. After a reduce-scatter, gradients are summed along ``copies``; their sum along
         ``mirror`` starts after a stage's last backward."""
-        numbers, trainable = self.numbers, self.tensors.trainable
-        parameters, shard = self.tensors.parameters * numbers.width, -(-trainable // ranks.size) * numbers.averaged
+        precision, trainable = self.precision, self.tensors.trainable
+        parameters, shard = self.tensors.parameters * precision.width, -(-trainable // ranks.size) * precision.averaged
         yield ReplicaCollective("gather", Collective.ALL_GATHER, parameters, axes, ranks, around)
-        yield ReplicaCollective("reduce", Collective.REDUCE_SCATTER, trainable * numbers.reduced, axes, ranks, around)
+        yield ReplicaCollective("reduce", Collective.REDUCE_SCATTER, trainable * precision.reduced, axes, ranks, around)
         if copies:
             members = group(copies, self.cluster)
             yield ReplicaCollective("reduce", Collective.ALL_REDUCE, shard, copies, members, around)
@@ -153,24 +153,24 @@ class Replicas:
                 by_part[one.part] = by_part.get(one.part, 0.0) + one.times * self.seconds_of(one)
             return Parts(**by_part) if by_part else NONE
 
-        numbers, trainable = self.numbers, self.tensors.trainable
-        gathered, computed = self.tensors.parameters * numbers.width, trainable * numbers.width
+        precision, trainable = self.precision, self.tensors.trainable
+        gathered, computed = self.tensors.parameters * precision.width, trainable * precision.width
         return ReplicaCosts(
             size=group(self.axes[1], self.cluster).size,
             microbatches=microbatches,
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
-            copies_s=self.trainer.sharded_copies_s(gathered, computed, trainable * numbers.reduced, self.cluster),
+            copies_s=self.trainer.sharded_copies_s(gathered, computed, trainable * precision.reduced, self.cluster),
             staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,
             has_copies=len(self.axes) > 2,
         )
 
 
 @functools.lru_cache(maxsize=256)
-def runs(zero: int, whole_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
+def runs(zero: int, unsharded_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
     """Return how often each kind of collective runs in a layer's forward, in its backward, and outside both per step. ZeRO 3 gathers
-    parameters ``backward_gathers`` times in a backward. ``whole_gradients``: gradients are reduced once per step."""
-    each_time = zero >= 2 and not whole_gradients
+    parameters ``backward_gathers`` times in a backward. ``unsharded_gradients``: gradients are reduced once per step."""
+    each_time = zero >= 2 and not unsharded_gradients
     return (
         Parts(gather=zero >= 2),
         Parts(gather=backward_gathers * (zero == 3), reduce=each_time),

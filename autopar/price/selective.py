@@ -19,73 +19,77 @@ from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
-from autopar.price.moves import Move
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
 
 Flags = NDArray[np.bool_]
-_SUMS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+_REDUCTIONS = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
 
 
 @dataclass(frozen=True)
 class Selected:
     """A selection under specific types: flags of the entries that are ``saved`` (several may have the same storage) and of the ops that run
-    ``again``; and the collectives that are repeated (``moves``)."""
+    ``recomputed``; and the collectives that are repeated (``pairs``)."""
 
     saved: Flags
-    again: Flags
-    moves: tuple[Move, ...]
+    recomputed: Flags
+    pairs: tuple[CollectivePair, ...]
 
 
 @dataclass(frozen=True)
 class Selection:
     """What selective recomputation may save and run again, before the layer's types are known.
 
-    ``stays``, ``maker`` and ``summed`` have an element for each ``Saved`` entry. Entries with ``stays`` may be saved. An entry with a
-    ``maker`` (the index of the op that computes the value, else -1) is saved if the value is no partial sum over devices. A ``summed``
-    entry is the sum of a partial value, and is saved only if the value is one. ``again`` has a flag for each op; ``costly`` ops don't run
-    again if their value is saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in the ops that
-    run again are repeated, except for the sums of the values ``sums``.
+    ``may_save``, ``producer`` and ``is_reduction`` have an element for each ``Saved`` entry. Those with ``may_save`` may be saved. One with
+    a ``producer`` (the index of the op that computes the value, else -1) is saved if the value is no partial sum over devices. One with
+    ``is_reduction`` is the sum of a partial value, and is saved only if the value is one. ``recomputed`` has a flag for each op; ``costly``
+    ops don't run again if their value is saved. The layer's ``inputs`` (storages) are saved, too. Collectives on the values ``read`` and in
+    the ops that run again are repeated, except for the reductions of ``reduced_values``.
     """
 
-    stays: Flags
-    again: Flags
-    maker: NDArray[np.intp]
-    summed: Flags
+    may_save: Flags
+    recomputed: Flags
+    producer: NDArray[np.intp]
+    is_reduction: Flags
     costly: tuple[int, ...] = ()
     inputs: frozenset[int] = frozenset()
     read: frozenset[str] = frozenset()
-    sums: frozenset[str] = frozenset()
+    reduced_values: frozenset[str] = frozenset()
 
     def under(
-        self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
+        self,
+        types: tuple[AxisTypes, ...],
+        ops: Sequence[fx.Node],
+        saved: Sequence[Saved],
+        pairs: tuple[CollectivePair, ...],
     ) -> Selected:
         """Return the saved entries and the repeated ops when the axes have these types, the microbatch axis first."""
         partial = np.zeros(len(ops), dtype=bool)
         rotates = np.zeros(len(ops), dtype=bool)  # ring attention saves other tensors, so all of it runs again
-        for i in {*self.costly, *self.maker[self.summed]}:
+        for i in {*self.costly, *self.producer[self.is_reduction]}:
             name = ops[i].name
             partial[i] = any(t.produced[name].kind == "P" for t in types[1:])
             rotates[i] = any(t.kernel.get(name) == "ring_attention" for t in types)
-        stays = self.stays.copy()
-        for k in np.flatnonzero(self.maker >= 0):
-            i, entry = int(self.maker[k]), saved[int(k)]
-            stays[k] = partial[i] == self.summed[k] and not rotates[i]
+        may_save = self.may_save.copy()
+        for k in np.flatnonzero(self.producer >= 0):
+            i, entry = int(self.producer[k]), saved[int(k)]
+            may_save[k] = partial[i] == self.is_reduction[k] and not rotates[i]
             # an op that reads the partial sum itself, such as an addition of partial sums, does not need the full sum
-            if stays[k] and self.summed[k]:
-                stays[k] = all(t.needed[entry.node][entry.operand].kind != "P" for t in types[1:])
-        again = self.again.copy()
+            if may_save[k] and self.is_reduction[k]:
+                may_save[k] = all(t.needed[entry.node][entry.operand].kind != "P" for t in types[1:])
+        recomputed = self.recomputed.copy()
         for i in self.costly:
-            again[i] = partial[i] or rotates[i]
-        running = {node.name for node, runs in zip(ops, again, strict=True) if runs}
+            recomputed[i] = partial[i] or rotates[i]
+        running = {node.name for node, runs in zip(ops, recomputed, strict=True) if runs}
 
-        def happens(move: Move) -> bool:
-            if move.op:
-                return move.op in running
-            return move.value in self.read and not (move.forward in _SUMS and move.value in self.sums)
+        def happens(pair: CollectivePair) -> bool:
+            if pair.op:
+                return pair.op in running
+            return pair.value in self.read and not (pair.forward in _REDUCTIONS and pair.value in self.reduced_values)
 
-        return Selected(stays, again, tuple(move for move in moves if happens(move)))
+        return Selected(may_save, recomputed, tuple(pair for pair in pairs if happens(pair)))
 
     def memory(
         self,
@@ -104,9 +108,9 @@ class Selection:
         saved without recomputation, ``selected`` those that are saved with it; ``saver`` is the op that saves each entry.
         """
         saved = float(entry_bytes[selected].sum())
-        again = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
-        waits = np.bincount(self.maker[selected], weights=entry_bytes[selected], minlength=ops)
-        working = again + waits.sum() - waits.cumsum()
+        resaved = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
+        waits = np.bincount(self.producer[selected], weights=entry_bytes[selected], minlength=ops)
+        working = resaved + waits.sum() - waits.cumsum()
         inputs = sum(float(entry_bytes[i]) for i in plain if entries[i].storage in self.inputs)
         return saved + input_bytes, float(working.max(initial=saved)) + max(0.0, input_bytes - inputs)
 
@@ -136,12 +140,12 @@ def select_emitted(
     ]
     names = [node.name for node in cls.graph.graph.nodes if node.op == "placeholder"][: len(cls.activations)]
     return (*plain, *(entry for entry, _, _ in found)), Selection(
-        stays=np.array([*(i >= 0 for i in inside), *(True for _ in found)], dtype=bool),
-        again=np.arange(len(ops)) < count,
-        maker=np.array([*inside, *(i for _, i, _ in found)], dtype=np.intp),
-        summed=np.array([*(False for _ in plain), *(late for _, _, late in found)], dtype=bool),
+        may_save=np.array([*(i >= 0 for i in inside), *(True for _ in found)], dtype=bool),
+        recomputed=np.arange(len(ops)) < count,
+        producer=np.array([*inside, *(i for _, i, _ in found)], dtype=np.intp),
+        is_reduction=np.array([*(False for _ in plain), *(late for _, _, late in found)], dtype=bool),
         costly=tuple(i for i, node in made if facts(node).is_expensive),
         inputs=frozenset(run.storage[name] for name in names if name in run.storage),
         read=frozenset(o.name for node in ops[: count + 1] for o in operands(node)),
-        sums=frozenset(node.name for _, node in made if facts(node).may_be_summed),
+        reduced_values=frozenset(node.name for _, node in made if facts(node).may_be_summed),
     )

@@ -51,7 +51,7 @@ def _of_weight(node: fx.Node, run: Trace) -> float:
     return sum(p.flops for p in products if p.operand == weight.name) / (sum(p.flops for p in products) or 1.0)
 
 
-def waiting(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:
+def deferred_values(ops: tuple[fx.Node, ...], run: Trace, shares: NDArray[np.float64]) -> set[tuple[int, str]]:
     """Return the values in memory between I and W, as (op's index, value's name): each product's input, once if several products read it,
     and the gradient of its result, under the result's name, because both have the same size."""
     found: dict[object, tuple[int, str]] = {}

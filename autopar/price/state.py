@@ -87,9 +87,9 @@ def state_bytes(
     trainable: int,
     data: int,
     zero: int,
-    numbers: Precision,
+    precision: Precision,
     offloaded: int | None = None,
-    whole_gradients: bool = False,
+    unsharded_gradients: bool = False,
 ) -> tuple[int, int, int]:
     """Return the bytes of parameters, gradients and optimizer state on one device, at the peak of the step.
 
@@ -100,24 +100,24 @@ def state_bytes(
             unsharded from forward to backward, and, if the optimizer has no master weights, a shard of them also exists.
         offloaded: bytes in device memory of an element's offloaded states (0, unless devices and host share one memory); ``None`` without
             offloading. With offloading, FSDP's shards under stages 2 and 3 exist besides the master weights, and are as wide.
-        whole_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
+        unsharded_gradients: gradients are unsharded until the last microbatch, also under stages 2 and 3.
     """
     state = -(-trainable // data) if zero >= 1 else trainable
-    gradients = -(-trainable // data) if zero >= 2 and not whole_gradients else trainable
+    gradients = -(-trainable // data) if zero >= 2 and not unsharded_gradients else trainable
     stored = -(-parameters // data) if zero == 3 else parameters
-    optimizer = state * (numbers.optimizer if offloaded is None else offloaded)
-    master = numbers.at_rest or numbers.shard
+    optimizer = state * (precision.optimizer if offloaded is None else offloaded)
+    master = precision.at_rest or precision.shard
     if zero == 3:
         return (
             stored * master,
-            gradients * numbers.gradient,
-            optimizer - (state * numbers.at_rest if offloaded is None else 0),
+            gradients * precision.gradient,
+            optimizer - (state * precision.at_rest if offloaded is None else 0),
         )
     has_shard = (
-        zero == 2 and data > 1 and (not numbers.master or numbers.shard > numbers.width or offloaded is not None)
+        zero == 2 and data > 1 and (not precision.master or precision.shard > precision.width or offloaded is not None)
     )
-    shard = -(-parameters // data) * (numbers.shard if offloaded is None else master) if has_shard else 0
-    return stored * numbers.width + shard, gradients * numbers.gradient, optimizer
+    shard = -(-parameters // data) * (precision.shard if offloaded is None else master) if has_shard else 0
+    return stored * precision.width + shard, gradients * precision.gradient, optimizer
 
 
 def padded(elements: tuple[int, int], between: tuple[int, int], pieces: int, width: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from autopar.precision import FLOAT8
 from autopar.price.gradients import gradient_bytes, held_gradients
 from autopar.price.op_costs import OpCosts, op_costs
 from autopar.price.selective import Flags, Selection
-from autopar.price.split import product_shares, waiting, weight_shares
+from autopar.price.split import deferred_values, product_shares, weight_shares
 from autopar.price.state import Precision
 from autopar.price.trace import INTERNAL, OUTPUT, Saved
 from autopar.price.trainer import EMITTED, TrainerModel, is_sharded
@@ -59,7 +59,7 @@ class ClassTable:
     fused: bool  # the layer is compiled
     weight_share: Floats  # the share of each op's backward that computes weight gradients, see ``price.split``
     product_share: Floats  # the weight gradient's share of each linear's backward
-    slot_waiting: Floats  # bytes that stay in memory between the two parts of a split backward
+    slot_deferred: Floats  # bytes that stay in memory between the two parts of a split backward
     plain: Flags  # the entries of ``saved`` that are saved without recomputation; they come first
     selection: Selection  # what selective recomputation saves
     parameters: tuple[str, ...]
@@ -82,7 +82,7 @@ class AxisFlags:
     op: Flags
     slot: Flags
     saved: Flags
-    across: Flags
+    result: Flags
     parameter: Flags
     activation: Flags
     output: Flags
@@ -98,9 +98,9 @@ class ShapeRows:
     sizes: NDArray[np.int64]
 
 
-def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, numbers: Precision) -> int:
+def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, precision: Precision) -> int:
     """Return the bytes of an element at run time: the priced precision replaces the model's floating-point dtype, other dtypes stay."""
-    return numbers.width if dtype == model_dtype else dtype.itemsize
+    return precision.width if dtype == model_dtype else dtype.itemsize
 
 
 def model_dtype(cls: LayerClass) -> torch.dtype:
@@ -111,7 +111,7 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
     return torch.float32
 
 
-def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
+def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
     """Build the arrays of ``cls``; this runs the class once on the meta device."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
@@ -119,16 +119,16 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
     dtype = model_dtype(cls)
 
     def size(tensor: torch.Tensor) -> int:
-        return tensor.numel() * element_bytes(tensor.dtype, dtype, numbers)
+        return tensor.numel() * element_bytes(tensor.dtype, dtype, precision)
 
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
-    costs = op_costs(called, run, size, numbers.name == FLOAT8)
+    costs = op_costs(called, run, size, precision.name == FLOAT8)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)
-    waits = waiting(ops, run, weight_share)
+    deferred = deferred_values(ops, run, weight_share)
     saved, selection = trainer.selection(cls, ops, run, costs.saved)
     arguments = {run.storage[name] for name in names if name in run.storage}
     table = ClassTable(
@@ -146,13 +146,13 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
         slot_backward=np.array([s.backward for s in slots], dtype=float),
         live=live_ranges(costs, parameters),
         saved=saved,
-        saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, numbers) for s in saved], dtype=float),
+        saved_bytes=np.array([s.numel * element_bytes(s.dtype, dtype, precision) for s in saved], dtype=float),
         saved_numel=np.array([s.numel for s in saved], dtype=float),
         saved_argument=np.array([entry.storage in arguments for entry in saved], dtype=bool),
         fused=trainer.fused,
         weight_share=weight_share,
         product_share=product_shares(ops, run),
-        slot_waiting=np.array([s.bytes if (s.op, s.value) in waits else 0.0 for s in slots], dtype=float),
+        slot_deferred=np.array([s.bytes if (s.op, s.value) in deferred else 0.0 for s in slots], dtype=float),
         plain=np.arange(len(saved)) < len(costs.saved),
         selection=selection,
         parameters=parameters,
@@ -162,8 +162,8 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
         value_bytes={name: sum(map(size, ts)) for name, ts in values.items()},
         value_gradient=run.requires_grad,
         activations=activations,
-        output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, numbers) for v in cls.outputs], dtype=float),
-        width=numbers.width,
+        output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, precision) for v in cls.outputs], dtype=float),
+        width=precision.width,
         index={node.name: i for i, node in enumerate(ops)},
     )
     return table, _rows(table, nodes)
@@ -173,20 +173,20 @@ def build(cls: LayerClass, numbers: Precision, trainer: TrainerModel = EMITTED) 
 class Live:
     """Live memory in bytes while an op runs, in addition to the tensors saved for the backward pass.
 
-    ``touched_forward`` are the bytes of slots that no op saves. A loss adds ``whole_loss`` to its backward, or ``cut_loss`` to both passes
-    if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that holds a slot's gradient, and ``held[t, k]`` is the
-    number of tensors of slot ``k``'s size that are live while op ``t`` runs backward (``price.gradients``). ``makers`` are ops whose
-    results later ops read; ``across[t, k]`` is true if the result of ``makers[k]``, of ``waiting[k]`` bytes, is live while op ``t`` runs
-    without reading it. ``saver`` is the op that saves each saved entry: entries of later ops do not exist yet in the forward, and are freed
-    in the backward. ``reader`` is the last op that reads each parameter, so the first to compute its gradient in the backward.
+    ``touched_forward`` are the bytes of slots that no op saves. A loss adds ``unsharded_loss`` to its backward, or ``sharded_loss`` to both
+    passes if an axis shards the vocabulary. ``gradient`` are the bytes of the tensor that holds a slot's gradient, and ``held[t, k]`` is
+    the number of tensors of slot ``k``'s size that are live while op ``t`` runs backward (``price.gradients``). ``producers`` are ops whose
+    results later ops read, with ``result_bytes``; ``live_through[t, k]`` is true if the result of ``producers[k]`` is live while op ``t``
+    runs without reading it. ``saver`` is the op that saves each saved entry: entries of later ops do not exist yet in the forward, and are
+    freed in the backward. ``reader`` is the last op that reads each parameter, so the first to compute its gradient in the backward.
     """
 
     touched_forward: Floats
-    whole_loss: Floats
-    cut_loss: Floats
-    makers: tuple[str, ...]
-    across: Flags
-    waiting: Floats
+    unsharded_loss: Floats
+    sharded_loss: Floats
+    producers: tuple[str, ...]
+    live_through: Flags
+    result_bytes: Floats
     gradient: Floats
     held: Floats
     saver: NDArray[np.intp]
@@ -225,18 +225,18 @@ def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
         if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
             size[storage], maker[storage] = slot.bytes, slot.value
     storages = [storage for storage in maker if last[storage] > first[storage] + 1]
-    across = np.zeros((len(ops), len(storages)), dtype=bool)
+    live_through = np.zeros((len(ops), len(storages)), dtype=bool)
     for k, storage in enumerate(storages):
-        across[first[storage] + 1 : last[storage], k] = True
+        live_through[first[storage] + 1 : last[storage], k] = True
         for i, node in enumerate(ops):  # ops that read the value already count it as an operand
             if any(run.storage[o.name] == storage for o in operands(node)):
-                across[i, k] = False
+                live_through[i, k] = False
     return Live(
         forward,
         whole,
         cut,
         tuple(maker[storage] for storage in storages),
-        across,
+        live_through,
         np.array([0.0 if storage in saved else size[storage] for storage in storages]),
         gradient,
         held_gradients(costs, gradient),
@@ -273,7 +273,7 @@ def flags(table: ClassTable, rows: ShapeRows, types: AxisTypes, trainer: Trainer
         op=np.array([types.letter.get(node.name) is not None for node in table.ops], dtype=bool),
         slot=np.array(slots, dtype=bool),
         saved=np.array([trainer.saves_shard(types, by_name[e.node], e.operand) for e in table.saved], dtype=bool),
-        across=np.array([types.produced[name].sharded for name in table.live.makers], dtype=bool),
+        result=np.array([types.produced[name].sharded for name in table.live.producers], dtype=bool),
         parameter=np.array([types.produced[name].sharded for name in table.parameters], dtype=bool),
         activation=np.array([types.produced[name].sharded for name in table.activations], dtype=bool),
         output=np.array([t.sharded for t in types.outputs[: len(table.output_bytes)]], dtype=bool),

@@ -9,10 +9,10 @@ from torch import fx
 
 from autopar.devices import Cluster
 from autopar.graph import LayerClass
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
 from autopar.price.fusion import merge
 from autopar.price.live_memory import LayerMemory, replicated_transient, sharded_bytes
-from autopar.price.moves import Move
 from autopar.price.op_costs import OpCosts
 from autopar.price.selective import Selection, select_emitted
 from autopar.price.state import Precision, precision
@@ -59,9 +59,9 @@ class TrainerModel:
         """Return whether an axis of these types shards a saved value; a value gathered for ``node`` is saved as ``node`` reads it."""
         return is_sharded(types, node.name, operand)
 
-    def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
+    def conversions(self, pairs: list[CollectivePair], gradient: bool) -> list[CollectivePair]:
         """Return the collectives that convert one value between ops; ``gradient`` says whether the value has a gradient."""
-        return moves
+        return pairs
 
     def data_collective_s(
         self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool
@@ -113,17 +113,17 @@ class TrainerModel:
         forward of one microbatch takes ``forward_s``. Emitted programs send them during the next step's first forward."""
         return overlapped_s(forward_s, communication_s, slowdown)
 
-    def border_bytes(self, size: float) -> float:
+    def boundary_bytes(self, size: float) -> float:
         """Return the bytes that a pipeline stage allocates to receive or send one activation of ``size`` bytes."""
         return size
 
     def live_bytes(
-        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
+        self, share: LayerMemory, gradients: int, data: int, zero: int, unsharded_gradients: bool, precision: Precision
     ) -> tuple[float, float]:
         """Return the layer's bytes of gradients and its transient bytes, see ``live_memory``; ``gradients`` are the bytes that persist."""
         if zero < 2:
-            return gradients, replicated_transient(share, data, zero, numbers, self.cpu)
-        return sharded_bytes(share, data, zero, whole_gradients, numbers, self.cpu)
+            return gradients, replicated_transient(share, data, zero, precision, self.cpu)
+        return sharded_bytes(share, data, zero, unsharded_gradients, precision, self.cpu)
 
 
 EMITTED = TrainerModel()

@@ -14,7 +14,7 @@ from autopar.explain import describe
 from autopar.plan import LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 
-MOST_ACTIONS = 40_000
+MAX_ACTIONS = 40_000
 """Maximum number of actions on a page; more would make it larger than 2 MB and slow."""
 
 KINDS = ("F", "B", "I", "W", ONCE)
@@ -33,7 +33,7 @@ class PlanFigures:
     missing: tuple[str, ...] = ()
 
 
-def figures(subject: PlanFigures, most_actions: int = MOST_ACTIONS) -> dict[str, Any]:
+def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, Any]:
     """Return the data of one plan's page: numbers in seconds and bytes, names as in the model."""
     plan, step = subject.plan, subject.step
     kinds: dict[tuple[Any, ...], int] = {}
@@ -59,7 +59,7 @@ def figures(subject: PlanFigures, most_actions: int = MOST_ACTIONS) -> dict[str,
             | ({} if price is None else {name: getattr(price, name) for name in _PRICED})
             for cls, strategy, price in kinds
         ],
-        "step": None if step is None else _step(step, most_actions),
+        "step": None if step is None else _step(step, max_actions),
         "explanation": subject.explanation,
         "provenance": list(subject.provenance),
         "missing": list(subject.missing),
@@ -127,20 +127,20 @@ def _stage(plan: Plan, s: int, step: PredictedStep | None) -> dict[str, Any]:
         cost = step.cost
         result["forward_s"], result["backward_s"] = cost.forward_s[s], cost.backward_s[s]
         result["communication_s"], result["per_step_s"] = cost.communication_s[s], cost.per_step_s[s]
-        result["host_limit_bytes"], result["nvme_limit_bytes"] = step.outside_limits_bytes[
+        result["host_limit_bytes"], result["nvme_limit_bytes"] = step.offload_limits_bytes[
             plan.sized_schedule.rank_of_stage[s]
         ]
     return result
 
 
-def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
+def _step(step: PredictedStep, max_actions: int) -> dict[str, Any]:
     count, ranks = sum(map(len, step.actions)), len(step.actions)
     longest = max(map(len, step.actions))
     ranks_shown, left_out = list(range(ranks)), ""
-    if count > most_actions:
-        shown = max(2, min(ranks, most_actions // longest))
+    if count > max_actions:
+        shown = max(2, min(ranks, max_actions // longest))
         ranks_shown = sorted({round(k * (ranks - 1) / (shown - 1)) for k in range(shown)}) if ranks > 1 else [0]
-        longest = min(longest, most_actions // len(ranks_shown))
+        longest = min(longest, max_actions // len(ranks_shown))
         left_out = f"{len(ranks_shown)} of {ranks} pipeline ranks are drawn"
         if longest < max(map(len, step.actions)):
             left_out += f", the first {longest:,} of {max(map(len, step.actions)):,} actions of each"
@@ -167,10 +167,10 @@ def _step(step: PredictedStep, most_actions: int) -> dict[str, Any]:
     }
 
 
-def _rank(step: PredictedStep, rank: int, most_actions: int) -> dict[str, Any]:
-    """Return the first ``most_actions`` actions of a pipeline rank: ``actions`` has kind, stage and microbatch of each in one flat list,
+def _rank(step: PredictedStep, rank: int, max_actions: int) -> dict[str, Any]:
+    """Return the first ``max_actions`` actions of a pipeline rank: ``actions`` has kind, stage and microbatch of each in one flat list,
     ``starts_us`` their starts in microseconds, ``memory`` indices into ``levels``, the bytes of the five parts of memory."""
-    actions: Sequence[Action] = step.actions[rank][:most_actions]
+    actions: Sequence[Action] = step.actions[rank][:max_actions]
     levels: dict[tuple[int, ...], int] = {}
     memory = [levels.setdefault(tuple(asdict(a.memory).values()), len(levels)) for a in actions]
     return {

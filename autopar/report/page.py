@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from autopar.report.figures import MOST_ACTIONS, PlanFigures, figures
+from autopar.report.figures import MAX_ACTIONS, PlanFigures, figures
 
 
 def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = ()) -> str:
     """Return the HTML page of one plan, or of two side by side; ``comparison`` has rows (figure, first value, second value, unit)."""
     data = {
-        "plans": [figures(subject, MOST_ACTIONS // len(subjects)) for subject in subjects],
+        "plans": [figures(subject, MAX_ACTIONS // len(subjects)) for subject in subjects],
         "comparison": [list(row) for row in comparison],
     }
     title = " and ".join(f"{s.plan.model} on {s.plan.devices}" for s in subjects)

@@ -72,7 +72,7 @@ class PredictedStep:
     cost: Cost
     traffic: tuple[Traffic, ...]
     limits_bytes: tuple[int, ...]  # by pipeline rank
-    outside_limits_bytes: tuple[tuple[int, int], ...]  # by pipeline rank: host memory and NVMe per device
+    offload_limits_bytes: tuple[tuple[int, int], ...]  # by pipeline rank: host memory and NVMe per device
     devices: tuple[tuple[int, int], ...]  # by pipeline rank: first device, number of devices
 
     @property
@@ -100,7 +100,7 @@ def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> 
         cost=cost,
         traffic=tuple(_traffic(graph, cluster, priced, plan, sends)),
         limits_bytes=tuple(limits[r] for r in ranks),
-        outside_limits_bytes=tuple(
+        offload_limits_bytes=tuple(
             (view.host_limit_bytes, view.nvme_limit_bytes) for view in cluster.stages(plan.pipeline)
         ),
         devices=tuple(first[r] for r in ranks),

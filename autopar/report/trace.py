@@ -13,7 +13,7 @@ from autopar.errors import UsageError
 from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, Event, action_name, event, process
 from autopar.report.step import ONCE, PredictedStep
 
-_MOST_BYTES = 512 * 2**20
+_MAX_BYTES = 512 * 2**20
 _FIRST = 1_000_000
 """The process id of the first predicted pipeline rank in a trace. The process ids of measured ranks are rank + 1."""
 
@@ -41,7 +41,7 @@ def read_trace(path: str | Path) -> list[Event]:
     """Read the events of a trace that an emitted program wrote. Raises ``UsageError`` if the file has none."""
     hint = "`train.py --trace FILE` of an emitted program writes one"
     try:
-        data = read_json(path, _MOST_BYTES)
+        data = read_json(path, _MAX_BYTES)
         events = data.get("traceEvents") if isinstance(data, dict) else None
         if not isinstance(events, list) or not all(map(_is_event, events)):
             raise MalformedFileError("it has no list of traceEvents")

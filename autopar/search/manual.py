@@ -197,7 +197,7 @@ def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
 def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
     """Return the strategy, with techniques that the layer does not support set to their defaults."""
     cls = graph.layers[layer].cls
-    return strategy.but(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
+    return strategy.with_options(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
 
 
 def _deviations(given: PlanPins, strategies: Collection[Strategy]) -> dict[str, str]:
@@ -217,7 +217,7 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
             )
     given.check("every layer", given)
     zero = (given.zero or 0) if Strategy(roles).degree(mesh, *REPLICATING) > 1 else 0
-    context = replace(PERMISSIVE, several=(given.microbatches or 1) > 1, compiled=compiled)
+    context = replace(PERMISSIVE, several_microbatches=(given.microbatches or 1) > 1, compiled=compiled)
     least = {technique.name: technique.simplest(given.of, context) for technique in LAYER}
     for technique in LAYER:
         if technique.mode(least[technique.name]).min_zero > zero:

@@ -166,7 +166,7 @@ class Prices:
             *refused.values(),
         )
         if alike not in self._candidates:
-            known = {"refused": refused, "chain": chain, "segments": config.segments, "several": m > 1}
+            known = {"refused": refused, "chain": chain, "segments": config.segments, "several_microbatches": m > 1}
             found = candidates(
                 config.mesh,
                 batch,
@@ -202,7 +202,11 @@ class Prices:
         copies = not tied or pins.replicate is not None
         # pricers and candidates live as long as the tables, so ids are unique; pins with equal candidates share a table
         refused, limit = self._refused(cls), max(self._places(config.schedule.pipeline).limit)
-        least = {t: t.share * limit for t in LAYER if t.share and pins.of(t.name) is None and not refused[t.name]}
+        least = {
+            t: t.min_memory_share * limit
+            for t in LAYER
+            if t.min_memory_share and pins.of(t.name) is None and not refused[t.name]
+        }
         key = (cls, id(every), config.mesh, m, tied, copies, config.schedule.split, *least.values(), *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
@@ -223,7 +227,7 @@ class Prices:
         """Return whether the strategy has the technique although a layer of the class takes at most ``most`` bytes without it."""
         if strategy.options[technique] == technique.default:
             return False
-        plain, m = strategy.but(**{technique.name: technique.default}), config.schedule.microbatches
+        plain, m = strategy.with_options(**{technique.name: technique.default}), config.schedule.microbatches
         pricers = self._places(config.schedule.pipeline).pricers
         return all(_takes(pricer.layer(cls, config.mesh, plain, m), most) for pricer in pricers)
 

@@ -95,7 +95,7 @@ class Table:
     @cached_property
     def kept(self) -> Array:
         """Bytes per microbatch that the first layer of a candidate's segment keeps; for a single layer, the bytes that it saves."""
-        return np.where(self.segment > 1, np.array([float(p.kept_bytes) for p in self.prices]), self.saved)
+        return np.where(self.segment > 1, np.array([float(p.segment_saved_bytes) for p in self.prices]), self.saved)
 
     @cached_property
     def layouts(self) -> tuple[Roles, ...]:
@@ -159,8 +159,8 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
     elsewhere = any(s.options.offload_tier for s in candidates)
     forward, backward, step = columns("forward_s", "backward_s", "step_s")
     parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
-    saved, transient, border = columns("saved_bytes", "transient_bytes", "border_bytes")
-    weight, waiting = columns("weight_s", "waiting_bytes") if split else [nothing] * 2
+    saved, transient, border = columns("saved_bytes", "transient_bytes", "boundary_bytes")
+    weight, waiting = columns("weight_s", "deferred_bytes") if split else [nothing] * 2
     names = "host_bytes", "host_saved_bytes", "nvme_bytes"
     host, host_saved, nvme = columns(*names) if elsewhere else [nothing] * 3
     return Table(

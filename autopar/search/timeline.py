@@ -38,7 +38,7 @@ class Device:
         buffers, every = device_buffers(schedule, device), [price for prices in layers for price in prices]
         self.stages = StageBytes(
             tuple(sum(kept(prices)) for prices in layers),
-            tuple(sum(int(p.waiting_bytes) for p in prices) for prices in layers),
+            tuple(sum(int(p.deferred_bytes) for p in prices) for prices in layers),
             tuple(transients(prices, buffers) for prices in layers),
         )
         self.state = (
@@ -75,7 +75,7 @@ def kept(prices: Sequence[LayerPrice]) -> list[int]:
     found, at = [], 0
     for i, price in enumerate(prices):
         at = at + 1 if i and price is prices[i - 1] else 0
-        here = price.saved_bytes if price.segment == 1 else price.kept_bytes * (at % price.segment == 0)
+        here = price.saved_bytes if price.segment == 1 else price.segment_saved_bytes * (at % price.segment == 0)
         found.append(int(here))
     return found
 
@@ -88,7 +88,7 @@ def transients(prices: Sequence[LayerPrice], buffers: int = 0) -> int:
     """
     most = after = 0
     for price, saved in zip(reversed(prices), reversed(kept(prices)), strict=True):
-        here = int(price.transient_bytes) + buffers * int(price.border_bytes)
+        here = int(price.transient_bytes) + buffers * int(price.boundary_bytes)
         most = max(most, here, here + after)
-        after += int(price.fresh_bytes) - saved
+        after += int(price.new_gradient_bytes) - saved
     return max(most, after)

@@ -75,7 +75,7 @@ class Options(Facts):
     def __getitem__(self, technique: Technique) -> str:
         return self.by_name[technique.name]
 
-    def but(self, **changes: str) -> Options:
+    def replace(self, **changes: str) -> Options:
         """Return the options with these values changed."""
         return Options(**(self.by_name | changes))
 
@@ -107,7 +107,7 @@ class Options(Facts):
             for name, number in (technique.split(value),)
             if number > layers
         }
-        return self.but(**limited) if limited else self
+        return self.replace(**limited) if limited else self
 
     @property
     def splitting(self) -> Technique:
@@ -118,7 +118,7 @@ class Options(Facts):
     def unsplit(self) -> Options:
         """The options with the fallback of each value that computes microbatches in parts."""
         modes = {technique.name: technique.mode(value) for technique, value in self.chosen}
-        return self.but(**{name: mode.fallback for name, mode in modes.items() if mode.parts > 1})
+        return self.replace(**{name: mode.fallback for name, mode in modes.items() if mode.parts > 1})
 
     @cached_property
     def rewrites(self) -> tuple[str, ...]:
@@ -145,7 +145,9 @@ class Options(Facts):
     @cached_property
     def quickest(self) -> Options:
         """The options with the default of every technique that ``adds_work``."""
-        return self.but(**{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work})
+        return self.replace(
+            **{technique.name: technique.default for technique, _ in self.chosen if technique.adds_work}
+        )
 
     @cached_property
     def problem(self) -> str:

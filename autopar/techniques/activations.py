@@ -48,7 +48,7 @@ INT8_KERNELS = Constant(
 
 _IN_8_BITS = QuantizedStorage(
     block=64,
-    least=1024,
+    min_elements=1024,
     chunk=2**22,
     scale_bytes=4,
     temporary_bytes=9,  # a copy in float32, its quotient by the scale, the code

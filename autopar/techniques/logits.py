@@ -18,7 +18,7 @@ class Logits(Technique):
     name = "logits"
     modes = (Mode(WHOLE, cell=WHOLE), Mode(SLICED, "in slices of the vocabulary", SLICED))
     subject = "logits"
-    of_one = True
+    single_layer = True
     meaning = (
         "how the layer with the loss computes its logits: whole, or a slice of the vocabulary at a time and again in the "
         "backward pass"
@@ -28,7 +28,7 @@ class Logits(Technique):
     rewrite = "slice_logits"
     advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
     # slices of smaller logits save little memory, and trying them makes the search a fifth slower
-    share = 0.1
+    min_memory_share = 0.1
 
     def refusal(self, graph: Any, cls: str) -> str:
         return super().refusal(graph, cls) if graph.classes[cls].gives_loss else "computes no loss"

@@ -26,7 +26,7 @@ class Overlap(Technique):
     subject = "microbatches"
     meaning = "which collectives run under the layer's own arithmetic; tensor where none is pinned"
     example = "overlap=none"
-    if_missing = NONE
+    default_if_missing = NONE
     under_split = NONE
     conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),)
     modules = ("halves", "kernels_overlap")

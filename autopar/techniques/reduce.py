@@ -18,7 +18,7 @@ class Reduce(Technique):
     name = "reduce"
     modes = (
         Mode(MICROBATCH, cell=MICROBATCH),
-        Mode(STEP, "reduced once a step", STEP, min_zero=2, whole_gradients=True),
+        Mode(STEP, "reduced once a step", STEP, min_zero=2, unsharded_gradients=True),
     )
     subject = "gradients"
     meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step"
@@ -31,7 +31,7 @@ class Reduce(Technique):
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         # with one microbatch per step both values reduce once a step
-        return super().allowed(pinned, context) if context.several else (MICROBATCH,)
+        return super().allowed(pinned, context) if context.several_microbatches else (MICROBATCH,)
 
     def candidates(self, context: Context) -> tuple[str, ...]:
         return self.values

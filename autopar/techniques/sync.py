@@ -71,17 +71,16 @@ class Sync(Technique):
         if not mode.deviation:
             return ""
         if mode.stale and str(graph.dtype) == "torch.float16":
-            return "the loss of a program in float16 is scaled anew in every step, and late gradients have the scale of an earlier one"
+            return "the loss of a program in float16 is rescaled every step, and late gradients have the scale of an earlier one"
         if graph.unmicrobatchable and not mode.stale:
-            return f"replicas cannot train apart: {graph.unmicrobatchable}"
+            return f"local SGD replicas cannot train independently: {graph.unmicrobatchable}"
         if graph.buffers and not mode.stale:
-            return f"replicas cannot train apart: the model writes {next(iter(graph.buffers))}"
+            return f"local SGD replicas cannot train independently: the model writes {next(iter(graph.buffers))}"
         if len(set(data)) > 1 or None in data:
             found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(data))
-            decides = "whose gradients are late" if mode.stale else "what is computed"
             return (
-                f"the number of replicas decides {decides}: it must be pinned, for every layer alike and without expert parallelism, and "
-                f"the layers' data degrees are {found}"
+                "the result depends on the number of replicas, which must be pinned, to one number for all layers and without expert "
+                f"parallelism; the layers' data degrees are {found}"
             )
         return ""
 
@@ -112,7 +111,7 @@ class Sync(Technique):
             return ""
         return (
             "the first step of one device (the mean of the replicas' losses, gradients and updates by plain SGD); later steps, in which "
-            "replicas train apart, are not those of one device"
+            "local SGD replicas train independently, are not those of one device"
         )
 
     def runtime_parts(self, value: str) -> Mapping[str, str]:
@@ -124,8 +123,8 @@ class Sync(Technique):
         if not (steps := self.averaging_steps(value)):
             return ""
         return (
-            f"Replicas train apart, as {LOCAL_SGD} allows: each updates by the gradients of its own samples, and parameters are\n"
-            f"averaged every {steps} step(s)."
+            f"Local SGD replicas train independently, as {LOCAL_SGD} allows: each updates by the gradients of its own samples, and\n"
+            f"parameters are averaged every {steps} step(s)."
         )
 
     def cases(self, n: int) -> Iterator[Case]:

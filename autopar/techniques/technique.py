@@ -78,7 +78,8 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStorage:
-    """How saved tensors of at least ``least`` elements are quantized: a byte per element, and ``scale_bytes`` per ``block`` of elements.
+    """How saved tensors of at least ``min_elements`` elements are quantized: a byte per element, and ``scale_bytes`` per ``block`` of
+    elements.
 
     In a layer that is not compiled, ``kernels`` kernels quantize or dequantize ``chunk`` elements at a time. Per element they move
     ``rounding`` or ``restoring`` bytes besides the tensor that they read and the tensor that they write, and allocate ``temporary_bytes``.
@@ -86,7 +87,7 @@ class QuantizedStorage:
     """
 
     block: int
-    least: int
+    min_elements: int
     chunk: int
     scale_bytes: int
     temporary_bytes: int
@@ -111,7 +112,7 @@ class Facts:
     """How saved tensors are quantized; ``None`` if they are stored exactly."""
     wraps_layer: bool = False
     """Whether the program runs code before and after the layer's call."""
-    whole_gradients: bool = False
+    unsharded_gradients: bool = False
     """Whether gradients accumulate unsharded over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
     early_collectives: bool = False
     """Whether collectives of the backward pass start before the weight gradients are computed."""
@@ -172,15 +173,15 @@ class Context:
     """The facts of a layer and a configuration from which a search lists candidates.
 
     ``refused`` has the layer's refusal reasons by technique (``Technique.refusal``). Up to ``chain`` layers of its class may be recomputed
-    as one segment, and ``segments`` says whether a search tries this without a pin. ``several``: whether a step has several microbatches.
-    ``allow``: the numerical deviations that the user allows. ``compiled``: whether layers are compiled by default. ``nvme``: whether the
-    cluster describes its NVMe.
+    as one segment, and ``segments`` says whether a search tries this without a pin. ``several_microbatches``: whether a step has several
+    microbatches. ``allow``: the numerical deviations that the user allows. ``compiled``: whether layers are compiled by default. ``nvme``:
+    whether the cluster describes its NVMe.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict, hash=False)
     chain: int = 1
     segments: bool = False
-    several: bool = False
+    several_microbatches: bool = False
     allow: Collection[str] = field(default=(), hash=False)
     compiled: bool = False
     nvme: bool = False
@@ -225,7 +226,7 @@ class Call:
         return lines
 
 
-PERMISSIVE = Context(chain=2**30, several=True)
+PERMISSIVE = Context(chain=2**30, several_microbatches=True)
 """The context of a layer without known facts: only pinned values are tried."""
 
 Pinned = Callable[[str], Any]
@@ -247,12 +248,12 @@ class Technique:
     example: ClassVar[str]
     shown: ClassVar[bool] = False
     """Whether a table of layers has a column for the technique even if every layer has the default."""
-    of_one: ClassVar[bool] = False
+    single_layer: ClassVar[bool] = False
     """Whether only one layer of a model can have another value than the default."""
     switch: ClassVar[bool] = False
     optional: ClassVar[bool] = False
     """Whether the pin also has the value ``any``, which adds values that a search skips by default."""
-    if_missing: ClassVar[str] = ""
+    default_if_missing: ClassVar[str] = ""
     """The value of layers in plan files that are older than the technique; empty for the default."""
     under_split: ClassVar[str] = ""
     """The value that layers must have under schedules that split the backward pass; empty for any value."""
@@ -284,7 +285,7 @@ class Technique:
     """Whether no value makes a microbatch faster than the default does."""
     advice: ClassVar[str] = ""
     """The hint of the error about a pinned value that layers can't have."""
-    share: ClassVar[float] = 0.0
+    min_memory_share: ClassVar[float] = 0.0
     """A search tries other values than the default only if a layer's saved and transient bytes exceed this share of device memory."""
 
     @property
@@ -385,7 +386,7 @@ class Technique:
 
     def refusal(self, graph: Any, cls: str) -> str:
         """Return why layers of a class can only have the default ("has no ..."), or an empty string."""
-        return graph.refused.get((self.name, cls), "was not asked") if self.rewrite else ""
+        return graph.refused.get((self.name, cls), "was not rewritten") if self.rewrite else ""
 
     def refusal_of_plan(self, graph: Any, value: str, data: Sequence[int | None]) -> str:
         """Return why a plan of ``graph`` can't have a value, or an empty string. ``data`` has each layer's pinned data-parallel degree, or
@@ -406,7 +407,7 @@ class Technique:
 
     def read(self, layer: Mapping[str, Any]) -> str:
         """Return the value of a layer in a plan file."""
-        return str(layer.get(self.name, self.if_missing or self.default))
+        return str(layer.get(self.name, self.default_if_missing or self.default))
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
         """Return a sentence for a plan's notes on the value, which the layers ``names`` of ``total`` have, or an empty string."""

@@ -14,9 +14,9 @@ from autopar.ops import cost
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
 from autopar.price.live_memory import LayerMemory
-from autopar.price.moves import Move
 from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.selective import Selection
 from autopar.price.state import Precision
@@ -121,12 +121,12 @@ class OtherTrainer(TrainerModel):
             return True
         return TrainerModel.saves_shard(self, types, node, operand)
 
-    def conversions(self, moves: list[Move], gradient: bool) -> list[Move]:
+    def conversions(self, pairs: list[CollectivePair], gradient: bool) -> list[CollectivePair]:
         if not (self.regather and gradient):
-            return moves
-        gathers = [move for move in moves if move.forward is Collective.ALL_GATHER]
+            return pairs
+        gathers = [pair for pair in pairs if pair.forward is Collective.ALL_GATHER]
         regathers = [dataclasses.replace(m, forward=Collective.NONE, backward=Collective.ALL_GATHER) for m in gathers]
-        return moves + regathers
+        return pairs + regathers
 
     def data_collective_s(
         self, collective: Collective, size: int, tensors: int, members: RankGroup, cluster: Cluster, around_layer: bool
@@ -151,15 +151,15 @@ class OtherTrainer(TrainerModel):
     def exposed_gather_s(self, communication_s: float, forward_s: float, slowdown: float) -> float:
         return overlapped_s(self.overlap_data * forward_s, communication_s, slowdown)
 
-    def border_bytes(self, size: float) -> float:
+    def boundary_bytes(self, size: float) -> float:
         return 0.0
 
     def live_bytes(
-        self, share: LayerMemory, gradients: int, data: int, zero: int, whole_gradients: bool, numbers: Precision
+        self, share: LayerMemory, gradients: int, data: int, zero: int, unsharded_gradients: bool, precision: Precision
     ) -> tuple[float, float]:
         transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
         # gradients of this layer and of the one whose gradients are being reduced; parameters of this layer and the next
         if zero >= 2:
-            gathered = share.parameters * numbers.width if zero == 3 else 0
-            transient += 2 * share.trainable * numbers.gradient + 2 * gathered
+            gathered = share.parameters * precision.width if zero == 3 else 0
+            transient += 2 * share.trainable * precision.gradient + 2 * gathered
         return gradients, transient

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.devices.measured import Floats
 from autopar.ops import cost
-from autopar.price.moves import Move
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.selective import Selected, Selection
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 from autopar.sharding import AxisTypes
@@ -21,9 +21,13 @@ class PublishedSelection(Selection):
     tensors, also while ops run again: at least the layer's input, at most all tensors saved without recomputation."""
 
     def under(
-        self, types: tuple[AxisTypes, ...], ops: Sequence[fx.Node], saved: Sequence[Saved], moves: tuple[Move, ...]
+        self,
+        types: tuple[AxisTypes, ...],
+        ops: Sequence[fx.Node],
+        saved: Sequence[Saved],
+        pairs: tuple[CollectivePair, ...],
     ) -> Selected:
-        return Selected(self.stays, self.again, ())
+        return Selected(self.may_save, self.recomputed, ())
 
     def memory(
         self,
@@ -51,19 +55,19 @@ def select_published(
     attention = {node.name for node in ops if cost.is_attention(node)}
     found = list(plain)
     if attention and not flash:
-        stays = [not (entry.node in attention and entry.operand == INTERNAL) for entry in plain]
-        again = [node.name in attention for node in ops]
+        may_save = [not (entry.node in attention and entry.operand == INTERNAL) for entry in plain]
+        recomputed = [node.name in attention for node in ops]
     else:
         products = [node for node in ops if cost.model_flops(node) and node.name not in attention]
         second = products[::2]
         found += [Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in second]
         results = {run.storage[n.name] for n in (*second, *(n for n in ops if n.name in attention))}
-        stays = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
+        may_save = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
         quiet = attention | {n.name for n in second}
-        again = [node.name not in quiet for node in ops]
+        recomputed = [node.name not in quiet for node in ops]
     return tuple(found), PublishedSelection(
-        np.array(stays, dtype=bool),
-        np.array(again, dtype=bool),
+        np.array(may_save, dtype=bool),
+        np.array(recomputed, dtype=bool),
         np.full(len(found), -1, dtype=np.intp),
         np.zeros(len(found), dtype=bool),
     )

@@ -33,9 +33,9 @@ from autopar.errors import AutoparError, UsageError
 from autopar.ui.jobs import DONE, Job, Jobs
 from autopar.ui.requests import arguments
 
-MOST_BYTES = 2_000_000  # maximum size of a request
+MAX_BYTES = 2_000_000  # maximum size of a request
 _FILE_BYTES = 2_000_000  # a longer file is shown up to this size
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 _SAFE = "/!'()*~"  # characters that the page's script doesn't escape in paths
 _IDLE_S = 15  # before an idle connection is closed
 _POLICY = (
@@ -85,7 +85,7 @@ class Server:
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}/{self.token}/"
 
-    def door(self) -> Path:
+    def write_redirect_page(self) -> Path:
         """Write a file that redirects this user's browser to the address, and return its path. If the address were an argument of the
         browser, the process list would show the token."""
         file = self.jobs.folder / "autopar.html"  # the folder is this user's
@@ -198,12 +198,12 @@ def _json(data: Any, status: int = 200) -> tuple[int, str, bytes]:
 
 
 class _Http(ThreadingHTTPServer):
-    """An HTTP server with a thread for each of at most ``MOST_CONNECTIONS`` connections."""
+    """An HTTP server with a thread for each of at most ``MAX_CONNECTIONS`` connections."""
 
     daemon_threads = True
 
     def __init__(self, *args: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -275,10 +275,10 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         size = self.headers.get("Content-Length", "")
         is_size = re.fullmatch(r"[0-9]{1,12}", size) is not None
-        if not is_size or int(size) > MOST_BYTES:
+        if not is_size or int(size) > MAX_BYTES:
             self.close_connection = True
             self._discard(int(size) if is_size else 0)
-            raise UsageError(f"a request must have a Content-Length of at most {MOST_BYTES:,} bytes", "send less")
+            raise UsageError(f"a request must have a Content-Length of at most {MAX_BYTES:,} bytes", "send less")
         content = self.rfile.read(int(size))
         if self.headers.get_content_type() != _JSON:
             raise UsageError("the request is not JSON", f"send it with Content-Type: {_JSON}")
@@ -289,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _discard(self, size: int) -> None:
         """Read and drop a body that is too large, up to ten times the limit: most clients send all of it before they read the response."""
-        left = min(size, 10 * MOST_BYTES)
+        left = min(size, 10 * MAX_BYTES)
         while left > 0 and (part := self.rfile.read(min(left, 1 << 16))):
             left -= len(part)
 

@@ -50,7 +50,9 @@ def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
         strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
     # the first and last layer are never recomputed: the embedding saves nothing, and the head ends with its logits. Under FSDP both are in
     # the root unit, whose parameters stay gathered from forward to backward
-    ends = dataclasses.replace(dense.but(activations=KEEP), zero=2 if is_fsdp(s) and dense.zero else dense.zero)
+    ends = dataclasses.replace(
+        dense.with_options(activations=KEEP), zero=2 if is_fsdp(s) and dense.zero else dense.zero
+    )
     strategies = [strategy if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
     microbatches = s.global_batch // (s.data * s.microbatch)

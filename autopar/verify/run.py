@@ -143,7 +143,7 @@ def _exact(plan: Plan) -> Plan:
 
     def own(layer: LayerPlan) -> LayerPlan:
         inexact = [t for t, value in layer.strategy.options.chosen if t.mode(value).deviation]
-        return replace(layer, strategy=layer.strategy.but(**{t.name: t.default for t in inexact}))
+        return replace(layer, strategy=layer.strategy.with_options(**{t.name: t.default for t in inexact}))
 
     allow = tuple(name for name in plan.allow if name not in LAYER_DEVIATIONS)
     return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)

@@ -137,7 +137,7 @@ def _strategy(plan: Plan, layer: int, mesh: tuple[Axis, ...], kept: list[int]) -
 
 def _without_zero(options: Options) -> Options:
     """Reset techniques whose values need ZeRO to their defaults."""
-    return options.but(**{t.name: t.default for t, value in options.chosen if t.mode(value).min_zero})
+    return options.replace(**{t.name: t.default for t, value in options.chosen if t.mode(value).min_zero})
 
 
 def _relative_index(index: int, count: int, other: int) -> int:

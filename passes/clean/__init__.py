@@ -21,7 +21,7 @@ from passes.clean.indexing import indexing_pass
 from passes.clean.linear import fused_projections_pass, linear_pass
 from passes.clean.losses import cross_entropy_pass, mean_losses_pass, wide_losses_pass
 from passes.clean.nodes import gradients_pass
-from passes.clean.noops import devices_pass, dropout_pass, noops_pass, views_pass
+from passes.clean.noops import attention_defaults_pass, devices_pass, noops_pass, views_pass
 from passes.clean.packed import packed_projections_pass
 from passes.clean.randomness import randomness_pass
 from passes.clean.recurrent import recurrent_pass
@@ -57,7 +57,7 @@ STEPS = (
     ("dead code", dead_code_pass),
     ("fused projections", fused_projections_pass),
     ("experts", experts_pass),
-    ("dropout", dropout_pass),
+    ("attention_defaults", attention_defaults_pass),
     ("grouped query", grouped_query_pass),
     ("indexing", indexing_pass),
     ("gradients", gradients_pass),

@@ -40,7 +40,7 @@ def _replacement(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     where = f", first in {path}" if path else ""
     graph_meta(gm).setdefault(
         "unmicrobatchable",
-        f"batch norm couples the batch{where} (local_batch_norm=True, or --local-batch-norm, lets go of that)",
+        f"batch norm couples the batch{where} (local_batch_norm=True, or --local-batch-norm, allows local statistics)",
     )
     statistics = add(node, kernels_norm.batch_statistics, (x,))
     mean, var = (add(node, aten.select.int, (statistics, 0, row)) for row in (0, 1))

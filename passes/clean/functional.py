@@ -27,26 +27,27 @@ from autopar.ops.facts import facts, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.ops.source import source_line
-from autopar.torch_private import functional_twin, overload_schema, written_arguments
+from autopar.torch_private import functional_overload, overload_schema, written_arguments
 from passes.clean.nodes import add, ancestors, aten, calls, has_gradient, returned
 from passes.clean.randomness import drawn
 from passes.clean.views import View, origins, positions, replay, scatter
 
-_INSTEAD = f"make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or {OPAQUE_HINT}"
+_HINT = f"make a new tensor instead of writing into one: y = torch.where(mask, new, y), y = torch.cat(...); or {OPAQUE_HINT}"
 
 
 @dataclass(slots=True)
 class _Alias:
     """A tensor as a chain of views of ``base``; ``version`` is the base's version that ``current`` was created from.
 
-    ``lost`` is an error message if a value with a gradient was written through ``detach``: this tensor has the gradient, its base does not.
+    ``detached_error`` is an error message if a value with a gradient was written through ``detach``: this tensor has the gradient, its base
+    does not.
     """
 
     base: fx.Node
     chain: tuple[View, ...]
     current: fx.Node
     version: int
-    lost: str = ""
+    detached_error: str = ""
 
 
 def functionalise_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -84,7 +85,7 @@ class _Functionaliser:
                 self.gm.graph.erase_node(item)
             assert not node.users, node
             self.gm.graph.erase_node(node)
-        self._give_out()
+        self._return_buffers()
 
     def _call(self, node: fx.Node) -> None:
         written = written_arguments(node.target)
@@ -97,17 +98,17 @@ class _Functionaliser:
             self._remember(node, seen)
             self._gradient(node)
         elif len(aliases) != len(written):
-            raise _refused(node, "writes to several tensors at once", _INSTEAD)
+            raise _refused(node, "writes to several tensors at once", _HINT)
         elif torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
             self._reshape(node, aliases[0])
         else:
-            news = self._twins(node, written)
+            news = self._functional_values(node, written)
             for alias, new in zip(aliases, news, strict=True):
                 self._write(alias, new, node)
             for alias, new, holder in zip(aliases, news, self._holders(node), strict=False):
                 # after a write to several tensors at once, one may have written to another: read the value again
                 version = self._version(alias.base) if len(news) == 1 else 0
-                self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.lost)
+                self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.detached_error)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class _Functionaliser:
         operand, view = seen[0]
         source = self._alias(operand)
         chain = source.chain if view is None else (*source.chain, view)
-        self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.lost)
+        self.aliases[node] = _Alias(source.base, chain, node, self._version(source.base), source.detached_error)
 
     def _holders(self, node: fx.Node) -> list[fx.Node]:
         """Return the node of each tensor that an op has written: the op itself, or the ``getitem`` that picks the tensor."""
@@ -151,8 +152,8 @@ class _Functionaliser:
         alias = self.aliases.get(node)
         if alias is None:
             return node
-        if alias.lost:
-            raise CaptureError(alias.lost, _INSTEAD)
+        if alias.detached_error:
+            raise CaptureError(alias.detached_error, _HINT)
         if alias.version != self._version(alias.base):
             value = self._value(alias.base)
             for view in alias.chain:
@@ -163,7 +164,7 @@ class _Functionaliser:
     def _replayed(self, view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
         found = replay(view, value, anchor)
         if found is None:
-            raise _refused(view.call, "views a tensor that is written in place by strides", _INSTEAD)
+            raise _refused(view.call, "views a tensor that is written in place by strides", _HINT)
         return found
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class _Functionaliser:
             if back is None:
                 many = view.value.numel() > meta(source)["val"].numel()
                 what = "which shows an element in several places" if many else "a view that is not followed"
-                raise _refused(node, f"writes through {view.name.removeprefix('aten.')}, {what}", _INSTEAD)
+                raise _refused(node, f"writes through {view.name.removeprefix('aten.')}, {what}", _HINT)
             new = back
         version = self._version(base) + 1
         self.newest[base] = (new, version)
@@ -192,8 +193,8 @@ class _Functionaliser:
             return
         cut = _cut(alias)
         for other in self.aliases.values():
-            if alias.lost and other.base is base and other.chain[: len(cut)] == cut:
-                other.lost = alias.lost
+            if alias.detached_error and other.base is base and other.chain[: len(cut)] == cut:
+                other.detached_error = alias.detached_error
 
     def _detached(self, alias: _Alias, new: fx.Node, node: fx.Node) -> fx.Node:
         """Return the base's value after a write through ``detach``; refuse the write if the base has a gradient."""
@@ -212,7 +213,7 @@ class _Functionaliser:
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):
             return new
-        alias.lost = _sentence(
+        alias.detached_error = _sentence(
             node,
             "writes a value that has a gradient through detach or .data, and the detached tensor, which alone has it, is read later",
         )
@@ -245,14 +246,14 @@ class _Functionaliser:
                 "give each a tensor of its own: tensor.clone()",
             )
 
-    def _twins(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
+    def _functional_values(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
         """Return the new values that ``node`` writes, in the shapes and dtypes of the tensors that it writes to."""
         targets = [_named(node, name) for name in written]
         new = _special(node) or drawn(node)
         if new is None:
-            target = functional_twin(node.target)
+            target = functional_overload(node.target)
             if target is None:
-                raise _refused(node, "writes to its operand, and has no known form that does not write", _INSTEAD)
+                raise _refused(node, "writes to its operand, and has no known form that does not write", _HINT)
             outs = set(written) - {name for name, _ in overload_schema(target) or ()}
             kwargs = {name: value for name, value in node.kwargs.items() if name not in outs}
             new = add(node, target, node.args, kwargs)
@@ -269,7 +270,7 @@ class _Functionaliser:
                 raise _refused(
                     node,
                     f"writes {list(shape_of(new))} to a tensor of shape {list(value.shape)}, which changes its shape",
-                    _INSTEAD,
+                    _HINT,
                 )
             new = add(node, aten.expand.default, (new, list(value.shape)))
         return new
@@ -283,13 +284,13 @@ class _Functionaliser:
             self.newest[alias.base] = (value, self._version(alias.base) + 1)
             self.aliases[node] = _Alias(alias.base, (), value, self._version(alias.base))
             return
-        twin = functional_twin(node.target)
+        twin = functional_overload(node.target)
         view = add(node, twin, node.args, dict(node.kwargs)) if twin is not None else None
         found = origins(view) if view is not None else []
         if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].operand_index != 0:
             raise _refused(node, "gives a tensor another size or other memory", "make a new tensor: y = new")
         chain = (*alias.chain, View(view, 0))
-        self.aliases[node] = _Alias(alias.base, chain, view, self._version(alias.base), alias.lost)
+        self.aliases[node] = _Alias(alias.base, chain, view, self._version(alias.base), alias.detached_error)
 
     # -- gradients, and the end ---------------------------------------------------------------------------------------
 
@@ -314,7 +315,7 @@ class _Functionaliser:
                         "write to a clone, or before it is read",
                     )
 
-    def _give_out(self) -> None:
+    def _return_buffers(self) -> None:
         """Append the new values of buffers to the graph's outputs, and mark a written buffer as no constant (``meta["state"]``)."""
         updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
         self.gm.graph.output_node().args = ((*returned(self.gm), *updates.values()),)

@@ -93,7 +93,7 @@ def _is_identity(node: fx.Node) -> bool:
     return False
 
 
-def dropout_pass(gm: fx.GraphModule) -> fx.GraphModule:
+def attention_defaults_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Remove arguments of attention that equal their defaults (a dropout of 0, for instance), so that equal calls have equal arguments."""
     for node in calls(gm, aten.scaled_dot_product_attention.default):
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -24,17 +24,17 @@ from passes.clean.nodes import add, aten, calls, replace
 
 def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Push down every ``reshape`` that only merges leading dims; see the module's docstring."""
-    queue = [node for node in calls(gm, aten.reshape.default) if _lead(node)]
+    queue = [node for node in calls(gm, aten.reshape.default) if _merged_dims(node)]
     while queue:
         node = queue.pop(0)
         for user in list(node.users):
-            queue += _push(user, _lead(node), node)
+            queue += _push(user, _merged_dims(node), node)
         if not node.users:
             gm.graph.erase_node(node)
     return gm
 
 
-def _lead(node: object) -> tuple[int, ...]:
+def _merged_dims(node: object) -> tuple[int, ...]:
     """Return the sizes of the leading dims that the reshape merges into one; empty if it does anything else."""
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default:
         return ()
@@ -79,7 +79,7 @@ def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.No
     """Return the operand with unmerged leading dims: the reshape's source, or a constant created with other sizes; the operand itself if
     it has no rows; ``None`` if it can't be unmerged."""
     rows = prod(lead)
-    if _lead(operand) == lead:
+    if _merged_dims(operand) == lead:
         return args_of(operand)[0]
     if operand.op == "placeholder" and ("parameter" in meta(operand) or len(shape_of(operand)) < 2):
         return operand
@@ -136,7 +136,7 @@ def _inserted(node: fx.Node, lead: tuple[int, ...]) -> Any:
 
 
 _REWRITES: dict[str, Rewrite] = {
-    "aten.linear": lambda node, lead: node.args if _lead(args_of(node)[0]) == lead else None,
+    "aten.linear": lambda node, lead: node.args if _merged_dims(args_of(node)[0]) == lead else None,
     **dict.fromkeys(("aten.softmax", "aten.log_softmax", "aten.gather", "aten.scatter"), _along(1, "dim")),
     **dict.fromkeys(("aten.topk",), _along(2, "dim")),
     **dict.fromkeys(("aten.sum", "aten.mean", "aten.amax"), _reduced),

@@ -13,7 +13,7 @@ from tiers import in_short, slow
 from workers import WorkerPool
 
 from autopar.bench.baselines import PIPELINES, HandTuned, HandTunedRecipe, _stage_of, recipes
-from autopar.bench.contest import AUTOMATIC, Arena, Contender, ContestResult, paired_ratio
+from autopar.bench.contest import AUTOMATIC, BenchmarkSession, Contender, ContestResult, paired_ratio
 from autopar.bench.models import MODELS, BenchModel, _decoder, _wide
 from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
@@ -192,18 +192,21 @@ def test_ratio_is_paired():
 
 def test_who_stands_to_the_end_has_run_every_round():
     """Who is left out stays out, however the others' times go on: rounds would be paired with others' rounds."""
-    arena = object.__new__(Arena)
-    arena._emitted = {AUTOMATIC}
-    arena.standing, arena.errors = [AUTOMATIC, "good", "slow", "broken"], {"broken": "it broke"}
-    arena.rounds = {AUTOMATIC: [9.0], "good": [1.0], "slow": [2.1], "broken": []}
-    arena.leave_out(slower_than=2.0)
-    assert arena.standing == [AUTOMATIC, "good"]
-    arena.rounds = {AUTOMATIC: [9.0, 9.0], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
-    arena.leave_out(slower_than=2.0)
-    assert arena.standing == [AUTOMATIC, "good"]
-    arena.rounds = {AUTOMATIC: [0.1, 0.1], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
-    arena.leave_out(slower_than=2.0)
-    assert arena.standing == [AUTOMATIC, "good"]  # an automatic program that is far faster leaves one to compare with
+    session = object.__new__(BenchmarkSession)
+    session._emitted = {AUTOMATIC}
+    session.remaining, session.errors = [AUTOMATIC, "good", "slow", "broken"], {"broken": "it broke"}
+    session.rounds = {AUTOMATIC: [9.0], "good": [1.0], "slow": [2.1], "broken": []}
+    session.drop_slow(slower_than=2.0)
+    assert session.remaining == [AUTOMATIC, "good"]
+    session.rounds = {AUTOMATIC: [9.0, 9.0], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
+    session.drop_slow(slower_than=2.0)
+    assert session.remaining == [AUTOMATIC, "good"]
+    session.rounds = {AUTOMATIC: [0.1, 0.1], "good": [1.0, 5.0], "slow": [2.1], "broken": []}
+    session.drop_slow(slower_than=2.0)
+    assert session.remaining == [
+        AUTOMATIC,
+        "good",
+    ]  # an automatic program that is far faster leaves one to compare with
     with pytest.raises(ValueError):
         paired_ratio((1.0, 2.0, 3.0), (1.0, 1.0), 0)
 

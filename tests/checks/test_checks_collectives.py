@@ -140,7 +140,7 @@ def test_a_changed_program_is_named(change: Callable[[LocalProgram], None], mess
     change(given)
     with pytest.raises(ProgramError, match=message) as error:
         check_collectives(given)
-    assert "fault of autopar's" in (error.value.hint or "")
+    assert "bug in autopar" in (error.value.hint or "")
 
 
 # -- faults in products joined with the conversion of their input ------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_dropped_conversion_between_layers_is_named() -> None:
     assert stage.reshardings
     shortened = replace(stage.reshardings[0], steps=())
     changed = replace(given, stages=(replace(stage, reshardings=(shortened, *stage.reshardings[1:])),))
-    with pytest.raises(ProgramError, match=r"the way into layers[.\d]+: .*priced, but not in the program"):
+    with pytest.raises(ProgramError, match=r"the boundary before layers[.\d]+: .*priced, but not in the program"):
         check_collectives(changed)
 
 

@@ -30,7 +30,7 @@ def answers() -> dict[tuple[str, tuple[object, ...]], Agreement]:
 def test_both_know_a_product(answers: dict[tuple[str, tuple[object, ...]], Agreement]) -> None:
     for operands, result in (((S(0), R), S(0)), ((R, S(1)), S(1)), ((S(1), S(0)), P), ((R, R), R)):
         answer = answers["aten.mm", operands]
-        assert answer.verdict == "agree" and answer.ours == result and answer.ours_holds
+        assert answer.verdict == "agree" and answer.ours == result and answer.ours_confirmed
 
 
 def test_neither_takes_what_is_not_linear_of_terms_of_a_sum(
@@ -43,4 +43,4 @@ def test_neither_takes_what_is_not_linear_of_terms_of_a_sum(
 def test_execution_decides_where_they_differ(answers: dict[tuple[str, tuple[object, ...]], Agreement]) -> None:
     """An index shorter than what it indexes cannot be cut alike: DTensor 2.13 says that it can."""
     answer = answers["aten.gather", (S(2), S(2))]
-    assert answer.verdict == "only theirs" and answer.theirs_holds is False
+    assert answer.verdict == "only theirs" and answer.theirs_confirmed is False

@@ -21,14 +21,14 @@ from autopar.cli.app import cli
 from autopar.cli.commands import recorded_options, with_recorded_options
 from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.options import PlanRequest
-from autopar.data_files import MOST_BYTES, MOST_LEVELS, MalformedFileError, parse_json, read_json
+from autopar.data_files import MAX_BYTES, MAX_LEVELS, MalformedFileError, parse_json, read_json
 from autopar.devices import calibration, parse
 from autopar.emit.names import identifier, quoted, remark
 from autopar.emit.program import model_source
 from autopar.errors import AutoparError, DeviceError, ModelError, UsageError
 from autopar.plan import Plan
 from autopar.plan_files import read_plan
-from autopar.plan_schema import MOST_DEVICES, MOST_LAYERS, check_plan
+from autopar.plan_schema import MAX_DEVICES, MAX_LAYERS, check_plan
 from autopar.shard import plan_shardings
 from autopar.zoo.hf import build_config
 from passes.stages import cut_stages
@@ -68,8 +68,8 @@ def test_the_plan_that_attacks_are_drawn_from_is_read(here: Path, base: tuple[An
 
 def test_the_limits_of_files_are_documented():
     text = " ".join((ROOT / "SECURITY.md").read_text().split())
-    assert f"Files are limited to {MOST_BYTES // 2**20} MiB and {MOST_LEVELS} levels of nesting" in text
-    assert f"a plan to {MOST_LAYERS:,} layers and {MOST_DEVICES:,} devices" in text
+    assert f"Files are limited to {MAX_BYTES // 2**20} MiB and {MAX_LEVELS} levels of nesting" in text
+    assert f"a plan to {MAX_LAYERS:,} layers and {MAX_DEVICES:,} devices" in text
 
 
 def test_random_attacks_are_refused_by_a_sentence_with_assertions_and_without(here: Path, base: tuple[Any, Plan]):
@@ -241,7 +241,7 @@ def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[An
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"[" * (MOST_LEVELS + 1) + b"]" * (MOST_LEVELS + 1), "nested deeper than"),
+        (b"[" * (MAX_LEVELS + 1) + b"]" * (MAX_LEVELS + 1), "nested deeper than"),
         (b"[" * 1_000_000, "nested deeper than"),
         (b'{"a": 1, "a": 2}', "the key 'a' twice"),
         (b"1e999", "larger than any number"),

@@ -349,13 +349,13 @@ def _no_views() -> Patch:
 
 
 def _no_updates() -> Patch:
-    real = _Functionaliser._give_out
+    real = _Functionaliser._return_buffers
 
-    def give_out(self: Any) -> None:
+    def return_others(self: Any) -> None:
         self.newest = {base: value for base, value in self.newest.items() if "buffer" not in base.meta}
         real(self)
 
-    return _attribute(_Functionaliser, "_give_out", give_out)
+    return _attribute(_Functionaliser, "_return_buffers", return_others)
 
 
 def _with_gradient() -> Patch:

@@ -18,11 +18,11 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
 from autopar.price.assemble import assemble
 from autopar.price.collectives import group, group_time_s
-from autopar.price.kept import kept
 from autopar.price.layer import bind, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
 from autopar.price.replicas import Replicas
+from autopar.price.saved_activations import saved_activations
 from autopar.price.table import build, flags
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.shard.plan import MICROBATCH
@@ -237,12 +237,12 @@ def price_layer(
     ``sharding.axes`` are the mesh's, in the order of ``strategy.roles``, with ``Axis("microbatch", m, 0)`` among them. ``None`` where
     a local shape is not whole. ``Pricer.layer`` gives the same.
     """
-    numbers = trainer.precision(precision_name)
+    precision = trainer.precision(precision_name)
     # time is outermost: a microbatch is cut from the batch before the mesh divides it
     outermost = sorted(range(len(sharding.axes)), key=lambda i: sharding.axes[i].name != MICROBATCH)
     axes, types = tuple(sharding.axes[i] for i in outermost), tuple(sharding.types[i] for i in outermost)
-    whole = build(cls, numbers, trainer)[0].model_flops
-    table, rows = build(pad_class(cls, Sharding(axes, types)), numbers, trainer)
+    whole = build(cls, precision, trainer)[0].model_flops
+    table, rows = build(pad_class(cls, Sharding(axes, types)), precision, trainer)
     table = replace(table, model_flops=whole)  # padding is no work of the model's
     found = tuple(flags(table, rows, t, trainer) for t in types)
     bound = bind(table, rows, types, found, trainer)
@@ -251,10 +251,10 @@ def price_layer(
         return None
     mesh = tuple(axis for axis in axes if axis.name != MICROBATCH)
     microbatches = math.prod(axis.size for axis in axes if axis.stride == 0)
-    c = size(bound, given, cluster, numbers)
-    passes = order.passes(c, strategy, lambda: None, trainer)
-    microbatch = Microbatch(c, passes, kept(c, passes, strategy.options))
+    sized = size(bound, given, cluster, precision)
+    passes = order.passes(sized, strategy, lambda: None, trainer)
+    microbatch = Microbatch(sized, passes, saved_activations(sized, passes, strategy.options))
     flops = table.model_flops / microbatches
-    replicas = Replicas(c.counts, strategy.data_axes(mesh), cluster, numbers, trainer, ALL_REDUCE)
+    replicas = Replicas(sized.counts, strategy.data_axes(mesh), cluster, precision, trainer, ALL_REDUCE)
     around = replicas.costs(microbatches, flops)
-    return assemble(microbatch, around, strategy, cluster, numbers, trainer, context)
+    return assemble(microbatch, around, strategy, cluster, precision, trainer, context)

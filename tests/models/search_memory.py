@@ -19,7 +19,7 @@ def saved_by(run: list[LayerPrice], names: list[tuple[str, Strategy]]) -> int:
         total += (
             sum(p.saved_bytes for p in prices)
             if first.segment == 1
-            else -(-len(prices) // first.segment) * first.kept_bytes
+            else -(-len(prices) // first.segment) * first.segment_saved_bytes
         )
     return total
 
@@ -55,7 +55,7 @@ class StageMemories:
             self.known[key] = StageMemory(
                 sum(p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes for p in run),
                 saved_by(run, names),
-                sum(p.waiting_bytes for p in run),
+                sum(p.deferred_bytes for p in run),
                 max(p.transient_bytes for p in run),
             )
         return self.known[key]

@@ -174,13 +174,13 @@ class RandomPricer:
         if strategy.options.saved_in:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
-        found = replace(found, weight_s=weight_s, waiting_bytes=int(rng.randint(0, 40) / microbatches))
+        found = replace(found, weight_s=weight_s, deferred_bytes=int(rng.randint(0, 40) / microbatches))
         segment = strategy.options.segment_layers
         if segment == 1:
             return found
         more = (segment - 1) * rng.randint(1, 10)
         return replace(
-            found, segment=segment, kept_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // segment,
+            found, segment=segment, segment_saved_bytes=found.saved_bytes, saved_bytes=found.saved_bytes // segment,
             transient_bytes=found.transient_bytes + more,
         )  # fmt: skip
 
@@ -395,12 +395,12 @@ def candidates(
         ):
             if (copies == 1 or zero == pins.get("zero", zero)) and (kept.startswith("full:") or 1 in sizes):
                 found.append(Strategy(roles, zero, activations=kept, states=states))
-    if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not asked"):
+    if not graph.classes[cls].gives_loss or graph.refused.get((LOGITS.name, cls), "was not rewritten"):
         return found
     if "logits" in pins:
-        return [s.but(logits=str(pins["logits"])) for s in found]
+        return [s.with_options(logits=str(pins["logits"])) for s in found]
     plain = [s for s in found if not s.options.recomputes and not s.options.saved_in] or found
-    return found + [s.but(logits="sliced") for s in plain]
+    return found + [s.with_options(logits="sliced") for s in plain]
 
 
 def _roles(mesh: tuple[Axis, ...], sequence: tuple[str, int] | None) -> Iterator[tuple[Role, ...]]:
@@ -472,7 +472,7 @@ def plans(
             tables[-1] = [
                 (s, p)
                 for s, p in tables[-1]
-                if s.options[LOGITS] != SLICED or sizes.get(s.but(logits="whole"), 1e99) > 0.1 * max(limits)
+                if s.options[LOGITS] != SLICED or sizes.get(s.with_options(logits="whole"), 1e99) > 0.1 * max(limits)
             ]
     tied = [i for i, layer in enumerate(graph.layers) if "shared" in layer.parameters]
     memories = StageMemories(graph, tables)

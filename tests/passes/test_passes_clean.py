@@ -225,7 +225,7 @@ class TestNoops:
         b = Build()
         q = b.input("q", 1, 2, 4, 8)
         y = b.call(aten.scaled_dot_product_attention.default, q, q, q, None, 0.0, True)
-        gm = apply(b, b.module(y), clean.dropout_pass)
+        gm = apply(b, b.module(y), clean.attention_defaults_pass)
         (node,) = [n for n in gm.graph.nodes if n.op == "call_function"]
         assert len(node.args) == 3 and node.kwargs == {"is_causal": True}
 

@@ -75,8 +75,8 @@ def test_gradients_that_wait_for_each_other_count_as_memory() -> None:
     of_up = 2 * BATCH * LENGTH * INNER // 4
     assert 0 <= early.transient_bytes - waiting.transient_bytes <= of_up
     assert dataclasses.replace(
-        early, transient_bytes=0, backward_s=0, communication_s=0, weight_s=0, waiting_bytes=0
-    ) == dataclasses.replace(waiting, transient_bytes=0, backward_s=0, communication_s=0, weight_s=0, waiting_bytes=0)
+        early, transient_bytes=0, backward_s=0, communication_s=0, weight_s=0, deferred_bytes=0
+    ) == dataclasses.replace(waiting, transient_bytes=0, backward_s=0, communication_s=0, weight_s=0, deferred_bytes=0)
 
 
 def test_data_parallelism_has_nothing_to_start_early() -> None:

@@ -14,10 +14,10 @@ from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer, trace
+from autopar.price.collective_pairs import pairs_of_conversion
 from autopar.price.collectives import p2p_s
-from autopar.price.layer import move_s
+from autopar.price.layer import collective_s
 from autopar.price.live_memory import PrefetchContext
-from autopar.price.moves import step_moves
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, search
 from autopar.search.problem import candidates, context_of
@@ -97,8 +97,8 @@ def test_neighbouring_axes_convert_as_one():
     axes = (Axis("a", 2, 4), Axis("b", 4, 1))
 
     def edge_s(source: tuple[SpmdType, ...], target: tuple[SpmdType, ...], gradient: bool) -> float:
-        moves = step_moves("", BYTES, conversion_steps(source, target, gradient))
-        return sum(move_s(move, way, axes, CLUSTER) for move in moves for way in (move.forward, move.backward))
+        pairs = pairs_of_conversion("", BYTES, conversion_steps(source, target, gradient))
+        return sum(collective_s(pair, way, axes, CLUSTER) for pair in pairs for way in (pair.forward, pair.backward))
 
     both = edge_s((P, P), (I, I), True)
     assert both == pytest.approx(time_s(Collective.ALL_REDUCE, BYTES, 8, 1, CLUSTER))
@@ -213,7 +213,9 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
         pin = {"overlap": overlap, "compile": compiled, "offload": "any"}
         options = SearchOptions(allow=("int8_activations",), pin=pin)
         for m in tightest:
-            found = candidates(mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several=m > 1))
+            found = candidates(
+                mesh, 8 // m, cluster.gpus_per_node, options, context=context_of(options, several_microbatches=m > 1)
+            )
             for roles in found.roles:
                 some = dataclasses.replace(found, roles=(roles,))
                 least_s = pricer.least_time_s("block", mesh, some, m)

@@ -54,7 +54,7 @@ def test_frozen_parameters_have_none():
     cls = frozen(mlp(B, SEQ, H, F), "up")
     assert shares(cls) == {"linear_default": 0.0, "gelu_default": 0.0, "linear_default_1": 0.5}
     none = price(frozen(mlp(B, SEQ, H, F), "up", "down"))
-    assert none.weight_s == none.waiting_bytes == 0 < none.backward_s
+    assert none.weight_s == none.deferred_bytes == 0 < none.backward_s
 
 
 def test_a_bias_alone_may_be_trained():
@@ -79,14 +79,14 @@ def test_the_gradients_of_other_parameters_belong_to_the_first_part():
     tokens = g.border("inputs", "tokens", B, SEQ, dtype=torch.int64)
     table, scale = g.border("parameters", "table", 1000, H), g.border("parameters", "scale", H)
     found = price(g.done("embed", g.call(aten.mul.Tensor, g.call(aten.embedding.default, table, tokens), scale)))
-    assert found.weight_s == found.waiting_bytes == 0 < found.backward_s
+    assert found.weight_s == found.deferred_bytes == 0 < found.backward_s
 
 
 def test_inputs_and_gradients_of_products_wait_whatever_is_recomputed():
     cls = mlp(B, SEQ, H, F)
     plain, again = price(cls), price(cls, Strategy((), activations="full"))
-    assert plain.waiting_bytes == 2 * B * SEQ * (2 * F + 2 * H)
-    assert again.waiting_bytes == plain.waiting_bytes
+    assert plain.deferred_bytes == 2 * B * SEQ * (2 * F + 2 * H)
+    assert again.deferred_bytes == plain.deferred_bytes
     assert again.weight_s == pytest.approx(plain.weight_s) and again.backward_s > plain.backward_s
 
 
@@ -103,7 +103,7 @@ def test_what_waits_is_in_memory_between_the_parts(cls: LayerClass):
         output.backward(torch.randn_like(output))
     tensors = [tensor for product in products for tensor in (product.input, product.gradient)]
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    assert sum(kept.values()) == price(cls, PLAIN, precision="float32").waiting_bytes
+    assert sum(kept.values()) == price(cls, PLAIN, precision="float32").deferred_bytes
     late = {id(product.weight) for product in products}
     assert len(late) == len(products) == sum(share > 0 for share in shares(cls).values())
     assert all((weight.grad is None) == (id(weight) in late) for weight in weights)
@@ -114,4 +114,4 @@ def test_axes_divide_it_and_collectives_are_not_of_it():
     one, four = price(cls), price(cls, Strategy((Role.TENSOR,)), mesh)
     assert one.weight_s / 5 < four.weight_s < one.weight_s / 3
     assert four.backward_s - four.weight_s > (one.backward_s - one.weight_s) / 4 + four.communication_s / 3
-    assert four.waiting_bytes == 8 * B * SEQ * (2 * (F // 4) + 2 * H)
+    assert four.deferred_bytes == 8 * B * SEQ * (2 * (F // 4) + 2 * H)

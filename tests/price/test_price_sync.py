@@ -45,7 +45,7 @@ def layer(sync: str, mesh: tuple[Axis, ...] = DATA, roles: tuple[Role, ...] = (R
 
 def test_late_gradients_hide_under_whole_steps_and_take_memory() -> None:
     """A reduction hides under the arithmetic of one step, however late it is awaited; gradients are copied, and their sums back."""
-    whole, averaged = layer(ALL_REDUCE), Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
+    whole, averaged = layer(ALL_REDUCE), Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).precision.averaged
     reduce_s = time_s(Collective.ALL_REDUCE, ELEMENTS * averaged, 16, 1, CLUSTER)
     copies_s = 4 * ELEMENTS * averaged / CLUSTER.gpu.bytes_per_s
     found = {late: layer(f"stale:{late}") for late in (1, 2, 5)}
@@ -62,7 +62,7 @@ def test_late_gradients_hide_under_whole_steps_and_take_memory() -> None:
 def test_a_server_costs_a_reduction_under_the_backward_and_a_broadcast_under_the_forward() -> None:
     """Gradients are reduced in float32; parameters are sent in 16 bits."""
     whole, served = layer(ALL_REDUCE), layer(PARAMETER_SERVER)
-    averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
+    averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).precision.averaged
 
     def hidden(collective: Collective, compute_s: float, width: int) -> float:
         return overlapped_s(compute_s, time_s(collective, ELEMENTS * width, 16, 1, CLUSTER), CLUSTER.overlap_slowdown)
@@ -77,7 +77,7 @@ def test_a_server_costs_a_reduction_under_the_backward_and_a_broadcast_under_the
 @pytest.mark.parametrize("steps", [1, 8])
 def test_an_average_costs_its_share_of_an_all_reduce_of_masters(steps: int) -> None:
     whole, apart = layer(ALL_REDUCE), layer(f"local-steps:{steps}")
-    averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).numbers.averaged
+    averaged = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp).precision.averaged
     reduced_s = time_s(Collective.ALL_REDUCE, ELEMENTS * averaged, 16, 1, CLUSTER)
     hidden_s = overlapped_s(whole.backward_s, reduced_s, CLUSTER.overlap_slowdown)
     average_s = time_s(Collective.ALL_REDUCE, ELEMENTS * 4, 16, 1, CLUSTER) / steps
@@ -115,7 +115,7 @@ def test_local_steps_need_a_number_of_replicas_and_leave_to_be_inexact() -> None
         SearchOptions(sync="local-steps:4")
     with pytest.raises(
         UsageError,
-        match="(?s)number of replicas decides what is computed: it must be pinned.*degrees are any.*leave sync out",
+        match="(?s)the result depends on the number of replicas, which must be pinned.*degrees are any.*leave sync out",
     ):
         search(GRAPH, CLUSTER, pricer, SearchOptions(**apart))
     options = SearchOptions(**apart, data=16)

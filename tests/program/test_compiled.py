@@ -343,7 +343,7 @@ def test_the_price_knows_what_a_compiled_layer_saves(model: str, workers1: Worke
     emit(graph, plan, tmp_path)
     measured = workers1.run("test_compiled:saved", str(tmp_path), batch, timeout_s=300)[0]
     pricer = Pricer(graph, parse("1"), "float32")
-    eager = plan.layers[0].strategy.but(compile="none")
+    eager = plan.layers[0].strategy.with_options(compile="none")
     for layer, size in zip(graph.layers[1:-1], list(measured.values())[1:-1], strict=True):
         price, without = (pricer.layer(layer.cls, plan.mesh, s, 1) for s in (plan.layers[0].strategy, eager))
         assert price is not None and without is not None
@@ -439,7 +439,7 @@ def test_a_forward_pass_leaves_the_bytes_of_the_plan(
     measured = workers1.run("test_compiled:left", str(tmp_path), batch, timeout_s=300)[0]
     pricer = Pricer(graph, parse("1"), "float32")
     strategy = plan.layers[0].strategy
-    strategy = strategy.but(activations="keep") if strategy.options.saved_in else strategy
+    strategy = strategy.with_options(activations="keep") if strategy.options.saved_in else strategy
     # a layer's offloaded tensors stay on the device until the next layer ends, so the first block leaves them twice
     for layer, size in zip(graph.layers[2:-1], list(measured.values())[2:-1], strict=True):
         price = pricer.layer(layer.cls, plan.mesh, strategy, 1)

@@ -215,8 +215,8 @@ def mixed(graph: Graph) -> Plan:
     """Halves in some blocks, of which one is recomputed, and whole microbatches in between."""
     plan = manual_plan(graph, tensor=2, sequence=True, overlap="halves")
     ways = [layer.strategy for layer in plan.layers]
-    ways[2] = ways[2].but(overlap="tensor")
-    ways[4] = ways[4].but(activations="full")
+    ways[2] = ways[2].with_options(overlap="tensor")
+    ways[4] = ways[4].with_options(activations="full")
     return replace(plan, layers=tuple(replace(layer, strategy=s) for layer, s in zip(plan.layers, ways, strict=True)))
 
 

@@ -31,7 +31,7 @@ from autopar.measure import compare
 from autopar.plan import Plan, Role, Strategy
 from autopar.planning import plan_model
 from autopar.price import Pricer
-from autopar.price import kept as priced
+from autopar.price import saved_activations as priced
 from autopar.program import activation_storage
 from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
@@ -84,7 +84,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_the_price_has_the_runtimes_numbers() -> None:
-    assert (NARROW.block, NARROW.least, NARROW.chunk) == (
+    assert (NARROW.block, NARROW.min_elements, NARROW.chunk) == (
         activation_storage.BLOCK,
         activation_storage.LEAST,
         activation_storage.CHUNK,
@@ -271,7 +271,7 @@ def test_the_price_counts_the_bytes_that_are_kept(
     blocks = 0
     for layer, record, size in zip(graph.layers, plan.layers, found.values(), strict=True):
         price = pricer.layer(layer.cls, plan.mesh, record.strategy, 1)
-        exact = pricer.layer(layer.cls, plan.mesh, record.strategy.but(activations="keep"), 1)
+        exact = pricer.layer(layer.cls, plan.mesh, record.strategy.with_options(activations="keep"), 1)
         assert price is not None and exact is not None
         if layer is graph.layers[-1]:  # no hooks: it gives the loss
             assert price == exact and size == 0
@@ -295,7 +295,7 @@ def test_a_layer_at_work_has_its_tensors_besides_and_passes_take_time() -> None:
         # all of them as they are, and in 8 bits; but for the arguments, which are there once
         assert 0.9 * narrow.saved_bytes < peaks[1] - peaks[0] <= exact.saved_bytes + narrow.saved_bytes
         assert narrow.forward_s > exact.forward_s and narrow.backward_s > exact.backward_s
-        same = ("step_s", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "border_bytes", "flops")
+        same = ("step_s", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "boundary_bytes", "flops")
         assert all(getattr(exact, field) == getattr(narrow, field) for field in same)
 
 

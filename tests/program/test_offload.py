@@ -39,7 +39,7 @@ def test_the_plan_says_it_and_reads_it_back() -> None:
     plan = manual_plan(subject("mlp").graph, data=2)
     assert {"activations": "keep", "states": "device"}.items() <= plan.to_json()["layers"][0].items()
     for kept, states in itertools.product(ACTIVATIONS.values, STATES.values):
-        layers = (replace(x, strategy=x.strategy.but(activations=kept, states=states)) for x in plan.layers)
+        layers = (replace(x, strategy=x.strategy.with_options(activations=kept, states=states)) for x in plan.layers)
         written = replace(plan, layers=tuple(layers), nvme_path="/nvme")
         assert {"activations": kept, "states": states}.items() <= written.to_json()["layers"][0].items()
         assert Plan.from_json(written.to_json()) == written

@@ -81,7 +81,7 @@ class TestMemory:
         assert alone is not None and plain is not None
         for segment in (2, 3, 4):
             price = PRICER.layer(GRAPH.layers[1].cls, MESH, recomputed(segment), 4)
-            assert price is not None and price.kept_bytes == alone.saved_bytes
+            assert price is not None and price.segment_saved_bytes == alone.saved_bytes
             assert price.saved_bytes == alone.saved_bytes // segment
             assert price.forward_s == alone.forward_s and price.backward_s == alone.backward_s
             more = (segment - 1) * plain.saved_bytes
@@ -93,7 +93,7 @@ class TestMemory:
         assert sum(kept([alone] * 5)) == 5 * alone.saved_bytes
 
     def test_shares_are_a_lower_bound_of_what_is_kept(self) -> None:
-        first, second = (LayerPrice(0, 0, 0, 0, 0, 0, 0, 7, 0, 0, segment=3, kept_bytes=21) for _ in range(2))
+        first, second = (LayerPrice(0, 0, 0, 0, 0, 0, 0, 7, 0, 0, segment=3, segment_saved_bytes=21) for _ in range(2))
         assert kept([first] * 7) == [21, 0, 0, 21, 0, 0, 21]
         assert kept([first, first, second, second]) == [21, 0, 21, 0]  # of another class, however alike
         for number in range(1, 9):
@@ -196,7 +196,7 @@ class KeepingPricer(RandomPricer):
         saved = rng.randint(20, 50) if strategy.options.recomputes == "all" else rng.randint(50, 120)
         return replace(
             drawn, parameters_bytes=drawn.parameters_bytes // 4, gradients_bytes=drawn.gradients_bytes // 4,
-            optimizer_bytes=drawn.optimizer_bytes // 8, saved_bytes=saved // segment, kept_bytes=saved * (segment > 1),
+            optimizer_bytes=drawn.optimizer_bytes // 8, saved_bytes=saved // segment, segment_saved_bytes=saved * (segment > 1),
             transient_bytes=rng.randint(1, 30) + (segment - 1) * rng.randint(1, 15),
         )  # fmt: skip
 

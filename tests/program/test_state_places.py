@@ -48,7 +48,7 @@ def offloaded(plan: Plan, states: str, folder: Path, layers: slice = slice(None)
     """The plan with the optimizer states of some layers there."""
     there = {layer.name for layer in plan.layers[layers]}
     changed = (
-        replace(layer, strategy=layer.strategy.but(states=states)) if layer.name in there else layer
+        replace(layer, strategy=layer.strategy.with_options(states=states)) if layer.name in there else layer
         for layer in plan.layers
     )
     return replace(plan, layers=tuple(changed), nvme_path=str(folder))

@@ -238,7 +238,7 @@ def test_a_server_sends_16_bits_and_keeps_32(workers2: WorkerPool, tmp_path: Pat
 
 def test_where_a_server_makes_no_sense() -> None:
     for zero in (1, 2, 3):
-        with pytest.raises(UsageError, match=f"parameter-server needs whole parameters .* has ZeRO {zero}"):
+        with pytest.raises(UsageError, match=f"parameter-server needs unsharded parameters .* has ZeRO {zero}"):
             planned(tied(), data=2, zero=zero, **SERVER)
     with pytest.raises(UsageError, match="chimera sums the gradients of a stage's two copies"):
         planned(tied(), data=2, pipeline=2, microbatches=2, schedule="chimera", **SERVER)
@@ -409,20 +409,22 @@ def test_where_replicas_cannot_train_apart(tmp_path: Path) -> None:
         planned(tied(), data=2, sync="local-steps:0", allow={"local_steps"})
     mesh = make_mesh(("data", 2), ("inner", 2))
     mixed = {0: Strategy((Role.DATA, Role.DATA)), 1: Strategy((Role.DATA, Role.TENSOR))}
-    with pytest.raises(UsageError, match="the number of replicas decides what is computed"):
+    with pytest.raises(UsageError, match="the result depends on the number of replicas"):
         planned(tied(), mesh=mesh, strategies=mixed, **local(4))
     x, y = torch.randn(2, 8, 4)
     graph = annotate(capture(Coupled(), (x, y), nn.functional.mse_loss))
-    with pytest.raises(UsageError, match="replicas cannot train apart: batch norm couples the batch"):
+    with pytest.raises(UsageError, match="local SGD replicas cannot train independently: batch norm couples the batch"):
         manual_plan(graph, data=2, **local(4))
     coupled = replace(manual_plan(graph, data=2), sync="local-steps:4")  # as if it had not been refused
-    with pytest.raises(ProgramError, match="replicas train apart, but collectives cross data"):
+    with pytest.raises(ProgramError, match="local SGD replicas train independently, but collectives cross data"):
         check_collectives(emit(graph, coupled, tmp_path / "coupled"))
 
 
 def test_a_plan_and_its_program_say_that_they_are_not_exact(tmp_path: Path) -> None:
     text = (Path(program(tmp_path, data=2, **local(4))) / "model.py").read_text()
-    assert "Replicas train apart, as local_steps allows" in text and "averaged every 4 step(s)" in text
+    assert (
+        "Local SGD replicas train independently, as local_steps allows" in text and "averaged every 4 step(s)" in text
+    )
     plan = planned(tied(), data=2, **local(4))[1]
     assert plan.allow == ("local_steps",) and "replicas averaged every 4 steps" in (words := describe(plan))
     assert "local steps (not exact)" in words

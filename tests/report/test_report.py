@@ -28,7 +28,7 @@ from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.report import PlanFigures, PredictedStep, page, predict_step
-from autopar.report.figures import MOST_ACTIONS, figures
+from autopar.report.figures import MAX_ACTIONS, figures
 from autopar.search import evaluate, manual_plan
 from autopar.shard import annotate
 from autopar.units import size
@@ -135,16 +135,16 @@ def test_a_cut_down_page_says_so(subjects: dict[str, tuple[Plan, PredictedStep]]
     plan, step = subjects["1f1b"]
     whole = figures(PlanFigures("p", plan, step))["step"]
     assert whole["left_out"] == "" and sum(len(rank["starts_us"]) for rank in whole["ranks"]) == whole["actions"] == 68
-    fewer = figures(PlanFigures("p", plan, step), most_actions=40)["step"]
+    fewer = figures(PlanFigures("p", plan, step), max_actions=40)["step"]
     assert [rank["rank"] for rank in fewer["ranks"]] == [0, 3] and len(fewer["time"]) == 4
     assert fewer["left_out"].startswith("2 of 4 pipeline ranks are drawn: the step has 68 actions.")
-    least = figures(PlanFigures("p", plan, step), most_actions=10)["step"]
+    least = figures(PlanFigures("p", plan, step), max_actions=10)["step"]
     assert "the first 5 of 17 actions of each" in least["left_out"] and len(least["ranks"][1]["starts_us"]) == 5
 
 
 def test_the_largest_page_is_below_two_megabytes(subjects: dict[str, tuple[Plan, PredictedStep]]):
     plan, step = subjects["zero-bubble"]
-    times = MOST_ACTIONS // sum(map(len, step.actions))
+    times = MAX_ACTIONS // sum(map(len, step.actions))
     longer = dataclasses.replace(step, actions=tuple(actions * times for actions in step.actions))
     text = page([PlanFigures("p", plan, longer, provenance=cluster_figures(parse("2x4xH100-80GB")))])
     assert '"left_out":""' in text and len(text.encode()) < 2_000_000

@@ -34,7 +34,7 @@ Every rank of {len(programs)} programs is recorded on CPUs without communication
 {operations:,} collectives and transfers. {clean} programs are clean: all members of a communicator issue the same operations with the same
 counts, dtypes, reduce ops and roots; no order of events deadlocks in any of {len(MODES)} modes
 ({"; ".join(mode.name for mode in MODES)}); losses and parameters after the steps are bit for bit the same whether results arrive at once
-or at the wait alone; nothing is written while an operation has it; every result is waited for; operands are contiguous and of a dtype that
+or only at the wait; nothing is written while an operation has it; every result is waited for; operands are contiguous and of a dtype that
 NCCL sends.
 
 *lazy*: a send or a receive outside of a batch uses a communicator of its two ranks. *connecting at first use*: the host waits for all

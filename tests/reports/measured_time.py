@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(LARGE), metavar="NAME,...")
     parser.add_argument("--processes", default="2,4", metavar="N,...")
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of a visit")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed steps of a measurement")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     options = parser.parse_args()
     old = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []

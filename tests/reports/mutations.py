@@ -390,7 +390,7 @@ PASSES = (
     patched("S to R is left out", "llama", SEQUENCE, passes.communication, "conversion_steps", _steps_without("S", "R")),
     patched("S to S is left out", "llama", {"ulysses": 2}, passes.communication, "conversion_steps", _steps_without("S", "S")),
     patched("an outer axis changes a dim that an inner one holds", "llama", INNER_HELD,
-            passes.conversions, "_holders", lambda *_: []),
+            passes.conversions, "_inner_shards", lambda *_: []),
     patched("a mean over a sharded dim is the sum", "llama", {"mesh": make_mesh(("tensor", 2)), "strategies": HIDDEN},
             passes.localise, "_mean", _sum),
 )  # fmt: skip

@@ -24,7 +24,7 @@ import torch
 from places import EVIDENCE
 
 from autopar.bench.baselines import HandTunedRecipe
-from autopar.bench.contest import Arena, paired_ratio
+from autopar.bench.contest import BenchmarkSession, paired_ratio
 from autopar.bench.models import LARGE, MODELS, BenchModel
 from autopar.search import manual_plan
 
@@ -49,22 +49,22 @@ def run_pair(subject: BenchModel, compiled: bool, device: str, rounds: int, step
     precision = "bfloat16" if device == "cuda" else "float32"
     with (
         tempfile.TemporaryDirectory() as folder,
-        Arena(subject, 1, steps, Path(folder), device=device, precision=precision) as arena,
+        BenchmarkSession(subject, 1, steps, Path(folder), device=device, precision=precision) as session,
     ):
-        graph = arena.workload.capture()
-        arena.open_program(EMITTED, graph, manual_plan(graph, precision=precision, compile=compiled))
-        arena.open_hand_tuned(recipe)
+        graph = session.workload.capture()
+        session.open_program(EMITTED, graph, manual_plan(graph, precision=precision, compile=compiled))
+        session.open_hand_tuned(recipe)
         order = random.Random(seed)
         for _ in range(rounds):
-            for name in order.sample(arena.standing, len(arena.standing)):
-                arena.visit(name)
-        if arena.errors:
-            raise RuntimeError(next(iter(arena.errors.values())))
-        arena.check_losses(EMITTED)
-        losses = {"emitted": arena.losses[EMITTED], "by hand": arena.losses[recipe.name]}
+            for name in order.sample(session.remaining, len(session.remaining)):
+                session.measure(name)
+        if session.errors:
+            raise RuntimeError(next(iter(session.errors.values())))
+        session.check_losses(EMITTED)
+        losses = {"emitted": session.losses[EMITTED], "by hand": session.losses[recipe.name]}
         if not all(math.isfinite(loss) for found in losses.values() for loss in found):
             raise RuntimeError(f"losses are no numbers: {losses}")
-        parameters = sum(p.numel() for p in arena.workload.model.parameters())
+        parameters = sum(p.numel() for p in session.workload.model.parameters())
         return {
             "model": subject.name,
             "compiled": compiled,
@@ -73,7 +73,7 @@ def run_pair(subject: BenchModel, compiled: bool, device: str, rounds: int, step
             "parameters": parameters,
             "tokens": subject.tokens,
             "by_hand": recipe.name,
-            "rounds_s": {EMITTED: arena.rounds[EMITTED], "by hand": arena.rounds[recipe.name]},
+            "rounds_s": {EMITTED: session.rounds[EMITTED], "by hand": session.rounds[recipe.name]},
             "last_losses": {name: found[-1] for name, found in losses.items()},
             "rounds": rounds,
             "steps": steps,
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="measure everything on this device anew")
     parser.add_argument("--only", nargs="*", metavar="MODEL")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a visit")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a measurement")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
     asked = parser.parse_args()

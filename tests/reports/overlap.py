@@ -32,7 +32,7 @@ from overlap_trace import traced
 from places import TESTS, file_of
 from workers import WorkerPool
 
-from autopar.bench.contest import Arena, contest
+from autopar.bench.contest import BenchmarkSession, contest
 from autopar.bench.models import MODELS
 from autopar.cli.pricing import price_plan
 from autopar.devices import Cluster, parse
@@ -113,27 +113,29 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
     with (
         limited_nodes(feature.nodes, feature.rate, own_processors=True) as netns,
         tempfile.TemporaryDirectory() as folder,
-        Arena(subject, feature.nodes, how.steps, Path(folder), netns) as arena,
+        BenchmarkSession(subject, feature.nodes, how.steps, Path(folder), netns) as session,
     ):
-        graph = arena.workload.capture()
+        graph = session.workload.capture()
         plans = {WITH: feature.plan(graph), WITHOUT: feature.plan_without(graph)}
-        arena.open_program(WITH, graph, plans[WITH])
-        arena.open_program(WITHOUT, graph, plans[WITHOUT], feature.change)
-        arena.open_hand_tuned(feature.by_hand)
+        session.open_program(WITH, graph, plans[WITH])
+        session.open_program(WITHOUT, graph, plans[WITHOUT], feature.change)
+        session.open_hand_tuned(feature.by_hand)
         order = random.Random(how.seed)
         for _ in range(how.rounds):
-            for name in order.sample(arena.standing, len(arena.standing)):
-                arena.visit(name)
-        for name, error in arena.errors.items():
+            for name in order.sample(session.remaining, len(session.remaining)):
+                session.measure(name)
+        for name, error in session.errors.items():
             raise LaunchError(f"{name} of {feature.name} fails: {error}")
-        losses = check_losses(arena, by_hand, in_bits=bool(feature.patch))
-        traces = {name: arena.call(f"overlap_trace:{traced.__name__}", name, subject.name) for name in arena.standing}
+        losses = check_losses(session, by_hand, in_bits=bool(feature.patch))
+        traces = {
+            name: session.call(f"overlap_trace:{traced.__name__}", name, subject.name) for name in session.remaining
+        }
         return {
             "nodes": feature.nodes,
             "rate": feature.rate,
             "model": feature.model,
             "by_hand": by_hand,
-            "rounds_s": arena.rounds,
+            "rounds_s": session.rounds,
             "priced_s": {
                 WITH: price_s(graph, cluster, plans[WITH]),
                 WITHOUT: price_s(graph, without_overlap(cluster) if feature.patch else cluster, plans[WITHOUT]),
@@ -144,15 +146,15 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
         }
 
 
-def check_losses(arena: Arena, by_hand: str, in_bits: bool) -> dict[str, float]:
+def check_losses(session: BenchmarkSession, by_hand: str, in_bits: bool) -> dict[str, float]:
     """The number of steps, and the largest relative difference from the emitted program's loss at the same step: of the program without
     overlap, and of that by hand.
 
     Programs of one plan do the same arithmetic: their losses must be equal in every bit (``in_bits``). Another plan may add in another
     order: its losses differ by float32's rounding.
     """
-    arena.check_losses(WITH)
-    ours, same, theirs = (arena.losses[name] for name in (WITH, WITHOUT, by_hand))
+    session.check_losses(WITH)
+    ours, same, theirs = (session.losses[name] for name in (WITH, WITHOUT, by_hand))
 
     def difference(others: list[float]) -> float:
         return max(abs(a - b) / abs(b) for a, b in zip(ours, others, strict=True))
@@ -267,7 +269,7 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="make the page anew, measure nothing")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="only these of the cases that are lacking")
     parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="timed steps of a visit")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="timed steps of a measurement")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     asked = parser.parse_args()
     lines = [] if asked.fresh else read()

@@ -227,7 +227,7 @@ def tied_alike(graph: Graph, chosen: list[Strategy] | None) -> Iterator[list[Str
         for group in groups:
             for i in group:
                 roles, zero = chosen[group[end]].roles, chosen[group[end]].zero
-                alike[i] = Strategy(roles, zero, options=chosen[i].options.but(reduce="microbatch"))
+                alike[i] = Strategy(roles, zero, options=chosen[i].options.replace(reduce="microbatch"))
         yield alike
 
 
@@ -240,7 +240,7 @@ def by_budget(problem: Problem, mesh: tuple, cuts: tuple, m: int) -> list[Strate
         problem.cluster.gpus_per_node,
         options,
         LayerPins(),
-        context=context_of(options, several=m > 1),
+        context=context_of(options, several_microbatches=m > 1),
     ).every
     chosen: list[Strategy] = []
     for s, (i, j) in enumerate(itertools.pairwise(cuts)):

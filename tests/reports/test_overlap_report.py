@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from workers import WorkerPool
 
-from autopar.bench.contest import Arena
+from autopar.bench.contest import BenchmarkSession
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import ProgramError
@@ -94,18 +94,18 @@ def test_a_patch_takes_the_overlap_out_and_no_bit_changes(feature: Feature, work
 
 
 def test_losses_that_differ_in_a_bit_are_not_compared():
-    arena = object.__new__(Arena)
-    arena.losses = {"with": [1.0, 0.5], "without": [1.0, 0.5], "ddp 2": [1.0, 0.6]}
-    found = check_losses(arena, "ddp 2", in_bits=True)
+    session = object.__new__(BenchmarkSession)
+    session.losses = {"with": [1.0, 0.5], "without": [1.0, 0.5], "ddp 2": [1.0, 0.6]}
+    found = check_losses(session, "ddp 2", in_bits=True)
     assert found == {"steps": 2, "without_difference": 0, "by_hand_difference": pytest.approx(0.1 / 0.6)}
-    arena.losses["without"][1] += 2**-53
-    arena.subject = type("Toy", (), {"name": "toy"})
+    session.losses["without"][1] += 2**-53
+    session.subject = type("Toy", (), {"name": "toy"})
     with pytest.raises(ProgramError, match="step 1"):
-        check_losses(arena, "ddp 2", in_bits=True)
-    assert check_losses(arena, "ddp 2", in_bits=False)["without_difference"] == pytest.approx(2**-52)
-    arena.losses["without"][1] += 1e-4
+        check_losses(session, "ddp 2", in_bits=True)
+    assert check_losses(session, "ddp 2", in_bits=False)["without_difference"] == pytest.approx(2**-52)
+    session.losses["without"][1] += 1e-4
     with pytest.raises(ProgramError, match="step 1"):
-        check_losses(arena, "ddp 2", in_bits=False)
+        check_losses(session, "ddp 2", in_bits=False)
 
 
 def test_spans_of_a_step():

@@ -109,15 +109,19 @@ def test_the_search_tries_these_values() -> None:
         BATCH // 4,
         CLUSTER.gpus_per_node,
         SearchOptions(),
-        context=context_of(SearchOptions(), several=True),
+        context=context_of(SearchOptions(), several_microbatches=True),
     ).every
     assert all(written.strategy in found for written in DIMENSIONS["reductions"])
     for several, pinned in ((False, "step"), (True, "microbatch")):
         options = SearchOptions(reduce=pinned)
         found = candidates(
-            PLAIN.mesh, BATCH // 4, CLUSTER.gpus_per_node, options, context=context_of(options, several=several)
+            PLAIN.mesh,
+            BATCH // 4,
+            CLUSTER.gpus_per_node,
+            options,
+            context=context_of(options, several_microbatches=several),
         ).every
-        assert not any(candidate.options.whole_gradients for candidate in found)
+        assert not any(candidate.options.unsharded_gradients for candidate in found)
 
 
 def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> None:
@@ -137,12 +141,12 @@ def test_gradients_are_reduced_once_a_step_where_that_is_faster_and_fits() -> No
         return search(graph, cluster, pricer, options)
 
     free, every, once = found(), found(reduce="microbatch"), found(reduce="step")
-    assert all(layer.strategy.options.whole_gradients for layer in free.layers)
+    assert all(layer.strategy.options.unsharded_gradients for layer in free.layers)
     assert free.prediction.step_time_s == once.prediction.step_time_s < 0.9 * every.prediction.step_time_s
     assert free.bound_s <= free.prediction.step_time_s and "reduced once a step" in describe(free)
     low, high = (max(stage.memory.total for stage in plan.stages) for plan in (every, once))
     some = found((low + high) // 2)
-    assert {layer.strategy.options.whole_gradients for layer in some.layers} == {False, True}
+    assert {layer.strategy.options.unsharded_gradients for layer in some.layers} == {False, True}
     assert once.prediction.step_time_s < some.prediction.step_time_s < every.prediction.step_time_s
 
 

@@ -96,7 +96,7 @@ class TestRefused:
             ({"layers.0.sync": "parameter-server"}, "sync is a pin of the whole plan"),
             (
                 {"sync": "parameter-server", "layers.1.zero": 2},
-                "sync=parameter-server needs whole parameters and gradients on every replica, and layers.1 has ZeRO 2\n.*leave",
+                "sync=parameter-server needs unsharded parameters and gradients on every replica, and layers.1 has ZeRO 2\n.*leave",
             ),
             ({"sync": "parameter-server", "replicate": 2}, "layers.0 has hybrid sharding .replicate=2."),
         ],

@@ -57,7 +57,7 @@ def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
     assert not technique.phrase(technique.default), "the default needs no words"
     key, _, value = technique.example.partition("=")
     assert key == technique.name and technique.known(value)
-    assert technique.if_missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
+    assert technique.default_if_missing in ("", *technique.values) and technique.under_split in ("", *technique.values)
     for mode in technique.modes:
         assert bool(mode.deviation) == bool(mode.inexact) and (not mode.deviation or mode.deviation in ALLOWED)
     for wrong in ("", "nothing", 3, None, True, f"{technique.values[1]}:1", f"{technique.default}:2"):
@@ -76,7 +76,8 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
         assert strategy.options[technique] == value and strategy.options is having(technique, value).options
         assert pickle.loads(pickle.dumps(strategy)) == strategy
         layers = tuple(
-            dataclasses.replace(layer, strategy=layer.strategy.but(**{technique.name: value})) for layer in plan.layers
+            dataclasses.replace(layer, strategy=layer.strategy.with_options(**{technique.name: value}))
+            for layer in plan.layers
         )
         written = dataclasses.replace(plan, layers=layers, allow=deviations("all-reduce", (x.strategy for x in layers)))
         data = json.loads(written.dumps())
@@ -95,11 +96,13 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
 def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     """Of pinned values, and of those of before, a search tries what they say; without one, the default is among its candidates."""
     mesh = manual_plan(subject("mlp").graph, data=2).mesh
-    free = candidates(mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several=True, chain=8)).every
+    free = candidates(
+        mesh, 8, 8, SearchOptions(), context=context_of(SearchOptions(), several_microbatches=True, chain=8)
+    ).every
     assert technique.default in {s.options[technique] for s in free}
     for value in samples(technique):
         options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS)
-        known = context_of(options, several=True, chain=8)
+        known = context_of(options, several_microbatches=True, chain=8)
         found = {s.options[technique] for s in candidates(mesh, 8, 8, options, context=known).every if s.zero == 3}
         assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
         assert value in found

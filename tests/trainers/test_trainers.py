@@ -97,7 +97,7 @@ def test_gathering_parameter_by_parameter_pays_every_latency():
 
 
 def test_nothing_is_allocated_at_stage_borders():
-    assert price(PLAIN).border_bytes == 0 < price(EMITTED).border_bytes
+    assert price(PLAIN).boundary_bytes == 0 < price(EMITTED).boundary_bytes
 
 
 def test_copies_of_the_logits():
@@ -107,7 +107,7 @@ def test_copies_of_the_logits():
     emitted, plain, copies = (
         build(cls, precision("bfloat16"), t)[0] for t in (EMITTED, PLAIN, OtherTrainer(loss_copies=2))
     )
-    assert emitted.live.whole_loss.sum() > 0 == plain.live.whole_loss.sum()
+    assert emitted.live.unsharded_loss.sum() > 0 == plain.live.unsharded_loss.sum()
     more = copies.live.gradient.sum() - plain.live.gradient.sum()
     assert more == 2 * 2 * 8 * 100
 

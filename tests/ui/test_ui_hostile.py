@@ -16,7 +16,7 @@ import pytest
 from autopar.cli import ui
 from autopar.ui import Server
 from autopar.ui.jobs import DONE, MAX_WAITING, RUNNING
-from autopar.ui.server import MOST_CONNECTIONS, Choices, _shown
+from autopar.ui.server import MAX_CONNECTIONS, Choices, _shown
 
 SILENT = (sys.executable, "-c", "import sys; sys.stdin.read()")
 MODELS = [{"name": "gpt2"}]
@@ -148,7 +148,7 @@ def choices_status(server: Server) -> int:
 
 
 def test_connections_are_limited_and_their_places_are_free_again(server: Server):
-    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MOST_CONNECTIONS)]
+    held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS)]
     try:
         deadline = time.monotonic() + 10
         while (status := choices_status(server)) != 503:

@@ -134,10 +134,10 @@ def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding
         syncs[position] |= _syncs(trace)
         if (finding := _difference(first[position], rewritten[first[position]], rank, trace)) is not None:
             found.append(finding)
-    standing = {position: _with_syncs(rewritten[rank], syncs[position]) for position, rank in first.items()}
-    found += sequences(standing)
-    found += deadlocks(standing, MODES)
-    for trace in standing.values():
+    representatives = {position: _with_syncs(rewritten[rank], syncs[position]) for position, rank in first.items()}
+    found += sequences(representatives)
+    found += deadlocks(representatives, MODES)
+    for trace in representatives.values():
         found += of_rank(trace)
     return [_named(finding, first) for finding in found]
 
@@ -188,7 +188,7 @@ def _difference(first: int, ours: RankTrace, rank: int, theirs: RankTrace) -> Co
         if a != b:
             return CollectiveFinding(
                 DIFFERENT,
-                f"ranks {first} and {rank} of one pipeline position differ: {_told(a)} and {_told(b)}",
+                f"ranks {first} and {rank} of one pipeline position differ: {_description(a)} and {_description(b)}",
                 (first, rank),
                 place=getattr(b, "place", ""),
             )
@@ -198,7 +198,7 @@ def _difference(first: int, ours: RankTrace, rank: int, theirs: RankTrace) -> Co
     return None
 
 
-def _told(event: Event) -> str:
+def _description(event: Event) -> str:
     if isinstance(event, Operation):
         return f"{event} of {event.group.name} at {event.place}"
     return f"a wait at {event.place}" if isinstance(event, Wait) else str(event)

@@ -126,7 +126,7 @@ def _difference(
         if agreed(a) != agreed(b):
             return CollectiveFinding(
                 SEQUENCE,
-                f"collective {number} of {group} is {_told(a)} on rank {first} and {_told(b)} on rank {rank}",
+                f"collective {number} of {group} is {_description(a)} on rank {first} and {_description(b)} on rank {rank}",
                 (first, rank),
                 str(group),
                 b.place,
@@ -138,14 +138,14 @@ def _difference(
     return CollectiveFinding(
         SEQUENCE,
         f"rank {longer} issues {len(more)} collectives of {group} and rank {shorter} {len(less)}: the first without a partner is "
-        f"{_told(more[len(less)])}",
+        f"{_description(more[len(less)])}",
         (longer, shorter),
         str(group),
         more[len(less)].place,
     )
 
 
-def _told(operation: Operation) -> str:
+def _description(operation: Operation) -> str:
     root = f", root {operation.root}" if operation.root >= 0 else ""
     return f"{operation}{root} at {operation.place}"
 
@@ -161,7 +161,7 @@ def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) ->
                     operation = of_ranks[ranks[1]][number]
                     yield CollectiveFinding(
                         SEQUENCE,
-                        f"collective {number + 1} of {group}, {_told(operation)}: rank {ranks[0]} sends {mine[0][j]} rows to rank "
+                        f"collective {number + 1} of {group}, {_description(operation)}: rank {ranks[0]} sends {mine[0][j]} rows to rank "
                         f"{ranks[1]}, which takes {other[1][i]}",
                         ranks,
                         str(group),
@@ -187,7 +187,8 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
             if agreed(sent)[1] != agreed(taken)[1]:
                 yield CollectiveFinding(
                     SEQUENCE,
-                    f"transfer {number} from rank {sender} to rank {receiver} over {group} is {_told(sent)} and {_told(taken)}",
+                    f"transfer {number} from rank {sender} to rank {receiver} over {group} is {_description(sent)} and "
+                    f"{_description(taken)}",
                     (sender, receiver),
                     str(group),
                     taken.place,
@@ -199,7 +200,7 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
                 yield CollectiveFinding(
                     SEQUENCE,
                     f"{len(sends)} sends from rank {sender} to rank {receiver} over {group} meet {len(receipts)} receives: the first "
-                    f"without a partner is {_told(alone)}",
+                    f"without a partner is {_description(alone)}",
                     (sender, receiver),
                     str(group),
                     alone.place,
@@ -242,7 +243,7 @@ def of_rank(trace: RankTrace) -> Iterator[CollectiveFinding]:
         for kind, why in _faults(operation, operation.index in waited):
             seen[kind, operation.place] += 1
             if seen[kind, operation.place] == 1:
-                sentence = f"rank {trace.rank}: {_told(operation)} of {operation.group} {why}"
+                sentence = f"rank {trace.rank}: {_description(operation)} of {operation.group} {why}"
                 yield CollectiveFinding(kind, sentence, (trace.rank,), str(operation.group), operation.place)
 
 
@@ -263,7 +264,7 @@ def late_results(late: RankTrace, at_once: RankTrace) -> Iterator[CollectiveFind
         more = f" and {len(wrong) - _LIMIT} more" if len(wrong) > _LIMIT else ""
         yield CollectiveFinding(
             LATE,
-            f"on rank {late.rank}, {', '.join(wrong[:_LIMIT])}{more} differ when results arrive at the wait alone: something reads a "
+            f"on rank {late.rank}, {', '.join(wrong[:_LIMIT])}{more} differ when results arrive only at the wait: something reads a "
             "result before it",
             (late.rank,),
         )

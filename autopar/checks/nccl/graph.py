@@ -87,7 +87,7 @@ class EventGraph:
         self._receipts: dict[Key, list[_Issued]] = defaultdict(list)
         self._connecting: dict[Key, dict[int, tuple[int, int]]] = defaultdict(dict)
         for rank in sorted(traces):
-            _Rank(self, rank, mode).read(traces[rank].events)
+            _Rank(self, rank, mode).add_events(traces[rank].events)
         self._join()
 
     def node(self, rank: int, what: str, before: list[int], text: str = "") -> int:
@@ -229,7 +229,7 @@ class _Rank:
         self._connected: set[Key] = set()
         self._before: int | None = None  # the end of the device's last operation
 
-    def read(self, events: tuple[Event, ...]) -> None:
+    def add_events(self, events: tuple[Event, ...]) -> None:
         for event in events:
             if isinstance(event, Operation):
                 self._operation(event)

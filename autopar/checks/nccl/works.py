@@ -47,8 +47,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _fill(tensor: Tensor) -> None:
-    """Fill a tensor with a sentinel value (NaN for floats), so that a read or write before ``wait`` shows."""
+def _poison(tensor: Tensor) -> None:
+    """Poison a tensor with a sentinel value (NaN for floats), so that a read or write before ``wait`` shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -74,7 +74,7 @@ class LateWork(dist.Work):
         self._recorder, self._index, self._name = recorder, index, name
         self._results, self._values = [result.detach() for result in results], values
         self._operands: list[tuple[Tensor, Tensor]] = []
-        self._filled: list[Tensor] = []
+        self._poisoned: list[Tensor] = []
         self._done = False
         with torch.no_grad():
             if not recorder.late:
@@ -83,8 +83,8 @@ class LateWork(dist.Work):
             self._operands = [(tensor.detach(), tensor.detach().clone()) for tensor in operands if tensor.numel()]
             for result in self._results:
                 if result.numel():
-                    _fill(result)
-            self._filled = [result.clone() for result in self._results]
+                    _poison(result)
+            self._poisoned = [result.clone() for result in self._results]
 
     def wait(self, timeout: Any = None) -> bool:
         self._recorder.events.append(Wait(self._index, self._recorder.streams[-1], place()))
@@ -94,13 +94,13 @@ class LateWork(dist.Work):
                 with torch.no_grad():
                     self._compare()
                     self._deliver()
-            self._operands, self._filled = [], []
+            self._operands, self._poisoned = [], []
         return True
 
     def _compare(self) -> None:
         changed = [
             *(("an operand", *pair) for pair in self._operands),
-            *(("a result", *pair) for pair in zip(self._results, self._filled, strict=True)),
+            *(("a result", *pair) for pair in zip(self._results, self._poisoned, strict=True)),
         ]
         for what, now, before in changed:
             if now.numel() and not _equal(_bytes(now), _bytes(before)):

@@ -19,13 +19,13 @@ import dataclasses
 import numpy as np
 
 from autopar.price.layer import BoundClass, SizedClass, distinct
-from autopar.price.microbatch import Kept, Pass, Passes
+from autopar.price.microbatch import Pass, Passes, SavedActivations
 from autopar.price.selective import Selected
 from autopar.techniques import Options
 from autopar.techniques.technique import QuantizedStorage
 
 
-def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
+def saved_activations(sized: SizedClass, passes: Passes, options: Options) -> SavedActivations:
     """Return the activations that the layer keeps under its options."""
     assert not (options.recomputes and options.quantized), "fewer bits have no price where values are computed again"
     if options.recomputes == "all":
@@ -35,50 +35,50 @@ def kept(sized: SizedClass, passes: Passes, options: Options) -> Kept:
     elif options.quantized is not None:
         found = _quantized(sized, passes, options.quantized)
     else:
-        found = Kept(sized.plain_bytes, sized.plain_bytes, sized.plain_bytes)
+        found = SavedActivations(sized.plain_bytes, sized.plain_bytes, sized.plain_bytes)
     return _in_host(found, sized.cluster.host is not None) if options.saved_in else found
 
 
-def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> Kept:
+def _input_alone(sized: SizedClass, passes: Passes, layers: int) -> SavedActivations:
     share = sized.input_bytes / layers
-    return Kept(
+    return SavedActivations(
         saved_bytes=share,
         first_bytes=sized.input_bytes,
         working_bytes=max(sized.input_bytes, layers * sized.plain_bytes) - (sized.input_bytes - share),
         recomputed=passes.forward,
-        moves=sized.bound.moves,
+        pairs=sized.bound.pairs,
         layers=layers,
         recomputes=True,
     )
 
 
-def _selection(sized: SizedClass) -> Kept:
+def _selection(sized: SizedClass) -> SavedActivations:
     bound, table = sized.bound, sized.bound.table
     entries, chosen = _selected(bound)
     saved_bytes, working_bytes = table.selection.memory(
         table.saved, sized.saved, list(bound.plain), list(entries), table.live.saver, len(table.ops), sized.input_bytes
     )
-    again = sized.pass_of("forward", chosen.moves, chosen.again)
-    return Kept(
+    repeated = sized.pass_of("forward", chosen.pairs, chosen.recomputed)
+    return SavedActivations(
         saved_bytes=saved_bytes,
         first_bytes=saved_bytes,
         working_bytes=max(saved_bytes, working_bytes, sized.plain_bytes),
-        recomputed=dataclasses.replace(again, wire_s=again.wire_s + again.exposed_s, exposed_s=0.0),
-        moves=chosen.moves,
+        recomputed=dataclasses.replace(repeated, wire_s=repeated.wire_s + repeated.exposed_s, exposed_s=0.0),
+        pairs=chosen.pairs,
         recomputes=True,
     )
 
 
 def _selected(bound: BoundClass) -> tuple[tuple[int, ...], Selected]:
-    """Return the saved entries under selective recomputation, one per storage, and the ops and moves that run again."""
-    if "selected" not in bound.known:
+    """Return the saved entries under selective recomputation, one per storage, and the ops and collectives that run again."""
+    if "selected" not in bound.cache:
         table = bound.table
-        chosen = table.selection.under(bound.types, table.ops, table.saved, bound.moves)
-        bound.known["selected"] = distinct(table, bound.flags, chosen.saved), chosen
-    return bound.known["selected"]
+        chosen = table.selection.under(bound.types, table.ops, table.saved, bound.pairs)
+        bound.cache["selected"] = distinct(table, bound.flags, chosen.saved), chosen
+    return bound.cache["selected"]
 
 
-def _in_host(found: Kept, separate: bool) -> Kept:
+def _in_host(found: SavedActivations, separate: bool) -> SavedActivations:
     """Return the kept activations when they are offloaded. ``separate``: devices and host have separate memories."""
     working_bytes = found.working_bytes + (1 if separate else 2) * found.saved_bytes
     return dataclasses.replace(
@@ -90,13 +90,15 @@ def _in_host(found: Kept, separate: bool) -> Kept:
     )
 
 
-def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Kept:
+def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> SavedActivations:
     """Return the kept activations when large floating-point tensors are quantized (not arguments, and not in the layer with the loss)."""
     saved_bytes, live_bytes = _quantized_bytes(sized, how)[:2]
     *_, storing, restoring = _quantized_bytes(passes.part, how)
     working_bytes = saved_bytes + live_bytes
     times = passes.parts
-    return Kept(saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times)
+    return SavedActivations(
+        saved_bytes, saved_bytes, working_bytes, storing=storing * times, restoring=restoring * times
+    )
 
 
 def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
@@ -104,7 +106,7 @@ def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, f
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved
-    narrow = floats & ~table.saved_argument & (numel >= how.least) & (not table.cls.gives_loss)
+    narrow = floats & ~table.saved_argument & (numel >= how.min_elements) & (not table.cls.gives_loss)
     stored = np.where(narrow, numel + how.scale_bytes * np.ceil(numel / how.block), whole)
     at = np.array(plain, dtype=np.intp)[narrow[plain]]
     elements, moved = float(numel[at].sum()), float(whole[at].sum()) + float(stored[at].sum())

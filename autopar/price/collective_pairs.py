@@ -16,13 +16,14 @@ from passes.rewrite import products_of
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One collective over ``axes`` on ``value``, which has ``bytes`` globally; ``sharded`` are the other axes that shard the value.
+class CollectivePair:
+    """A collective of the forward pass and its dual in the backward pass, over ``axes`` on ``value``, which has ``bytes`` globally;
+    ``sharded`` are the other axes that shard the value.
 
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
-    collective, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collective; empty for a
+    collectives, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collectives; empty for a
     conversion between ops. ``under`` are the products whose weight gradients are computed while the backward collective runs, if the
-    strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last collective.
+    strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last step.
     """
 
     value: str
@@ -38,36 +39,36 @@ class Move:
     target: tuple[SpmdType, ...] = ()
 
 
-def step_moves(value: str, value_bytes: float, steps: Iterable[ConversionStep]) -> list[Move]:
+def pairs_of_conversion(value: str, value_bytes: float, steps: Iterable[ConversionStep]) -> list[CollectivePair]:
     """Return the collectives of a value's conversion."""
-    return [Move(value, value_bytes, s.axes, s.sharded, s.forward, s.backward) for s in steps if s.sends]
+    return [CollectivePair(value, value_bytes, s.axes, s.sharded, s.forward, s.backward) for s in steps if s.sends]
 
 
-def layer_moves(
+def pairs_of_layer(
     cls: LayerClass,
     types: tuple[AxisTypes, ...],
     value_bytes: Mapping[str, float],
     gradient: Mapping[str, bool],
-    converted: Callable[[list[Move], bool], list[Move]] = lambda moves, gradient: moves,
-) -> tuple[Move, ...]:
+    converted: Callable[[list[CollectivePair], bool], list[CollectivePair]] = lambda pairs, gradient: pairs,
+) -> tuple[CollectivePair, ...]:
     """Return every collective of the layer.
 
     ``value_bytes`` are the bytes of unsharded values by name; ``gradient`` says which values have a gradient. ``converted`` may change the
     collectives of one conversion (``TrainerModel.conversions``).
     """
-    moves: list[Move] = []
+    pairs: list[CollectivePair] = []
     joined = products_of(cls, types, gradient)
     for one in conversions(cls.graph, types, gradient):
-        own = step_moves(one.value, value_bytes[one.value], one.steps)
+        own = pairs_of_conversion(one.value, value_bytes[one.value], one.steps)
         if own:
             under = tuple(product.name for product in joined.get((one.value, one.target), ()))
             own[-1] = replace(own[-1], under=under, target=one.target)
-        moves += converted(own, gradient[one.value])
+        pairs += converted(own, gradient[one.value])
     for exchange in kernel_exchanges(cls.graph, types):
         collective = exchange.collective
         name = collective.value.name
-        moves.append(
-            Move(
+        pairs.append(
+            CollectivePair(
                 value=name,
                 bytes=collective.bytes(value_bytes[name] / max(1, math.prod(shape_of(collective.value)))),
                 axes=exchange.axes,
@@ -79,4 +80,4 @@ def layer_moves(
                 op=exchange.op,
             )
         )
-    return tuple(moves)
+    return tuple(pairs)
