@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.ops.experts import Experts, expert_by_expert, odd_products
+from autopar.ops.experts import Experts, expert_by_expert, misaligned_products
 from autopar.ops.operands import operands, shape_of
 
 
@@ -13,7 +13,7 @@ def grouped_widths_pass(gm: fx.GraphModule) -> fx.GraphModule:
     of ``experts``. Runs on a layer's local graph; products in other dtypes stay unchanged."""
     for node in gm.graph.nodes:
         if isinstance(node.target, Experts):
-            odd = odd_products(node.target, [shape_of(operand) for operand in operands(node)[3:]])
-            if odd:
-                node.target = expert_by_expert(node.target, odd)
+            names = misaligned_products(node.target, [shape_of(operand) for operand in operands(node)[3:]])
+            if names:
+                node.target = expert_by_expert(node.target, names)
     return gm

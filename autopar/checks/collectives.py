@@ -127,7 +127,7 @@ def priced(layer: LocalLayer) -> Iterator[IssuedCollective]:
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
     for pair in pairs_of_layer(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = pair.under if layer.strategy.options.early_collectives and layer.half is None else ()
+        under = pair.overlapped_products if layer.strategy.options.early_collectives and layer.half is None else ()
         weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
         yield from _exchanges_of(pair, layer.computed.axes, weights)
 

@@ -36,11 +36,11 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     """Read or find the plan and print the explanation."""
     written = _read(target)
     request = with_recorded_options(written, request) if written is not None else replace(request, model=target)
-    check_named(target, request, written)
+    require_model_and_devices(target, request, written)
     try:
-        if written is None and request.allow:  # which of the allowed deviations are made is known only with a plan
-            written = make_plan(request)[-1]
-        found = explained(request, written)
+        # the captured graph depends on the allowed deviations that the plan makes, so with ``allow`` the plan is found first
+        given = make_plan(request)[-1] if written is None and request.allow else written
+        found = explained(request, given)
     except InfeasibleError as error:
         if not as_json:
             raise
@@ -48,7 +48,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     show(as_json, found.to_json(), Group(*_sections(found)))
 
 
-def check_named(file: str, request: PlanRequest, written: Plan | None) -> None:
+def require_model_and_devices(file: str, request: PlanRequest, written: Plan | None) -> None:
     """Raise ``UsageError`` if a request names no model or no devices; the message begins with ``file``, the plan's file."""
     if (missing := missing_options(request, written)) is not None:
         raise UsageError(f"{file} {missing[0]}", f"add {missing[1]}")
@@ -64,7 +64,7 @@ def missing_options(request: PlanRequest, written: Plan | None) -> tuple[str, st
         return None
     code = factory_of(written) if lacks[0] == "model" else ""
     options = [f"--{option} {shlex.quote(code)}" if code and option == "model" else f"--{option}" for option in lacks]
-    why = f"names the model {code}, which is code, and no file's code is run"
+    why = f"names the model {code}, which is code, and autopar runs no code that a plan file names"
     return why if code else f"does not name its {' and '.join(lacks)}", " and ".join(options)
 
 
@@ -82,19 +82,19 @@ def _read(target: str) -> Plan | None:
     return read_plan(path) if isinstance(data, dict) and "stages" in data else None  # a model's configuration
 
 
-def explained(request: PlanRequest, written: Plan | None) -> Explanation:
-    """Return the explanation of ``written``, or of the best plan for the request."""
+def explained(request: PlanRequest, given: Plan | None) -> Explanation:
+    """Return the explanation of the ``given`` plan, or else of the best plan for the request."""
     cluster, options = cluster_and_options(request)
     with Messages() as messages:
-        graph, again = capture_request(request, cluster, written, messages)
-        study = Study(graph, cluster, options, recapture=again, seq=sequence_length(graph))
+        graph, recapture = capture_request(request, cluster, given, messages)
+        study = Study(graph, cluster, options, recapture=recapture, seq=sequence_length(graph))
         plan = None
-        if written is not None:
-            check_model(written, graph)
-            check_devices(written, cluster)
-            plan = study.reprice(written, cluster)
-            if written.bound_s and same_prices(written, plan.prediction.step_time_s):
-                plan = replace(plan, bound_s=written.bound_s, gap=written.gap, solver=written.solver)
+        if given is not None:
+            check_model(given, graph)
+            check_devices(given, cluster)
+            plan = study.reprice(given, cluster)
+            if given.bound_s and same_prices(given, plan.prediction.step_time_s):
+                plan = replace(plan, bound_s=given.bound_s, gap=given.gap, solver=given.solver)
         best = plan
         if best is None or not best.bound_s:
             try:
@@ -127,7 +127,7 @@ def _sections(found: Explanation) -> list[RenderableType]:
     parts += [Text(f"  {binding.text}") for binding in found.bindings] or [
         Text("  none of the resources that were tried")
     ]
-    parts += ["", Text("what more or less of each resource would save", "bold")]
+    parts += ["", Text("what more of each resource would save, and less cost", "bold")]
     parts += [Text(f"  {price.text}") for price in found.prices]
     parts += ["", _families(found, step), "", _alternatives(found, step), "", _end(found)]
     return parts

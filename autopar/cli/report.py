@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autopar.cli.commands import capture_request, cluster_and_options, with_recorded_options
 from autopar.cli.console import Messages, console, output_file, plain_table
-from autopar.cli.explain import check_named, explained, missing_options, same_prices
+from autopar.cli.explain import explained, missing_options, require_model_and_devices, same_prices
 from autopar.cli.options import PlanRequest
 from autopar.cli.pricing import compared
 from autopar.devices import Cluster
@@ -54,7 +54,7 @@ def report_command(
     plans = [read_plan(file) for file in files]
     for file, written in zip(files, plans, strict=True):
         if explain or {"figure", "trace"} & set(paths):  # they need the model and the devices, not only the plan's file
-            check_named(file, with_recorded_options(written, request), written)
+            require_model_and_devices(file, with_recorded_options(written, request), written)
     subjects = [_subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     steps = [one.step for one in subjects if one.step]
     if path := paths.get("page"):

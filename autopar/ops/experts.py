@@ -2,8 +2,8 @@
 
 An ``Experts`` is a node's target, like ``aten.linear``: the node's operands are the tokens ``[..., h]``, the router's choices
 ``[..., k]`` and their weights ``[..., k]``, and the experts' parameters with the experts as dim 0. The body is a graph of ``(rows, counts,
-*parameters)`` over all chosen rows, sorted by expert. It computes each row independently, so that tokens can be sharded, permuted and sent
-to other ranks.
+*parameters)``, where ``rows`` has a row for each token and each of its experts, sorted by expert. It computes each row independently, so
+that tokens can be sharded, permuted and sent to other ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Experts:
     """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes."""
 
     def __init__(self, body: fx.GraphModule, count: int) -> None:
-        self.__name__ = self.__qualname__ = "experts"  # fx names the node by it, the table of rules the op
+        self.__name__ = self.__qualname__ = "experts"  # fx names the node, and ``op_name`` the op, by these
         self.__module__ = kernels_experts.__name__
         self.body, self.count = body, count
         self._text = tuple(_described(body))
@@ -52,19 +52,19 @@ class Experts:
         return [node for node in self.body.graph.nodes if node.op == "placeholder"][2:]
 
 
-def odd_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """Return the grouped products of the body that CUDA refuses at these local parameter ``shapes``, because the width of their rows or
-    results isn't a multiple of 16 bytes, with both widths in elements. Only bfloat16 uses grouped products."""
+def misaligned_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Return the body's grouped products (grouped GEMMs) that CUDA refuses at these local parameter ``shapes``, because rows of the operand
+    or the result aren't a multiple of 16 bytes: their widths in elements, by node name. Only bfloat16 uses grouped products."""
     rows, counts, *parameters = (meta(node)["val"] for node in op.body.graph.nodes if node.op == "placeholder")
     if parameters[0].dtype != torch.bfloat16:
         return {}
     local = (torch.empty(shape, dtype=p.dtype, device="meta") for shape, p in zip(shapes, parameters, strict=True))
     products = _ProductWidths(op.body)
     products.run(torch.empty_like(rows, device="meta"), counts.new_empty(shapes[0][0], device="meta"), *local)
-    return {name: widths for name, widths in products.widths.items() if any(n % MULTIPLE for n in widths)}
+    return {name: widths for name, widths in products.widths.items() if any(n % WIDTH_MULTIPLE for n in widths)}
 
 
-MULTIPLE = 8
+WIDTH_MULTIPLE = 8
 """bfloat16 elements in 16 bytes, the alignment of rows in CUDA's grouped product."""
 
 

@@ -1,13 +1,13 @@
-r"""The order in which a layer computes and communicates, and which communication is exposed: the passes of one microbatch.
+r"""The forward and the backward pass of a layer's microbatch: when collectives run, and which of their time is exposed.
 
 A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and except under two options:
 
 **Early collectives** (``passes.overlap``): the input gradient of a column-parallel product is reduced while weight gradients are computed.
 
 **Parts** (``passes.rewrite.turns_of``): the microbatch is computed in parts that take turns (``passes.turns``). Each part has an equal
-share of the rows: its ops and collectives are priced at these smaller shapes, kernel launches included, and run once per part. The layer's
-ops are cut into pieces of *t_k* seconds, as many in the forward as in the backward. *u* of a collective is the sum of the seconds of the
-other parts' pieces that it overlaps, each divided among the collectives that overlap it. A collective of *w* seconds adds
+share of the rows: its ops and collectives are priced at these smaller shapes, kernel launches included, and run once per part. The turns
+cut the layer's ops into pieces, as many in the forward as in the backward. A collective of one part overlaps pieces of other parts, *u*
+seconds in all; the seconds of a piece that several collectives overlap are divided among them. A collective of *w* seconds adds
 
     w - min(u, w) + slowdown min(u, w)
 
@@ -16,8 +16,8 @@ last piece is followed by the next layer's first piece. If something runs before
 copies to the host), all parts wait at the layer's ends: no piece follows there, and collectives there are exposed. The batch is then also
 split and joined at these ends, which copies the layer's input gradient and its result.
 
-A parameter is converted once for all parts, and this collective counts as exposed. The parts' parameter gradients are added up; the
-gradients of one part, at most those of the whole layer, stay live until those of the next part are added.
+A parameter is gathered, or converted otherwise, once for all parts, and this collective counts as exposed. Each part has gradients of all
+parameters, which are added up: until those of the next part are added, at most one more gradient of every parameter is live.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Span = tuple[int, int, float]
 """A collective: the piece that issues it, the piece that awaits it, and its seconds."""
 
 Part = Callable[[], SizedClass | None]
-"""Returns a part of a microbatch; ``None`` if its size does not divide."""
+"""Returns a part of a microbatch; ``None`` if the microbatch can't be divided into equal parts."""
 
 
 def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerModel) -> Passes:
@@ -78,32 +78,32 @@ def plain(sized: SizedClass) -> Passes:
 def _early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     """Return the passes in which some backward collectives overlap weight gradients."""
     if "early" not in sized.cache:
-        sized.cache["early"] = _with_early(sized, trainer)
+        sized.cache["early"] = _compute_early_passes(sized, trainer)
     return sized.cache["early"]
 
 
-def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
+def _compute_early_passes(sized: SizedClass, trainer: TrainerModel) -> Passes:
     found, table = plain(sized), sized.bound.table
-    pairs = [pair for pair in sized.bound.pairs if pair.under]
+    pairs = [pair for pair in sized.bound.pairs if pair.overlapped_products]
     if not pairs:
         return found
     weight_s = sized.backward_s * table.product_share
-    spans = [
-        (sum(weight_s[table.index[name]] for name in pair.under), sized.seconds_of(pair, "backward")) for pair in pairs
+    overlaps = [
+        (sum(weight_s[table.index[n]] for n in p.overlapped_products), sized.seconds_of(p, "backward")) for p in pairs
     ]
     backward = dataclasses.replace(
         found.backward,
-        wire_s=found.backward.wire_s - sum(wire_s for _, wire_s in spans),
+        wire_s=found.backward.wire_s - sum(wire_s for _, wire_s in overlaps),
         exposed_s=found.backward.exposed_s
-        + sum(trainer.exposed_early_s(wire_s, float(under_s), sized.cluster) for under_s, wire_s in spans),
+        + sum(trainer.exposed_early_s(wire_s, float(compute_s), sized.cluster) for compute_s, wire_s in overlaps),
     )
     return dataclasses.replace(found, backward=backward, peaks=_early_peaks(sized, found.peaks))
 
 
 def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
-    """Return the peaks of live memory when products that share an input compute their weight gradients while its gradient is reduced: their
-    result gradients stay live until then. The products add into one input gradient."""
-    table, pairs = sized.bound.table, [pair for pair in sized.bound.pairs if len(pair.under) > 1]
+    """Return the peaks of live memory if products that share an input compute their weight gradients while the input's gradient is reduced.
+    Until then the gradients of all their results stay live, but there is one input gradient instead of one for each product."""
+    table, pairs = sized.bound.table, [pair for pair in sized.bound.pairs if len(pair.overlapped_products) > 1]
     if not pairs or not table.ops:
         return peaks
     gradients = sized.local(table.live.gradient, "slot")
@@ -115,7 +115,7 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
     of_results, of_inputs = of_ops(OUTPUT), of_ops(0)
     live = np.zeros(len(table.ops))
     for pair in pairs:
-        first, *others = (table.index[name] for name in pair.under)
+        first, *others = (table.index[name] for name in pair.overlapped_products)
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
@@ -149,17 +149,17 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
         repeated_s = (parts - 1) * sum(part.seconds_of(pair, side) for pair in shared)
         exposed.append(added_s - awaited_s - repeated_s)
     gradient_bytes = (parts - 1) * part.trainable * bound.table.width
-    copied = 0.0 if chained else 2.0 / gpu.bytes_per_s
-    more = (
-        Pass(compute_s=copied * whole.part.output_bytes, wire_s=exposed[0]),
-        Pass(compute_s=copied * whole.part.input_bytes + 3 * gradient_bytes / gpu.bytes_per_s, wire_s=exposed[1]),
+    byte_s = 0.0 if chained else 2.0 / gpu.bytes_per_s  # to copy a byte: a read and a write
+    added = (
+        Pass(compute_s=byte_s * whole.part.output_bytes, wire_s=exposed[0]),
+        Pass(compute_s=byte_s * whole.part.input_bytes + 3 * gradient_bytes / gpu.bytes_per_s, wire_s=exposed[1]),
     )
-    back = ("backward", "one_gradient", "all_gradients")
+    backward_peaks = ("backward", "one_gradient", "all_gradients")
     return Passes(
-        forward=own.forward * parts + more[0],
-        backward=own.backward * parts + more[1],
+        forward=own.forward * parts + added[0],
+        backward=own.backward * parts + added[1],
         weight_s=parts * own.weight_s,
-        peaks=dataclasses.replace(whole.peaks, **{name: getattr(whole.peaks, name) + gradient_bytes for name in back}),
+        peaks=dataclasses.replace(whole.peaks, **{n: getattr(whole.peaks, n) + gradient_bytes for n in backward_peaks}),
         part=part,
         parts=parts,
     )
@@ -188,12 +188,12 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
 
 
 def exposed_s(
-    pieces: Sequence[float], spans: Iterable[Span], cyclic: bool, added_s: Callable[[float, float], float]
+    pieces: Sequence[float], spans: Iterable[Span], chained: bool, added_s: Callable[[float, float], float]
 ) -> float:
     """Return the seconds that the collectives of all parts add to the layer. ``added_s(w, u)`` are the seconds that a collective of ``w``
-    seconds adds if it overlaps ``u`` seconds of arithmetic. In a ``cyclic`` layer the first piece follows the last."""
+    seconds adds if it overlaps ``u`` seconds of arithmetic. If layers are ``chained``, the first piece follows the last."""
     found = [
-        (wire_s, [(part, k % len(pieces)) for k in run if cyclic or 0 <= k < len(pieces)])
+        (wire_s, [(part, k % len(pieces)) for k in run if chained or 0 <= k < len(pieces)])
         for issued, awaited, wire_s in spans
         if wire_s
         for part, run in enumerate(overlapped_pieces(issued, awaited))

@@ -20,7 +20,7 @@ from autopar.price.assemble import assemble, least_time_s
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, pair_costs, replica_costs
 from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion
 from autopar.price.collectives import p2p_s
-from autopar.price.experts import odd_widths
+from autopar.price.experts import misaligned_widths
 from autopar.price.host import StateBytes
 from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
@@ -248,11 +248,11 @@ class Pricer:
         )
 
     def odd_experts(self, cls_name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int] | None:
-        """Return the widths of a product that the program computes expert by expert instead of grouped (``ops.experts.odd_products``), if
-        any."""
+        """Return the widths of a product that the program computes expert by expert instead of grouped, if any
+        (``ops.experts.misaligned_products``)."""
         by_role = None if self.trainer.cpu else self._types.by_role(cls_name, mesh, strategy.roles)
         types = [by_role[role] for role in strategy.roles] if by_role else []
-        return odd_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
+        return misaligned_widths(self.graph.classes[cls_name], mesh, types) if by_role else None
 
     def collectives(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int

@@ -127,7 +127,7 @@ class Chimera(Microbatches):
             last=self.last,
             term=self._term,
             links={dist.get_group_rank(group, rank): link for rank, link in world.links.items()},
-            reduce=self._reductions.start_copies,
+            reduce=self._reductions.start_stage,
             device=world.device,
         )
 

@@ -34,7 +34,7 @@ class ShardedGroup(ParameterGroup):
         child, shards, master_dtype = placement.layer, placement.shards, placement.master_dtype
         self._shards = shards
         self.reduce_scatter = HeldReduceScatter()  # until ``join_stages`` gives all groups of the rank the same one
-        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # ``start_copies`` sums over MIRROR
+        copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # see ``start_sum_over_copies``
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
         module = stage.get_submodule(child)
@@ -66,20 +66,20 @@ class ShardedGroup(ParameterGroup):
         if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # some ranks may lack a gradient that others reduce
             if self.reduces_once:
-                module.register_forward_pre_hook(lambda layer, _: start_gradients(layer, ignored))
+                module.register_forward_pre_hook(lambda layer, _: zero_missing_gradients(layer, ignored))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the global batch's loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
-            shard, same = shard_of(param), replicated_axes(layout, shards, world)
+            shard, replicated = shard_of(param), replicated_axes(layout, shards, world)
             if placement.place and layout.trainable:
                 shard = shard.view(-1)
                 owned = nn.Parameter(world.places.zeros(placement.place, shard.shape, shard.dtype))
-                self.masters += world.places.divided(Master(layout, owned, same, first), placement.place, shard)
+                self.masters += world.places.divided(Master(layout, owned, replicated, first), placement.place, shard)
                 continue
             mine = self.masters if layout.trainable else self.frozen
-            mine.append(Master(layout, nn.Parameter(shard, layout.trainable), same, first))
+            mine.append(Master(layout, nn.Parameter(shard, layout.trainable), replicated, first))
 
     @property
     def root(self) -> nn.Module:
@@ -94,7 +94,7 @@ class ShardedGroup(ParameterGroup):
     def free(self) -> None:
         self.module.reshard()
 
-    def start_copies(self) -> None:
+    def start_sum_over_copies(self) -> None:
         """Start to sum the gradients over Chimera's copies of the stage, after FSDP2 has reduced them within each copy."""
         for layout, param in self._params.items():
             if layout.trainable:
@@ -156,8 +156,8 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
-    """Return the first and the end (exclusive) of this rank's rows in a DTensor with ``rows`` rows. FSDP divides them as ``torch.chunk``
-    does: the last ranks may have fewer rows, or none."""
+    """Return the range (start, stop) of this rank's rows in a DTensor with ``rows`` rows. FSDP divides them as ``torch.chunk`` does: the
+    last ranks may have fewer rows, or none."""
     assert isinstance(param, DTensor)
     mesh = param.device_mesh  # its last dim shards the rows
     index, share = mesh.get_local_rank(mesh.ndim - 1), -(-rows // mesh.size(mesh.ndim - 1))
@@ -195,8 +195,8 @@ def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[Sharde
     for name, layer in program.layers[index].items():
         module = stage.get_submodule(name)
         if name and isinstance(module, FSDPModule):  # "" is the stage itself, and only a root
-            # When the backward pass recomputes a segment, its last layer but one must not prefetch beyond the segment: those layers have
-            # run their backward already.
+            # The backward pass recomputes a segment by its layers' forward passes, which prefetch, too: with more than one layer ahead
+            # they would gather layers after the segment again, whose backward pass has already run.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
             layers.append(ShardedLayer(module, ahead, layer.backward))
     return layers
@@ -213,7 +213,7 @@ class HeldReduceScatter(ShardedReduceScatter):
         self._last: tuple[Tensor, torch.Event] | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.release()  # before the next operand is made; FSDP has waited
+        self.release()  # before the next operand is made; FSDP has waited for the last reduction
         return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
@@ -270,7 +270,7 @@ class LastBackward:
         if first.backward and self._followed:
             self._kept = [first.module, *(layer.module for layer in others[: first.ahead])]
 
-    def clear(self) -> None:
+    def begin_step(self) -> None:
         """Prepare for a step; its all-gathers wait for the work that is on the compute stream now (the optimizer's update)."""
         self._begun = 0
         if self._root is not None:
@@ -287,7 +287,7 @@ class LastBackward:
             nonlocal begun
             if not begun:
                 begun = True
-                self._begin()
+                self._begin_backward()
 
         if self._root is not None and self._event is not None:
             self._root.set_post_optim_event(self._event)  # for the next forward pass: FSDP forgets it after each
@@ -295,7 +295,7 @@ class LastBackward:
             if output.requires_grad:
                 output.register_hook(begin)
 
-    def _begin(self) -> None:
+    def _begin_backward(self) -> None:
         self._begun += 1
         if self._begun in (1, self._microbatches):
             for layer in self._once:
@@ -324,8 +324,8 @@ class LastBackward:
 
 
 def followed_by_forward(stage: int, program: LoadedProgram) -> int:
-    """Return how many of a stage's backward passes in a step are directly followed by a forward pass of that stage: always the first
-    ones."""
+    """Return the number of a stage's backward passes in a step that are directly followed by a forward pass of that stage; they come before
+    all others."""
     stages, microbatches = len(program.spec.stages), program.passes
     if stages == 1:
         return microbatches - 1
@@ -334,11 +334,11 @@ def followed_by_forward(stage: int, program: LoadedProgram) -> int:
     return 0
 
 
-def start_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
+def zero_missing_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
 
-    Otherwise a parameter with its first gradient in the last microbatch would have that in 16 bits, while other parameters have float32
-    sums, and FSDP reduces only gradients of one dtype together.
+    FSDP reduces only gradients of one dtype together. Sums over microbatches are in float32, but without this a parameter that gets its
+    first gradient in the last microbatch would have it in 16 bits.
     """
     for param in layer.parameters():
         if param.requires_grad and param.grad is None and param not in ignored:

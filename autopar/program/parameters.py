@@ -119,7 +119,7 @@ class ParameterGroup:
         """Return the gradients of this rank's masters, after the reduction."""
         return [gradient for master in self.masters if (gradient := master.gradient) is not None]
 
-    def start_copies(self) -> None:
+    def start_sum_over_copies(self) -> None:
         """Start to sum the gradients over both copies of a stage (Chimera); ``FlatGroup.start_reduction`` has already done it."""
 
     def free(self) -> None:

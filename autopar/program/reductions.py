@@ -2,7 +2,7 @@
 
 FSDP2 reduces the gradients of its layers (ZeRO 2 and 3) by itself (``fsdp``). The flat groups' gradients (ZeRO 0 and 1) are always reduced
 once a step: a group's reduction starts as soon as the last microbatch has computed the group's last gradient, while the backward pass
-continues in earlier layers. Under Chimera a stage's reductions start where its schedule says so (``start_copies``).
+continues in earlier layers. Under Chimera a stage's reductions start where its schedule says so (``start_stage``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reductions:
         for group in self._groups:
             group.zero_grad()
         for last in self._last.values():
-            last.clear()
+            last.begin_step()
         self._started = 0
 
     def watch(self, stage: int, outputs: Sequence[Tensor]) -> None:
@@ -91,13 +91,13 @@ class Reductions:
         with self._on_stream(self._stream):
             group.continue_reduction()
 
-    def start_copies(self, stage: int) -> None:
+    def start_stage(self, stage: int) -> None:
         """Start the reductions of a stage's gradients under Chimera, when all backward passes of both its copies have run. The ranks of
         both copies do this at the same point in the order of their transfers."""
         for group in self._paired[stage]:
             self._start(group)
         for member in self._by_stage[stage]:
-            member.start_copies()
+            member.start_sum_over_copies()
 
     def start(self) -> None:
         """Start the remaining reductions after the schedule; tied copies are summed over their stages first."""

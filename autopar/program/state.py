@@ -1,6 +1,6 @@
-"""State dicts of the user's model: the folder's initial values, and checks of a state dict before any process starts.
+"""State dicts of the user's model: the initial values in a program's folder, and checks of a state dict before any process starts.
 
-``layouts.json`` lists under ``model`` every parameter, then every buffer, of the user's state dict, under each of its names.
+In ``layouts.json`` the list ``model`` has an entry for each name in the user's state dict: a tied tensor has several.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def has_values(state: Mapping[str, Any] | None) -> bool:
 
 
 def write_initial(folder: Path, state: Mapping[str, Any] | None) -> None:
-    """Write the folder's initial values, or, without values, remove the old file and say so in the plan's notes."""
+    """Write the folder's initial values, or remove the old file if ``state`` has no values, and update the plan's note about them."""
     if state is not None and has_values(state):
         tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
         write_file(folder / INITIAL, tensors)
@@ -43,7 +43,7 @@ def write_initial(folder: Path, state: Mapping[str, Any] | None) -> None:
 
 
 def note_values(folder: Path) -> None:
-    """Write into the notes of the folder's plan whether there are initial values."""
+    """If the folder has no initial values, add a note to its plan that says so; otherwise remove that note."""
     plan = json.loads((folder / "plan.json").read_text())
     others = [note for note in plan.get("notes", ()) if note != NO_VALUES]
     notes = others if (folder / INITIAL).is_file() else [NO_VALUES, *others]
@@ -71,8 +71,8 @@ def initial(folder: str | os.PathLike[str]) -> Path | None:
     return path if path.is_file() else None
 
 
-def untrained(records: Mapping[str, Any]) -> set[str]:
-    """Return the names of the model's state dict whose tensors the program neither trains nor writes."""
+def names_outside_program(records: Mapping[str, Any]) -> set[str]:
+    """Return the names in the model's state dict of tensors that are neither parameters of the program nor buffers that it writes."""
     own = {name for record in records["parameters"] for name in (record["original"], *record["tied"])}
     own |= {record["original"] for record in records.get("buffers", ()) if record["persistent"] and record["written"]}
     return {entry["name"] for entry in records.get("model", ())} - own
@@ -82,7 +82,7 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
     """Return why a state dict of the user's model doesn't fit a program with these records (``layouts.json``); ``""`` if it fits.
 
     It must contain every parameter of the program and every buffer that the program writes (a tied one under any name), unsharded and
-    with values, and no name that the model does not have. Tensors that the program neither trains nor writes may be missing.
+    with values, and no name that the model does not have. Other tensors may be missing (``names_outside_program``).
     """
     needed: dict[tuple[str, ...], tuple[int, ...]] = {}
     for record in records["parameters"]:
@@ -109,7 +109,7 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
     ]
     if not any(sentences):
         sentences.append(_conflicting_ties(needed, tensors))
-    return "; ".join(sentence for sentence in sentences if sentence)
+    return "; ".join(filter(None, sentences))
 
 
 def _conflicting_ties(needed: Iterable[Sequence[str]], tensors: Mapping[str, Tensor]) -> str:

@@ -32,8 +32,8 @@ from autopar.program.state import (
     INITIAL,
     has_values,
     initial,
+    names_outside_program,
     read_state,
-    untrained,
     write_initial,
     wrong_state,
 )
@@ -129,12 +129,12 @@ class Program:
                 state = read_state(path)
         self._records: dict[str, Any] = json.loads((self.folder / "layouts.json").read_text())
         self._state = _tensors(state) if has_values(state) else None
-        self._untrained: dict[str, Tensor] = {}  # values of tensors that the program doesn't change
+        self._outside_program: dict[str, Tensor] = {}  # values of ``names_outside_program``
         if self._state is not None:
             self._check_state(self._state)
-            self._note_untrained(self._state)
+            self._note_outside_program(self._state)
         elif self._initial is not None:
-            self._note_untrained(self._initial)
+            self._note_outside_program(self._initial)
         self._recipe = dataclasses.replace(recipe, init=init)
         self._port, self._timeout_s = port, timeout_s
         self._trainer: Any = None
@@ -280,7 +280,7 @@ class Program:
         trained: dict[str, Tensor] = self._call("state_dict")
         if not trained:
             return trained
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._untrained.items()} | trained
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._outside_program.items()} | trained
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set the parameters and buffers from a state dict of the user's model.
@@ -295,7 +295,7 @@ class Program:
                 path = Path(folder) / INITIAL
                 write_file(path, _tensors(state))
                 self._with_files("load_weights", path)
-        self._note_untrained(_tensors(state))
+        self._note_outside_program(_tensors(state))
 
     def scaler_state_dict(self) -> dict[str, float | int]:
         """Return the state of float16's dynamic loss scale in the form of ``torch.amp.GradScaler.state_dict``; empty without a scale."""
@@ -344,7 +344,7 @@ class Program:
         Raises ``CheckpointError`` with the names of tensors that are missing, unknown, or have other shapes.
         """
         self._with_files("load_weights", path)
-        self._note_untrained(Path(path))
+        self._note_outside_program(Path(path))
 
     def _with_files(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
         return self._answers(name, str(Path(path).resolve()), options)[0]
@@ -509,11 +509,11 @@ class Program:
                 "give model.state_dict() of the model that was compiled",
             )
 
-    def _note_untrained(self, given: Mapping[str, Tensor] | Path) -> None:
-        """Remember the values of the tensors that the program doesn't change, from a state dict or from safetensors."""
-        names = untrained(self._records)
+    def _note_outside_program(self, given: Mapping[str, Tensor] | Path) -> None:
+        """Remember the values of the tensors that are not in the program, from a state dict or from safetensors."""
+        names = names_outside_program(self._records)
         if not isinstance(given, Path):
-            self._untrained |= {name: given[name] for name in names & given.keys()}
+            self._outside_program |= {name: given[name] for name in names & given.keys()}
             return
         try:
             tensors = mapped(given)
@@ -521,7 +521,7 @@ class Program:
             raise UsageError(f"{given} cannot be read: {error}", "compile anew, or copy the whole folder") from error
         if wrong := wrong_state(self._records, tensors):
             raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
-        self._untrained |= {name: tensors[name].clone() for name in names & tensors.keys()}
+        self._outside_program |= {name: tensors[name].clone() for name in names & tensors.keys()}
 
     def _state_file(self, folder: Path) -> str | None:
         """Return the path of the initial values, written to ``folder`` if necessary; ``None`` if they are drawn."""

@@ -26,30 +26,30 @@ LABEL_LAYERS = 16
 """Maximum number of layers for label setting (``exact``)."""
 
 LABELS_S = 3.0
-"""Seconds for label setting. With several stages on each device, every configuration that was too large halves them for the next."""
+"""Time limit of label setting. With several stages on each device, each configuration that is too large halves it for the next."""
 
 MARGIN = 0.15
-"""Relative distance from a configuration's bound. Without an incumbent, bounds look for plans up to this far above it (``_whole``); a bound
-this far below the incumbent makes an early solution worthwhile (``_first``)."""
+"""A relative difference. Without an incumbent, ``_whole_bound`` considers plans up to this far above the known bound; a configuration
+with a bound at least this far below the incumbent may get an early solution (``_textbook``)."""
 
-HOPEFUL = 0.05
+PROMISING = 0.05
 """If a configuration's early solution is at most this far (relative) above the incumbent, other numbers of chunks get early solutions,
-too (``_is_hopeful``)."""
+too (``_is_promising``)."""
 
-WASTED = 0.1
-"""The share of the time limit for early solutions that do not improve the incumbent; after it, better bounds come first."""
+WASTE_LIMIT = 0.1
+"""Maximum share of the time limit spent in a row on early solutions that do not improve the incumbent; then there are no more."""
 
 TIE_MULTIPLIERS = (0.0, 0.03, 0.3)
 """Lagrange multipliers of memory for decisions on tied layers, in units of a stage's minimum time per device memory."""
 
 Step = Callable[[State, SearchNode], None]
 Bound = Callable[[Instance, float, float], float]
-"""Computes a bound of a configuration, in seconds, from the known bound and the seconds from which on the configuration cannot improve the
-incumbent."""
+"""``bound(instance, known_s, cutoff_s)`` returns a lower bound of a configuration in seconds, at least ``known_s``. It may stop at
+``cutoff_s``, because a configuration with this bound cannot improve the incumbent."""
 
 
 def may_segment(instance: Instance) -> bool:
-    """Return whether several layers of a configuration may be recomputed as one without a pin."""
+    """Return whether the search may recompute several layers of a configuration as one, even if no pin asks for it."""
     return not instance.schedule.multi_stage
 
 
@@ -61,14 +61,14 @@ def advance(state: State, node: SearchNode) -> None:
 def _steps_of(instance: Instance) -> tuple[Step, ...]:
     schedule = instance.schedule
     if schedule.copies > 1:
-        return BIDIRECTIONAL
+        return BIDIRECTIONAL_STEPS
     if schedule.multi_stage:
-        return MULTI_STAGE
-    return ONE_STAGE if schedule.stages > 1 else NO_PIPELINE
+        return MULTI_STAGE_STEPS
+    return ONE_STAGE_STEPS if schedule.stages > 1 else NO_PIPELINE_STEPS
 
 
 def _raise_bound(state: State, node: SearchNode, bound_s: float) -> None:
-    """Raise a configuration's bound; an infinite bound proves that none of its plans fits."""
+    """Give a configuration a higher bound; an infinite bound proves that none of its plans fits."""
     if not np.isfinite(bound_s):
         retry_in_segments(state, node)
     else:
@@ -114,8 +114,8 @@ def segmented(state: State, instance: Instance) -> Instance | None:
 
 
 def _coarse(state: State, node: SearchNode) -> None:
-    """Compute a coarse bound, which suffices for most configurations. Without an incumbent, late in the search, construct a solution at
-    once."""
+    """Compute a coarse bound, which suffices for most configurations. If there is no incumbent after half of the time, construct a solution
+    at once."""
     bound = bottleneck_bound(node.instance, node.bound_s)
     if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
         _construct(
@@ -125,7 +125,7 @@ def _coarse(state: State, node: SearchNode) -> None:
         _raise_bound(state, node, bound)
 
 
-def _whole(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
+def _whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
     return whole_bound(instance, at_least_s, cutoff_s if np.isfinite(cutoff_s) else (1 + MARGIN) * at_least_s)
 
 
@@ -135,14 +135,14 @@ def _linear(state: State, node: SearchNode) -> None:
     _raise_bound(state, node, linear_bound(node.instance, node.bound_s, state.cutoff_s))
 
 
-def _first(state: State, node: SearchNode) -> None:
+def _textbook(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
-    incumbent discards other configurations, and is worth more than a better bound. Don't if other numbers of chunks gave little hope, nor
-    after too many solutions without improvement."""
+    incumbent discards other configurations, and is worth more than a better bound. There is no such early solution if those with other
+    numbers of chunks were slow, nor after too many in a row that improved nothing."""
     bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
     config = node.instance.config
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
-    if far and _is_hopeful(state, config) and state.wasted_s < WASTED * state.options.time_limit_s:
+    if far and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
         started = time.monotonic()
         state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = _find_solution(
             state, node.instance
@@ -151,22 +151,22 @@ def _first(state: State, node: SearchNode) -> None:
     _raise_bound(state, node, bound_s)
 
 
-def _is_hopeful(state: State, config: Configuration) -> bool:
-    """Return whether no early solution with another number of chunks is known, or one is close to the incumbent, or to the early solution
-    of the incumbent's configuration with as many chunks."""
+def _is_promising(state: State, config: Configuration) -> bool:
+    """Return whether an early solution is worth its time: none with another number of chunks is known, or one is about as fast as the
+    incumbent, or as the early solution of the incumbent's configuration with the same number of chunks."""
     own, best_s = state.early_s.get(config.without_chunks, {}), dict[int, float]()
     if state.best is not None:
         best_s = state.early_s.get(state.best[0].config.without_chunks, {})
-    limit = 1 + HOPEFUL
+    limit = 1 + PROMISING
     return not own or any(s < limit * max(state.step_s, best_s.get(chunks, 0.0)) for chunks, s in own.items())
 
 
 def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a configuration."""
     instance = node.instance
-    wanted = node.bound_s < state.cutoff_s
-    none = wanted and np.isinf(_find_solution(state, instance))
-    if none and may_segment(instance) and least_memory(instance)[0] > 1:
+    can_improve = node.bound_s < state.cutoff_s
+    found_none = can_improve and np.isinf(_find_solution(state, instance))
+    if found_none and may_segment(instance) and least_memory(instance)[0] > 1:
         return retry_in_segments(state, node)
     state.push(instance, node.bound_s, node.done + 1)
 
@@ -186,8 +186,8 @@ def _find_solution(state: State, instance: Instance) -> float:
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:
-    """Return the instance with the most promising decision for every tie, in which a solution is searched before the search branches on
-    ties."""
+    """Return the instance with the most promising decision for every tie; ``None`` if a tie has none. Solutions are searched there before
+    the search branches on ties."""
     while (group := state.undecided(instance.config)) is not None:
         children = list(decided(state, instance, group))
         if not children:
@@ -209,7 +209,7 @@ def decided(state: State, instance: Instance, group: int) -> Iterator[Instance]:
 
 
 def _close(state: State, node: SearchNode) -> None:
-    """Branch on the next tie of a configuration, or solve it; its bound is then final."""
+    """Branch on the next tie of a configuration, or solve it by label setting. If neither works, its bound is final."""
     instance = node.instance
     group = state.undecided(instance.config)
     if group is not None and (not instance.schedule.multi_stage or instance.layers <= LABEL_LAYERS):
@@ -239,12 +239,12 @@ def _labels(state: State, node: SearchNode) -> bool:
     return True
 
 
-NO_PIPELINE = (_coarse, _bounding(_whole), _construct, _linear, _close)
-"""One stage has no cuts, so the linear program serves only the proof."""
+NO_PIPELINE_STEPS = (_coarse, _bounding(_whole_bound), _construct, _linear, _close)
+"""Without cuts the linear program gives solutions nothing to start from: it only improves the bound."""
 
-ONE_STAGE = (_coarse, _bounding(_whole), _linear, _construct, _close)
-MULTI_STAGE = (_first, _linear, _construct, _bounding(device_bound), _close)
-"""The bound of whole layers comes last: it takes long, and needs an incumbent."""
+ONE_STAGE_STEPS = (_coarse, _bounding(_whole_bound), _linear, _construct, _close)
+MULTI_STAGE_STEPS = (_textbook, _linear, _construct, _bounding(device_bound), _close)
+"""``device_bound`` comes after ``_construct``: it takes long, and needs an incumbent."""
 
-BIDIRECTIONAL = (_construct, _close)
+BIDIRECTIONAL_STEPS = (_construct, _close)
 """Schedules with copies of each stage have only the cheap bound and, in small models, the exact method."""

@@ -1,4 +1,4 @@
-"""Annotates a captured model: ops without a sharding rule, why it allows no microbatches, and techniques that layer classes refuse."""
+"""Annotates a captured model: its ops without a sharding rule, why it has to run in one microbatch, why classes can't be rewritten."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from passes.rewrite import rewrite_of
 
 
 def annotate(graph: Graph) -> Graph:
-    """Return the graph with ``replicated`` (ops without a rule, and their layers), ``unmicrobatchable`` and ``refused`` filled in."""
+    """Return the graph with ``replicated`` (ops without a rule, and the first layer of each), ``unmicrobatchable`` and ``refused`` set."""
     with without_function_modes():  # a mode that is active here is meant for the model's calls only
         return _annotated(graph)
 
 
 def _annotated(graph: Graph) -> Graph:
     replicated: dict[str, str] = {}
-    couples = graph.unmicrobatchable
+    reason = graph.unmicrobatchable
     seen: set[str] = set()
     for index, layer in enumerate(graph.layers):
         if layer.cls in seen:
@@ -41,13 +41,13 @@ def _annotated(graph: Graph) -> Graph:
         for node in cls.graph.graph.nodes:
             if node.op == "call_function" and not has_rule(node):
                 replicated.setdefault(op_name(node), layer.name)
-        couples = couples or _couples_batch(graph, index, cls)
+        reason = reason or _unmicrobatchable_reason(graph, index, cls)
     named = tuple(f"{op} (in {layer})" for op, layer in replicated.items())
-    return dataclasses.replace(graph, replicated=named, unmicrobatchable=couples, refused=_refused(graph))
+    return dataclasses.replace(graph, replicated=named, unmicrobatchable=reason, refused=_refused(graph))
 
 
 def _refused(graph: Graph) -> dict[tuple[str, str], str]:
-    """Return by (technique, class), for techniques that rewrite layer classes, why the class can't be rewritten, or an empty string."""
+    """For each technique that rewrites layer classes, return why it can't rewrite a class, or an empty string, by (technique, class)."""
     found = {}
     for technique in (technique for technique in LAYER if technique.rewrite):
         for name, cls in graph.classes.items():
@@ -56,7 +56,7 @@ def _refused(graph: Graph) -> dict[tuple[str, str], str]:
     return found
 
 
-def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
+def _unmicrobatchable_reason(graph: Graph, index: int, cls: LayerClass) -> str:
     """Return why this layer doesn't allow microbatches, or an empty string."""
     name = graph.layers[index].name
     types = role_types(graph, index, Role.DATA, 1)
@@ -77,7 +77,7 @@ def _couples_batch(graph: Graph, index: int, cls: LayerClass) -> str:
 
 
 def _described(node: fx.Node) -> str:
-    """Describe a node by its op, module and line of code, and a layer's input by those of the first op that reads it."""
+    """Describe a node by its op, module and line of code. A layer's input is described as the first op that reads it."""
     if node.op == "placeholder":
         node = next((reader for reader in node.users if reader.op == "call_function"), node)
     text = op_name(node).removeprefix("aten.") if node.op == "call_function" else f"the value {node.name}"

@@ -13,7 +13,7 @@ from autopar.verify.locate import Difference
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
     """A plan that ran: its kind, the largest error of a step (``compare_step``) and where it is, and the number of type-checked stages.
-    ``attack`` names the second batch that the plan ran with, ``attack_error`` is the error with that batch."""
+    ``attack`` names the adversarial batch that the plan ran with, too (empty: none), ``attack_error`` is the error with that batch."""
 
     kind: str
     plan: str
@@ -26,7 +26,7 @@ class CheckedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Attacked:
-    """An attack on the captured graph on one device: the largest error and where it is (see ``autopar.verify.attacks``)."""
+    """An attack (``autopar.verify.attacks``: adversarial batches, other modes) on the captured graph: the largest error and where it is."""
 
     name: str
     error: float
@@ -49,9 +49,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The verification of a model. ``skipped`` has the reasons why kinds are invalid for the model, ``notes`` lists changes for the
-    comparison (dropout, sizes), ``reference`` describes the reference of the plans if it isn't training on one device. ``attacks`` ran on
-    one device; ``attacks_skipped`` has the reasons why others didn't."""
+    """The verification of a model. ``skipped`` says why each skipped kind of plan is invalid for the model, ``notes`` how the comparison
+    differs from training (no dropout, fewer devices), ``reference`` what the plans are compared with if it isn't training on one device.
+    ``typechecked`` counts the programs that type-check. ``attacks`` ran on one device; ``attacks_skipped`` says why others didn't."""
 
     model: str
     devices: int
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def max_relative_difference(self) -> float:
-        """The largest difference of plans and attacks; infinite without plans or with a NaN."""
+        """The largest error of all plans and attacks; infinite if no plan was checked, or if an error is NaN."""
         errors = [error for check in self.checked for error in (check.error, check.attack_error)]
         errors += [attack.error for attack in self.attacks]
         return max(errors) if self.checked and not any(map(math.isnan, errors)) else math.inf
@@ -87,14 +87,14 @@ class Report:
         worst = self.max_relative_difference
         return {
             "exact": self.exact,
-            "max_relative_difference": _number(worst),
+            "max_relative_difference": _finite_or_none(worst),
             "plans_checked": len(self.checked),
             "typechecked": self.typechecked,
             "replicated_ops": list(self.replicated_ops),
             "failures": [failure.to_json() for failure in self.failures],
             "kinds": [check.kind for check in self.checked],
             "skipped": self.skipped,
-            "attacks": [{"name": a.name, "error": _number(a.error), "where": a.where} for a in self.attacks],
+            "attacks": [{"name": a.name, "error": _finite_or_none(a.error), "where": a.where} for a in self.attacks],
             "attacks_in_plans": {check.kind: check.attack for check in self.checked if check.attack},
             "attacks_skipped": self.attacks_skipped,
             "notes": list(self.notes),
@@ -105,5 +105,5 @@ class Report:
         }
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A model and its float64 results on one device, which the model's programs must reproduce."""
+"""A model and its float64 results on one device: the reference with which the model's programs are compared."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from autopar.shard import annotate
 
 @dataclass(frozen=True)
 class Subject:
-    """The captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter name.
-
-    ``dropout`` says whether the model has dropout, which is off here. ``buffers`` has the new values of the buffers that the forward pass
-    writes. ``rounding`` has the rounding error of each parameter's gradient.
-    """
+    """A model to verify: the captured graph, the state dict, the batch by input name, and eager PyTorch's loss and gradients by parameter
+    name. ``dropout`` says whether the model has dropout, which is turned off for the comparison. ``buffers`` has the values, after the
+    step, of the buffers that the forward pass writes. ``rounding`` has the rounding error of each parameter's gradient."""
 
     graph: Graph
     state: dict[str, Tensor]
@@ -57,10 +55,10 @@ def make_subject(
     """Capture a copy of ``model`` in float64 and run it eagerly, forward and backward. ``model`` itself isn't changed.
 
     If the model couples the examples of a batch and ``microbatches`` is more than one, each microbatch is treated as a separate batch
-    (``autopar.capture.separate_microbatches``): one device accumulates over the same microbatches, and the loss is the mean of theirs.
+    (``autopar.capture.separate_microbatches``): one device accumulates over the same microbatches, and its loss is their mean loss.
 
     Raises:
-        ModelError: parameters or buffers are on meta and have no values, or the model draws random numbers other than dropout.
+        ModelError: parameters or buffers are on meta and have no values, or the model draws random numbers, except for dropout.
         BatchError: the batch is on meta.
         CaptureError: the model can't be exported.
     """
@@ -68,7 +66,7 @@ def make_subject(
         raise ModelError("the model is on meta, where parameters have no values", "build it on the CPU to verify it")
     copied, external_state = copy_for_eager(model, loss_fn), ExternalState(model, loss_fn)
     model, loss_fn = copied.model, copied.loss_fn
-    switched_off = _without_dropout(model)
+    disabled = _disable_dropout_modules(model)
     with external_state.restored(), Float64Everywhere(), WithoutDropout() as off:
         graph = annotate(capture(model, batch, loss_fn, precision="float64", name=name))
         structure = graph.structure
@@ -87,7 +85,7 @@ def make_subject(
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics change
         loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
         rounding = _rounding(model, graph, loss_fn, tensors, state, gradients)
-    dropout = off.seen or copied.dropout or switched_off
+    dropout = off.seen or copied.dropout or disabled
     return Subject(graph, state, tensors, loss, gradients, dropout, after, rounding)
 
 
@@ -97,7 +95,7 @@ def with_batch(
     """Return the subject with another batch of the same shapes, by input name. Raises any error that the model raises."""
     copied, structure = copy_for_eager(model, loss_fn), subject.graph.structure
     assert isinstance(structure, BatchStructure)
-    # rebuilt, so that a row that all examples of the original batch share is one row here, too
+    # if all examples of the original batch share one row, rebuilding makes them share the first row here, too
     tensors = flatten_batch(structure, rebuild_batch(structure, list(tensors.values())))
     with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         arguments = copied.model, subject.graph, copied.loss_fn, tensors, subject.state
@@ -106,7 +104,7 @@ def with_batch(
     return dataclasses.replace(subject, batch=tensors, loss=loss, gradients=gradients, buffers=after, rounding=rounding)
 
 
-def _without_dropout(model: nn.Module) -> bool:
+def _disable_dropout_modules(model: nn.Module) -> bool:
     """Set the probability of every dropout module to 0, since ``WithoutDropout`` doesn't see calls inside opaque modules; return whether
     any of them was active."""
     modules = [module for module in model.modules() if isinstance(module, _DROPOUT) and module.p]
@@ -170,7 +168,7 @@ def _rounding(
 
 
 def _mean(values: list[Tensor]) -> Tensor:
-    """Return a buffer's new value from its new values in all microbatches: the mean, or the last one of integers, which are all equal."""
+    """Return a buffer's value after the step from its values after each microbatch: their mean; integers are equal in all microbatches."""
     return torch.stack(values).mean(0) if values[0].is_floating_point() and len(values) > 1 else values[-1]
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.checks.sample_experts import gated_experts, plain_experts
 from autopar.devices import parse
 from autopar.emit import emit
-from autopar.ops.experts import MULTIPLE, Experts
+from autopar.ops.experts import WIDTH_MULTIPLE, Experts
 from autopar.planning import plan_model
 from autopar.program import kernels_experts
 from autopar.program.mesh_axes import on_mesh
@@ -277,7 +277,7 @@ def test_the_widths_that_grouped_products_take_are_those_of_torch() -> None:
         except RuntimeError as error:
             assert "16 bytes" in str(error)
             fits = False
-        assert fits == (not k % MULTIPLE and not m % MULTIPLE), (k, m)
+        assert fits == (not k % WIDTH_MULTIPLE and not m % WIDTH_MULTIPLE), (k, m)
 
 
 @pytest.mark.parametrize(

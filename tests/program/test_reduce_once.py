@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Fault, type[nn.Module]]] = {
     "never reduced": (("fsdp.py", RIGHT, "False, recurse"), Blocks),
     "reduced in the first microbatch": (("fsdp.py", RIGHT, "self._begun == 1, recurse"), Blocks),
     "the next step goes on counting": (
-        ("fsdp.py", r"(def clear\(self\) -> None:\n +\"\"\".*\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
+        ("fsdp.py", r"(def begin_step\(self\) -> None:\n +\"\"\".*\"\"\"\n)        self\._begun = 0", r"\1        pass"), Blocks,
     ),
     "each output begins a backward pass": (("fsdp.py", r"if not begun:", "if True:"), Skipping),
     "the first output has to be reached": (("fsdp.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),

@@ -209,7 +209,7 @@ FAULTS: dict[str, Fault] = {
     "the result is not waited for": ("parameters.py", r"(?s)(Wait for the sums; .*?)self\._work\.wait\(\)", r"\1pass"),
     "the first microbatch starts it": ("parameters.py", r' \* program\.passes', ""),
     "all start again after the schedule": ("reductions.py", r"self\._early\[self\._started :\]", "self._early"),
-    "the next step goes on counting groups": ("reductions.py", r"(last\.clear\(\)\n)        self\._started = 0", r"\1"),
+    "the next step goes on counting groups": ("reductions.py", r"(last\.begin_step\(\)\n)        self\._started = 0", r"\1"),
     "the next step goes on counting gradients": ("parameters.py", r"self\.gradient_counter\.reset\(\)", "pass"),
     "none starts before the schedule's end": ("reductions.py", r"complete = weakref\.WeakMethod\(.*\)", "complete = None"),
     "the first layer is the first in order": ("reductions.py", r"in reversed\(list\(layers\)\)", "in layers"),

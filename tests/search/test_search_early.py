@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autopar.search.steps import HOPEFUL, _is_hopeful
+from autopar.search.steps import PROMISING, _is_promising
 
 BEST, OTHER = "configuration of the incumbent", "another configuration"
 
@@ -19,10 +19,10 @@ def state(early_s: dict[str, dict[int, float]]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("early_s", "hopeful"),
+    ("early_s", "promising"),
     [
         pytest.param({}, True, id="none known"),
-        pytest.param({OTHER: {2: 1.0 + HOPEFUL / 2}}, True, id="close to the incumbent"),
+        pytest.param({OTHER: {2: 1.0 + PROMISING / 2}}, True, id="close to the incumbent"),
         pytest.param({OTHER: {2: 1.2}}, False, id="far from the incumbent"),
         pytest.param({OTHER: {2: 1.2}, BEST: {2: 1.19, 4: 1.0}}, True, id="as fast with as many chunks"),
         pytest.param({OTHER: {2: 1.2}, BEST: {2: 1.1, 4: 1.0}}, False, id="slower with as many chunks"),
@@ -30,6 +30,6 @@ def state(early_s: dict[str, dict[int, float]]) -> Any:
         pytest.param({OTHER: {2: float("inf"), 3: 1.2}, BEST: {2: 1.0, 3: 1.2}}, True, id="one of several"),
     ],
 )
-def test_further_chunks_are_tried_early_after_a_close_solution(early_s: dict[str, dict[int, float]], hopeful: bool):
+def test_further_chunks_are_tried_early_after_a_close_solution(early_s: dict[str, dict[int, float]], promising: bool):
     config: Any = SimpleNamespace(without_chunks=OTHER)
-    assert _is_hopeful(state(early_s), config) is hopeful
+    assert _is_promising(state(early_s), config) is promising

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.checks.nccl.records import Communicator
-from autopar.checks.nccl.works import Issue, LateWork, Values
+from autopar.checks.nccl.works import IssueRequest, LateWork, Values
 from autopar.torch_private import is_fake, memory
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RecordingGroup(_Group):
         return self is other
 
     def _issue(self, kind: str, must_match: Sequence[Tensor] = (), **more: Any) -> LateWork:
-        return self._recorder.issue(self, Issue(kind, must_match, **more))
+        return self._recorder.issue(self, IssueRequest(kind, must_match, **more))
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 

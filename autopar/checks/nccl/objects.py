@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from autopar.checks.nccl.works import Issue
+from autopar.checks.nccl.works import IssueRequest
 from autopar.torch_private import object_tensor, tensor_object
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Objects:
 
         def meet(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
             ours: Any = group or dist.group.WORLD
-            work = recorder.issue(ours, Issue(kind, root=root))
+            work = recorder.issue(ours, IssueRequest(kind, root=root))
             found = self.sent(ours, kind, value)()
             work.wait()
             if recorder.thread() == 0:

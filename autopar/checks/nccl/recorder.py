@@ -34,7 +34,7 @@ from autopar.checks.nccl.records import (
     TensorRange,
 )
 from autopar.checks.nccl.streams import Stream, StreamEvent
-from autopar.checks.nccl.works import Issue, LateWork
+from autopar.checks.nccl.works import IssueRequest, LateWork
 from autopar.torch_private import is_fake
 
 _SYNCS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
@@ -98,7 +98,7 @@ class Recorder:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def issue(self, group: RecordingGroup, asked: Issue) -> LateWork:
+    def issue(self, group: RecordingGroup, asked: IssueRequest) -> LateWork:
         """Record an operation of ``group``, and return its work."""
         where = place()
         thread = self.thread()

@@ -1,4 +1,4 @@
-"""Async operations that deliver their results only at ``wait``, as the slowest NCCL would (unless ``Recorder.late`` is false)."""
+"""Async operations that deliver their results only at ``wait``, the latest that NCCL may (unless ``Recorder.late`` is false)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Values = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Issue:
+class IssueRequest:
     """An operation to issue. It reads ``operands`` and writes ``results``.
 
-    One function computes the results' values: ``values`` is called at once, ``exchanged`` at ``wait``. The tensors in ``must_match``
-    must have the same sizes and dtypes on all ranks of the group (``Operation.operands``). ``Operation`` explains the other fields.
+    ``exchanged`` computes the results at ``wait``, from the operands of all ranks. Without it, ``values`` computes them at once, on this
+    rank alone. ``must_match`` has the tensors whose sizes and dtypes all ranks must agree on. ``Operation`` explains the other fields.
     """
 
     kind: str
@@ -48,7 +48,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _poison(tensor: Tensor) -> None:
-    """Poison a tensor with a sentinel value (NaN for floats), so that a read or write before ``wait`` shows."""
+    """Poison a tensor (a float with NaN), so that a read or write before ``wait`` shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -58,8 +58,8 @@ def _poison(tensor: Tensor) -> None:
 
 
 class LateWork(dist.Work):
-    """The ``Work`` of an async operation. With ``Recorder.late``, results are NaN from the issue to ``wait``, which also checks that
-    neither they nor the operands were written meanwhile. Otherwise results are immediate."""
+    """The ``Work`` of an async operation. With ``Recorder.late``, results are poisoned from the issue to ``wait``, which also checks that
+    neither they nor the operands were written meanwhile. Otherwise the operation delivers its results at once."""
 
     def __init__(
         self,
@@ -92,17 +92,17 @@ class LateWork(dist.Work):
             self._done = True
             if self._recorder.late:
                 with torch.no_grad():
-                    self._compare()
+                    self._check_unwritten()
                     self._deliver()
             self._operands, self._poisoned = [], []
         return True
 
-    def _compare(self) -> None:
-        changed = [
+    def _check_unwritten(self) -> None:
+        watched = [
             *(("an operand", *pair) for pair in self._operands),
             *(("a result", *pair) for pair in zip(self._results, self._poisoned, strict=True)),
         ]
-        for what, now, before in changed:
+        for what, now, before in watched:
             if now.numel() and not _equal(_bytes(now), _bytes(before)):
                 self._recorder.races.append(f"{what} of {self._name} is written before the wait at {place()}")
 
