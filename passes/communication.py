@@ -59,29 +59,29 @@ def conversions(
     for i, value in enumerate(output[1]):
         readers.setdefault((value, tuple([t.outputs[i] for t in types])), []).append((output[0], i))
     found = []
-    for (value, target), places in readers.items():
+    for (value, target), its_readers in readers.items():
         source = tuple([one[value] for one in produced])
         if source != target:
             steps = conversion_steps(source, target, gradient[value])
-            found.append(Conversion(value, source, target, steps, tuple(places)))
+            found.append(Conversion(value, source, target, steps, tuple(its_readers)))
     return tuple(found)
 
 
 def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Iterator[KernelExchange]:
-    """Yield every exchange inside the kernels of a layer's graph, over the axes whose types name the kernel."""
-    run = {name for t in types for name in t.kernel}
-    for node in graph.graph.nodes if run else ():
+    """Yield every exchange inside the kernels of a layer's graph, over the axes on which the kernel replaces the op."""
+    replaced = {name for t in types for name in t.kernel}
+    for node in graph.graph.nodes if replaced else ():
         kernels = {i: t.kernel[node.name] for i, t in enumerate(types) if node.name in t.kernel}
         for kernel in dict.fromkeys(kernels.values()):
             axes = tuple(i for i, name in kernels.items() if name == kernel)
             for collective in kernel_traffic(kernel, node):
-                held = _types_at(collective.value, node, types)
-                sharded = tuple(i for i, t in enumerate(held) if t.sharded and i not in axes)
+                value_types = _types_at(collective.value, node, types)
+                sharded = tuple(i for i, t in enumerate(value_types) if t.sharded and i not in axes)
                 yield KernelExchange(node.name, axes, sharded, collective)
 
 
 def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx.Node, Types]]:
-    """Yield every tensor of a layer's graph with the types that its op produces, and again for each reader with the types it needs."""
+    """Yield every tensor of a layer's graph with the types that its op produces, and again with the types that each reader needs."""
     for node in graph.graph.nodes:
         if node.op != "output" and is_tensor(node):
             yield node, sharding.produced(node.name)

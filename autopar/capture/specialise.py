@@ -1,6 +1,6 @@
 """Specialises data-dependent control flow on the example batch, and guards it (``if labels.max() >= n``, ``lengths.max().item()``).
 
-A trace has no values. So the model first runs on the batch, which records every read of a tensor's value: the source line and the value.
+A trace has no values. So the model first runs on the batch, and every read of a tensor's value is recorded: the source line and the value.
 During the trace the reads return the same values in the same order, and the graph also returns the tensors that were read. Such a tensor
 must depend on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a program refuses a batch
 with another value (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its guard is
@@ -30,7 +30,7 @@ from autopar.program.guards import as_python_number
 from autopar.torch_private import as_if_exported
 from passes.clean.nodes import ancestors, note, returned
 
-MOST = 256
+MAX_READS = 256
 """Maximum number of values that a forward may read; each number of a list counts. The program's source contains all of them."""
 _SHOWN = 5
 
@@ -78,9 +78,9 @@ class RecordedReads:
         line, name, index = caller(), func.__name__, len(self.read_tensors)
         read = self.recorded[index] if index < len(self.recorded) else None
         if read is None or (read.line, read.function) != (line, name):
-            expected = f"does at {read.line}" if read is not None else "does not"
+            expected = f"reads one at {read.line}" if read is not None else "reads no more values"
             raise CaptureError(
-                f"{line} reads a tensor's value, but the model on its batch {expected}: the value depends on more than the batch",
+                f"{line} reads a tensor's value, but the model run on the batch {expected}: what it reads depends on more than the batch",
                 OPAQUE_HINT,
             )
         self.read_tensors.append(_VALUE_READS[func](*args, **kwargs).detach())
@@ -117,17 +117,17 @@ class _RecordReads(TorchFunctionMode):
 
 
 class _FlipRead(TorchFunctionMode):
-    """A context that flips the value of read number ``index``; sets ``decided`` if another boolean read follows."""
+    """A context that flips the value of read number ``index``; sets ``decides_again`` if another boolean read follows."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.remaining, self.decided = index, False
+        self.remaining, self.decides_again = index, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not _reads_value(func):
             return result
-        self.decided |= self.remaining < 0 and isinstance(result, bool)
+        self.decides_again |= self.remaining < 0 and isinstance(result, bool)
         self.remaining -= len(_numbers(result)) if isinstance(result, list) else 1
         return not result if self.remaining == -1 and isinstance(result, bool) else result
 
@@ -146,16 +146,16 @@ def _reads_value(func: Any) -> bool:
 
 def record_reads(model: nn.Module, run: Callable[[nn.Module], object]) -> RecordedReads | None:
     """Return the reads of values while ``run`` runs a copy of the model as export does; ``None`` if the run fails, if there are no reads
-    or more than ``MOST``, or if a value isn't a bool or int."""
+    or more than ``MAX_READS``, or if a value isn't a bool or int."""
 
     def fails_if_flipped(index: int) -> bool:
-        (copy_of_model,), other = copied([model]), _FlipRead(index)
-        with torch.random.fork_rng(devices=[]), as_if_exported(), other:
+        (copy_of_model,), flip = copied([model]), _FlipRead(index)
+        with torch.random.fork_rng(devices=[]), as_if_exported(), flip:
             try:
                 run(copy_of_model)
             except Exception as error:  # any error that the model's code raises
-                own = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(NOT_USER_CODE)
-                return own and not other.decided
+                raised_by_model = not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(NOT_USER_CODE)
+                return raised_by_model and not flip.decides_again
         return False
 
     (copy_of_model,), recorder = copied([model]), _RecordReads()
@@ -166,16 +166,16 @@ def record_reads(model: nn.Module, run: Callable[[nn.Module], object]) -> Record
             return None
     values = [read.value for read in recorder.reads]
     plain = all(type(value) in (bool, int) for value in values)  # a float would differ in every batch
-    usable = plain and 0 < len(values) <= MOST
+    usable = plain and 0 < len(values) <= MAX_READS
     return RecordedReads(recorder.reads, fails_if_flipped=fails_if_flipped) if usable else None
 
 
 def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
     """Store the guards in the exported graph's meta data, and drop those that can't be checked on a batch.
 
-    The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards are removed.
-
-    Raises ``NotTraceableError`` if a value depends on a parameter or a random number and its opposite doesn't make the model raise.
+    The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards are removed. Raises
+    ``NotTraceableError`` if a value depends on a parameter or a random number and its opposite doesn't make the model raise, and
+    ``CaptureError`` if export read fewer values.
     """
     graph_meta(gm)["guards"] = tuple(Guard(read.line, read.value) for read in reads.recorded) if reads else ()
     if reads is not None and len(reads.read_tensors) != len(reads.recorded):
@@ -186,12 +186,12 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
     guards, nodes, kept = graph_meta(gm)["guards"], _nodes(gm), []
     for index, (guard, node) in enumerate(zip(guards, nodes, strict=True)):
         sources = ancestors([node])
-        drawn = any("parameter" in meta(n) or (n.op == "call_function" and is_random(n)) for n in sources)
-        if not drawn and not any("buffer" in meta(n) for n in sources):
+        beyond_batch = any("parameter" in meta(n) or (n.op == "call_function" and is_random(n)) for n in sources)
+        if not beyond_batch and not any("buffer" in meta(n) for n in sources):
             kept.append(index)
         elif reads is not None and reads.fails_if_flipped(index):
-            note(gm, f"{guard.line} raises an error if the value is not {guard.value}, and a program does not check it")
-        elif drawn:
+            note(gm, f"{guard.line} raises an error if the value is not {guard.value}; the program does not check it")
+        elif beyond_batch:
             raise _undecided(guard, node)
         else:
             kept.append(index)
@@ -214,7 +214,7 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
         shown = ", ".join(values[:_SHOWN]) + (f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else "")
         note(
             gm,
-            f"{line} reads values of the batch, assumed to be {shown}: a batch with others is refused at run time",
+            f"{line} reads values of the batch, assumed to be {shown}: a batch with other values is refused at run time",
         )
     return found
 

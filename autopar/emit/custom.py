@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from autopar.emit.opaque import TAKEN
+from autopar.emit.opaque import RESERVED
 from autopar.errors import ProgramError
 from autopar.graph import Graph
 from autopar.ops.facts import is_custom, op_of
 from autopar.torch_private import custom_op_module
 
-_HINT = "define it with torch.library.custom_op in a separate Python file, whose name is none of the program's files, and import it"
+_HINT = f"define it with torch.library.custom_op in a separate Python file, not named {' or '.join(sorted(RESERVED))}, and import it"
 
 
 def custom_modules(graph: Graph) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def custom_modules(graph: Graph) -> tuple[str, ...]:
         module = custom_op_module(target)
         if module is None:
             raise ProgramError(f"no Python module is known to define the op {op_of(target).name}", _HINT)
-        if module == "__main__" or module.partition(".")[0] in TAKEN:
+        if module == "__main__" or module.partition(".")[0] in RESERVED:
             place = "the script itself" if module == "__main__" else f"a module named {module}"
             raise ProgramError(
                 f"the op {op_of(target).name} is defined in {place}, where the program cannot import it", _HINT

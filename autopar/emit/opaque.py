@@ -1,6 +1,6 @@
 """Describes a graph's opaque modules as data, from which the program rebuilds them: ``runtime/opaque.json``.
 
-Classes are described by name, without pickle; attributes that JSON can't represent are refused by name.
+Classes are described by name, without pickle. An attribute that isn't plain data raises an error that names it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autopar.precision import name_of
 from autopar.program.opaque import AutogradFunctionModule, TorchOp
 
 # modules of the program's folder, which shadow a user's modules of the same name
-TAKEN = frozenset({"model", "train", "runtime"})
+RESERVED = frozenset({"model", "train", "runtime"})
 
 _FUNCTION = f":{AutogradFunctionModule.__qualname__}"
-_OURS = {AutogradFunctionModule: _FUNCTION, TorchOp: f":{TorchOp.__qualname__}"}
-_OWN = frozenset(vars(nn.Module()))  # attributes of every module; all but ``training`` are described separately
+_RUNTIME_CLASSES = {AutogradFunctionModule: _FUNCTION, TorchOp: f":{TorchOp.__qualname__}"}
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # of every module; all but ``training`` are described separately
 
 
 def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
@@ -37,7 +37,7 @@ def describe_opaque(graph: Graph) -> dict[str, list[dict[str, Any]]]:
 def imported_modules(descriptions: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the names of the Python modules that define the described classes, except torch's."""
     everything = [record for records in descriptions.values() for record in records]
-    classes = [record["class"] for record in everything if record["class"] not in _OURS.values()]
+    classes = [record["class"] for record in everything if record["class"] not in _RUNTIME_CLASSES.values()]
     classes += [record["attributes"]["function"]["class"] for record in everything if record["class"] == _FUNCTION]
     names = {name.partition(":")[0] for name in classes}
     return sorted(name for name in names if name.partition(".")[0] != "torch")
@@ -72,8 +72,8 @@ def _describe(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def _class(module: nn.Module, where: str) -> str:
-    """Return the import name of the module's class; for a function or op, that of the runtime's class that calls it."""
-    return _OURS.get(type(module)) or _named(type(module), where)
+    """Return the ``module:Class`` of an opaque module; for an ``autograd.Function`` or an op, that of the runtime's class that calls it."""
+    return _RUNTIME_CLASSES.get(type(module)) or _named(type(module), where)
 
 
 def _named(cls: type, where: str) -> str:
@@ -81,8 +81,8 @@ def _named(cls: type, where: str) -> str:
     if name == "__main__" or "<locals>" in path:
         place = "the script itself" if name == "__main__" else "a function"
         raise _refusal(where, f"its class {path} is defined in {place}, where the program's processes cannot import it")
-    if name.partition(".")[0] in TAKEN:
-        raise _refusal(where, f"its class {path} is in a module named {name}, as a file of the program's folder is")
+    if name.partition(".")[0] in RESERVED:
+        raise _refusal(where, f"its class {path} is in a module named {name}, which a file of the program shadows")
     try:
         imported: Any = functools.reduce(getattr, path.split("."), importlib.import_module(name))
     except (ImportError, AttributeError):
@@ -95,7 +95,7 @@ def _named(cls: type, where: str) -> str:
 def _refusal(where: str, why: str) -> AutoparError:
     return ProgramError(
         f"the opaque module {where} cannot be written into a program: {why}",
-        "move the class to a separate Python file, whose name is none of the program's files, and import it",
+        f"move the class to a separate Python file, not named {' or '.join(sorted(RESERVED))}, and import it",
     )
 
 
@@ -104,9 +104,9 @@ def _attributes(module: nn.Module, where: str) -> dict[str, Any]:
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             continue
-        if name in _OWN and name != "training":
+        if name in _MODULE_ATTRIBUTES and name != "training":
             if value != vars(fresh)[name]:
-                raise _unplain(where, name, "a hook")
+                raise _not_plain(where, name, "a hook")
             continue
         attributes[name] = _data(value, where, name)
     return attributes
@@ -127,10 +127,10 @@ def _data(value: Any, where: str, name: str) -> Any:
         return {"dict": [[_data(key, where, name), _data(item, where, name)] for key, item in value.items()]}
     if kind in (tuple, torch.Size):
         return {"tuple" if kind is tuple else "size": [_data(item, where, name) for item in value]}
-    raise _unplain(where, name, f"a {kind.__name__}")
+    raise _not_plain(where, name, f"a {kind.__name__}")
 
 
-def _unplain(where: str, name: str, what: str) -> AutoparError:
+def _not_plain(where: str, name: str, what: str) -> AutoparError:
     return ProgramError(
         f"the opaque module {where} cannot be written into a program: its attribute {name} is {what}",
         "keep numbers, text, dtypes and lists, tuples or dicts of them as attributes; register tensors as buffers and modules as "

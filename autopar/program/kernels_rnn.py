@@ -37,13 +37,11 @@ def recurrent(
         rows = _places(x)[0]
         _require(
             all(_places(state) == [(), rows, ()] for state in states),
-            "recurrent: the states' batch is sharded differently",
+            "recurrent: the states' batch is sharded differently from x's",
         )
         _require(not any(entry for weight in weights for entry in _places(weight)), "recurrent: weights are sharded")
         _require(_places(x)[1:] == [(), ()], "recurrent: time or width is sharded")
-        _require(
-            P not in spmd.get_local_type(x).values(), "recurrent: the terms of a sum would be activated one by one"
-        )
+        _require(P not in spmd.get_local_type(x).values(), "recurrent: x is a partial sum, and must be reduced first")
     with spmd.local(), _seeded(seed if dropout else None, x.device):
         if not states:
             hidden, directions = weights[1].shape[1], 2 if bidirectional else 1

@@ -1,5 +1,5 @@
-"""Applies gradients late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; staleness as in stale synchronous parallel training,
-Ho et al. 2013): an update uses the gradients of ``ProgramSpec.late`` steps ago, and the first updates use zeros.
+"""Applies gradients late (delayed SGD, Langford et al. 2009, arXiv:0911.0491; stale synchronous parallel training, Ho et al. 2013, also
+allows fresher ones): an update uses the gradients of ``ProgramSpec.late`` steps ago, and the first updates use zeros.
 
 A step's gradients are summed over the replicas while the following steps compute: each group's gradients are copied, an async reduction of
 the copy starts, and the update that needs the sum waits for it. A checkpoint stores the sums that no update has used yet as optimizer
@@ -22,8 +22,8 @@ from .parameters import FlatGroup, ParameterGroup
 from .reductions import Reductions
 from .world import LoadedProgram
 
-_STATE = "late_"
-"""The key of a sum in a checkpoint's optimizer state is this prefix and the number of updates before the one that uses it."""
+_KEY_PREFIX = "late_"
+"""A sum's key in a checkpoint's optimizer state is this prefix, followed by the number of updates that come before the sum is used."""
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class LateReductions(Reductions):
         self._step, self._uses_due = self._step + 1, False
 
     @contextlib.contextmanager
-    def saved(self, updates: Updates) -> Iterator[None]:
+    def sums_in_state(self, updates: Updates) -> Iterator[None]:
         """Add the sums that no update has used yet to the optimizer's state inside this context, so that a checkpoint includes them.
 
         Raises ``CheckpointError`` if the optimizer needs unsharded tensors: these sums are sharded.
@@ -106,11 +106,11 @@ class LateReductions(Reductions):
                 if id(master.tensor) not in known:
                     raise CheckpointError(
                         f"the optimizer needs {master.layout.original} unsharded, and gradients are applied "
-                        f"{self._delay} updates late: a checkpoint cannot have those of later updates",
+                        f"{self._delay} updates late: a checkpoint cannot store the gradients that later updates use",
                         "train with an elementwise optimizer, or with another synchronization",
                     )
                 for late in sums:
-                    key = f"{_STATE}{late.step + self._delay - self._step}"
+                    key = f"{_KEY_PREFIX}{late.step + self._delay - self._step}"
                     states.setdefault(master.tensor, {})[key] = _part(late.wait(), group, master.holder)
                     added.append((master.tensor, key))
         try:
@@ -122,15 +122,15 @@ class LateReductions(Reductions):
                     del states[tensor]
 
     @torch.no_grad()
-    def loaded(self, updates: Updates) -> None:
+    def take_sums_from_state(self, updates: Updates) -> None:
         """Move the sums of a loaded checkpoint from the optimizer's state to this object."""
         self._step, self._uses_due = 0, False
         for group, sums in self._sums.items():
             found: dict[int, _Sum] = {}
             for master in group.masters:
                 state = updates.optimizer.state.get(master.tensor, {})
-                for key in [key for key in state if key.startswith(_STATE)]:
-                    step = int(key.removeprefix(_STATE)) - self._delay
+                for key in [key for key in state if key.startswith(_KEY_PREFIX)]:
+                    step = int(key.removeprefix(_KEY_PREFIX)) - self._delay
                     late = found.setdefault(step, _Sum(step, torch.zeros_like(group.flat_gradients)))
                     _part(late.gradients, group, master.holder).copy_(state.pop(key))
             sums[:] = [found[step] for step in sorted(found)]

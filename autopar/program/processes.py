@@ -1,7 +1,7 @@
 """The processes of a program: reads their ranks from the launcher's variables, picks their devices, creates their process groups.
 
 NCCL creates a communicator when its group is first used, and then waits for all of the group's ranks. So two ranks deadlock if they first
-use two groups in opposite orders, and so does a batch of transfers in which some ranks of the group don't take part.
+use two groups in opposite orders; a batch of transfers deadlocks if some ranks of its group don't take part.
 ``ProcessGroups.warm_up`` uses every group in the order in which all ranks created them.
 """
 
@@ -48,8 +48,8 @@ def nvme_folder(named: str) -> str:
     folder = named or os.environ.get(NVME_FOLDER, "")
     if not folder:
         raise StartError(
-            "the plan keeps optimizer states on NVMe, and no folder on it is named",
-            f"name one: nvme_path in the cluster file, train.py --nvme DIR, or the environment's {NVME_FOLDER}",
+            "the plan keeps optimizer states on NVMe, and no NVMe folder is set",
+            f"set one: nvme_path in the cluster file, train.py --nvme DIR, or the environment variable {NVME_FOLDER}",
         )
     return folder
 
@@ -57,17 +57,17 @@ def nvme_folder(named: str) -> str:
 def ranks_from_environment(environment: Mapping[str, str]) -> ProcessRanks:
     """Return this process's ranks, from the variables of torchrun or ``srun``.
 
-    If a launcher sets ``RANK`` and ``WORLD_SIZE`` but not the local variables, those of the ``srun`` step are used, if there is one.
+    If a launcher sets ``RANK`` and ``WORLD_SIZE`` but not the local variables, those of an ``srun`` step with as many processes are used.
     """
-    step = "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment
-    if "RANK" not in environment and step:
+    in_srun_step = "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment
+    if "RANK" not in environment and in_srun_step:
         rank, size = int(environment["SLURM_PROCID"]), int(environment["SLURM_STEP_NUM_TASKS"])
     else:
         rank, size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
     if size == 1:
         return ProcessRanks(rank, size, int(environment.get("LOCAL_RANK", "0")), 1)
     local_rank, local_size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
-    if local_rank is None and step and int(environment["SLURM_STEP_NUM_TASKS"]) == size:
+    if local_rank is None and in_srun_step and int(environment["SLURM_STEP_NUM_TASKS"]) == size:
         local_rank = environment.get("SLURM_LOCALID")
         local_size = local_size or _tasks_of_node(environment)
     return ProcessRanks(
@@ -77,12 +77,12 @@ def ranks_from_environment(environment: Mapping[str, str]) -> ProcessRanks:
 
 def _tasks_of_node(environment: Mapping[str, str]) -> str | None:
     """Return the number of the step's processes on this node: ``SLURM_STEP_TASKS_PER_NODE`` is ``4(x2),3`` for nodes with 4, 4 and 3."""
-    node, at = int(environment.get("SLURM_NODEID", "0")), 0
+    node, nodes = int(environment.get("SLURM_NODEID", "0")), 0
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
             break
-        at += int(found[2] or 1)
-        if node < at:
+        nodes += int(found[2] or 1)
+        if node < nodes:
             return found[1]
     return environment.get("SLURM_NTASKS_PER_NODE")
 
@@ -99,7 +99,7 @@ def set_rendezvous(environment: MutableMapping[str, str], ranks: ProcessRanks) -
                 f"srun has started {ranks.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR, the address of "
                 "the first node, is not set",
                 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) before srun, or start torchrun on every '
-                "node (autopar dev launch writes such a file)",
+                "node (autopar dev launch writes a batch file that does)",
             )
         environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000))
     defaults = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
@@ -114,7 +114,7 @@ def device_of(ranks: ProcessRanks, kind: str | None) -> torch.device:
     uses the GPU of its local rank.
 
     Raises:
-        StartError: the node has GPUs, but not one for each process, or torch can't use them; or ``kind`` is ``"cuda"`` without GPUs.
+        StartError: torch can't use the node's GPUs, they are too few, or the local rank is unknown; or ``kind`` is ``"cuda"`` without GPUs.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -164,8 +164,8 @@ def check_node(ranks: ProcessRanks, plan: Mapping[str, Any], axes: Mapping[str, 
     wanted, found = (f"{count} GPU{'s' if count != 1 else ''}" for count in (gpus_per_node, ranks.local_size))
     raise StartError(
         f"the plan is for nodes of {wanted} ({devices}: {mesh}), and this node has {ranks.local_size} of the program's {ranks.size} "
-        "processes: the plan's groups of ranks would cross nodes where it priced them inside of one",
-        f"start {gpus_per_node} on every node, or plan for nodes of {found} and emit again; a program of any plan resumes from the same "
+        "processes: groups of ranks that the plan priced inside one node would cross nodes",
+        f"start {gpus_per_node} of them on every node, or plan for nodes of {found} and emit again; all plans resume from the same "
         "checkpoints",
     )
 
@@ -187,19 +187,19 @@ class ProcessGroups:
         self._timeout = timeout
         self._groups: list[dist.ProcessGroup] = []  # this rank's groups, in the order of their creation
         self._links: list[dist.ProcessGroup] = []
-        self._self: dist.ProcessGroup | None = None
+        self._own_group: dist.ProcessGroup | None = None
 
-    def rows(self, ranks: Tensor) -> dist.ProcessGroup | None:
+    def new_groups(self, ranks: Tensor) -> dist.ProcessGroup | None:
         """Create a group for every row of ``ranks``; return this rank's group, or ``None`` if it is in no row.
 
         A row of all ranks gets the world's group. The group of a row with one rank is created by that rank alone, once.
         """
-        mine = self._rows(ranks)
+        mine = self._new_groups(ranks)
         if mine is not None and dist.get_world_size(mine) > 1:
             self._groups.append(mine)
         return mine
 
-    def _rows(self, ranks: Tensor) -> dist.ProcessGroup | None:
+    def _new_groups(self, ranks: Tensor) -> dist.ProcessGroup | None:
         rank, world, mine = dist.get_rank(), dist.get_world_size(), None
         for row in ranks.tolist():
             if len(row) == world:
@@ -213,11 +213,11 @@ class ProcessGroups:
 
     def _single(self) -> dist.ProcessGroup:
         """Return the group of this rank alone."""
-        if self._self is None:
+        if self._own_group is None:
             ranks = [dist.get_rank()]
-            self._self = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
-        assert self._self is not None
-        return self._self
+            self._own_group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        assert self._own_group is not None
+        return self._own_group
 
     def flattened(
         self, wanted: Iterable[tuple[str, ...]], names: Sequence[str], ranks: Tensor
@@ -228,17 +228,17 @@ class ProcessGroups:
         for axes in sorted(wanted):
             inner = [1 + names.index(axis) for axis in axes]
             outer = [dim for dim in range(ranks.dim()) if dim not in inner]
-            group = self.rows(ranks.permute(*outer, *inner).flatten(len(outer)).flatten(0, len(outer) - 1))
+            group = self.new_groups(ranks.permute(*outer, *inner).flatten(len(outer)).flatten(0, len(outer) - 1))
             assert group is not None
             groups[axes] = group
         return groups
 
     def links(
-        self, lines: Tensor, pairs: Iterable[tuple[int, int]], pipeline: dist.ProcessGroup
+        self, ranks: Tensor, pairs: Iterable[tuple[int, int]], pipeline: dist.ProcessGroup
     ) -> Mapping[int, dist.ProcessGroup]:
-        """Return a two-rank group for each rank that this rank exchanges tensors with, by that rank.
+        """Return ``{peer: group}``: a two-rank group for each rank that this rank exchanges tensors with.
 
-        ``lines[pipeline, ...]`` are all ranks, ``pairs`` the pipeline ranks that exchange tensors. NCCL runs the transfers of a
+        ``ranks[pipeline, ...]`` are all ranks, ``pairs`` the pipeline ranks that exchange tensors. NCCL runs the transfers of a
         communicator in the order of their issue: on a communicator of all pipeline ranks, a receive that was issued early holds up a send
         to another rank. If the ``pipeline`` group has only two ranks, it is used itself.
         """
@@ -246,8 +246,8 @@ class ProcessGroups:
         rank = dist.get_rank()
         # pairs without a common rank follow each other, so that their communicators are made at the same time
         for pair in sorted(set(pairs), key=lambda pair: (pair[0] % 2, pair)):
-            rows = lines[list(pair)].flatten(1).t()
-            group = pipeline if len(lines) == 2 else self._rows(rows)
+            rows = ranks[list(pair)].flatten(1).t()
+            group = pipeline if len(ranks) == 2 else self._new_groups(rows)
             for row in rows.tolist() if group is not None else ():
                 if rank in row:
                     assert group is not None

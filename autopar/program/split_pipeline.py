@@ -35,13 +35,13 @@ class SplitStage(TracedStage):
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _second_part(self) -> Callable[[], None]:
-        """Return the function that torch calls for the second part of the last backward pass. After an unsplit pass it does nothing."""
+        """Return a function for the second part of the backward pass that has just run; an unsplit pass leaves it nothing to add."""
         products, self._products = self._products, []
-        return functools.partial(self._add, products)
+        return functools.partial(self._add_weight_gradients, products)
 
     @torch.no_grad()
-    def _add(self, products: list[Product]) -> None:
-        """Compute the gradients, in the order of the backward pass, and free each product's operands."""
+    def _add_weight_gradients(self, products: list[Product]) -> None:
+        """Compute and add the weight gradients, in the order of the backward pass; free each product's operands."""
         while products:
             product = products.pop(0)
             (add,) = [found for adders in self._adders if (found := adders.get(id(product.weight)))]

@@ -402,7 +402,7 @@ class Trainer:
             "loss_scale": scale,
             "data": self.positions,
         }
-        with contextlib.nullcontext() if self._late is None else self._late.saved(self._updates):
+        with contextlib.nullcontext() if self._late is None else self._late.sums_in_state(self._updates):
             if wait:
                 return checkpoint.save(self._tensors(), folder, counters, keep)
             self._background = self._background or checkpoint.Background(self.world.timeout_s)
@@ -422,7 +422,7 @@ class Trainer:
         with self._replacing():
             counters = checkpoint.load(self._tensors(), folder)
         if self._late is not None:
-            self._late.loaded(self._updates)
+            self._late.take_sums_from_state(self._updates)
         self.steps, self.rows, self._seed = counters["steps"], counters["rows"], counters["seed"]
         self.positions = {key: (epoch, row) for key, (epoch, row) in counters["data"].items()}
         self._from_checkpoint = tuple(self.positions)

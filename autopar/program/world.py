@@ -437,7 +437,7 @@ def start(
 def _mesh(groups: ProcessGroups, ranks: Tensor, names: Sequence[str], kind: str) -> DeviceMesh:
     """Return the mesh of ``ranks`` with the axes ``names``, and a group for each axis."""
     rows = [ranks.movedim(dim, -1).flatten(0, -2) for dim in range(ranks.dim())]
-    own = [group for row in rows if (group := groups.rows(row)) is not None]
+    own = [group for row in rows if (group := groups.new_groups(row)) is not None]
     return DeviceMesh.from_group(own, kind, mesh=ranks, mesh_dim_names=tuple(names))
 
 
@@ -490,7 +490,7 @@ def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor)
     apart = [1 + names.index(axis) for axis in program.split_local_sgd_axes(names)[1]]
     if not apart:
         return None
-    return groups.rows(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
+    return groups.new_groups(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
 
 
 def _stage_groups(
@@ -505,7 +505,7 @@ def _stage_groups(
             places.setdefault(layout.shared, set()).add(place if place < len(grid) else max(placed) - place)
     own = {}
     for key in sorted(key for key, found in places.items() if len(found) > 1):
-        group = groups.rows(grid[sorted(places[key])].flatten(1).t())
+        group = groups.new_groups(grid[sorted(places[key])].flatten(1).t())
         if group is not None:
             own[key] = group
     return own

@@ -20,13 +20,13 @@ class Logits(Technique):
     subject = "logits"
     single_layer = True
     meaning = (
-        "how the layer with the loss computes its logits: whole, or a slice of the vocabulary at a time and again in the "
-        "backward pass"
+        "how the layer with the loss computes its logits: whole, or in slices of the vocabulary, which the backward pass "
+        "recomputes"
     )
     example = "logits=sliced"
     modules = ("kernels_logits",)
     rewrite = "slice_logits"
-    advice = "leave logits out; what can be sliced is a product whose cross entropy alone reads it, at most scaled or capped in between"
+    advice = "leave logits out; slices need logits of a linear layer, at most scaled or capped, that only the cross entropy reads"
     # slices of smaller logits save little memory, and trying them makes the search a fifth slower
     min_memory_share = 0.1
 
@@ -43,15 +43,15 @@ class Logits(Technique):
         return str(pinned(self.name) or WHOLE)
 
     def is_tried_with(self, value: str, options: Any) -> bool:
-        """Don't combine slices with recomputation or offload of the layer's activations, which would save little more."""
+        """Return whether to try ``value``: slices on top of recomputed or offloaded activations would save little more."""
         return value == WHOLE or not (options.recomputes or options.saved_in)
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
         if value == WHOLE:
             return ""
         return (
-            f"{', '.join(names)} computes its logits in slices of the vocabulary, and again in the backward pass: memory has one slice "
-            "at a time"
+            f"{', '.join(names)} computes its logits in slices of the vocabulary, which the backward pass recomputes: memory has one "
+            "slice at a time"
         )
 
     def cases(self, n: int) -> Iterator[Case]:

@@ -1,7 +1,7 @@
-"""Moves each ``expand`` down past pointwise ops and embeddings; it disappears where these broadcast by themselves.
+"""Moves each ``expand`` past pointwise ops and embeddings, towards the outputs, and removes it where the next op broadcasts by itself.
 
-Position tables and masks are the same for every row of the batch. With size 1 along the batch dim they cost nothing, and the batch dim
-can still be sharded.
+Position tables and masks are the same for every row of the batch: computed once, with size 1 along the batch dim, they cost little. The ops
+that read them can still shard the batch dim.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 
 def broadcast_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Push every ``expand`` down; see the module's docstring."""
+    """Move every ``expand`` as far as possible; see the module's docstring."""
     queue = calls(gm, aten.expand.default)
     while queue:
         expand = queue.pop(0)

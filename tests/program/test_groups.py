@@ -125,11 +125,11 @@ def first_uses(one_by_one: bool) -> tuple[list[str], list[list[int]]]:
         mock.patch.object(dist.distributed_c10d, "_check_op", lambda op: None),
         mock.patch.object(processes, "ONE_BY_ONE", one_by_one),
     ):
-        pipeline = maker.rows(lines.t())
+        pipeline = maker.new_groups(lines.t())
         assert pipeline is not None
-        maker.rows(lines)
-        maker.rows(lines.view(1, 8))
-        maker.rows(lines.view(8, 1))
+        maker.new_groups(lines)
+        maker.new_groups(lines.view(1, 8))
+        maker.new_groups(lines.view(8, 1))
         links = maker.links(lines, [(0, 1), (1, 2), (2, 3), (0, 3)], pipeline)
         assert set(links) == {3, 7}
         maker.warm_up(torch.device("cpu"))

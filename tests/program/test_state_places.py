@@ -74,7 +74,7 @@ def test_tensors_in_a_file_are_written_there_and_leave_nothing(tmp_path: Path) -
 
 def test_a_folder_that_cannot_have_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOPAR_NVME", raising=False)
-    with pytest.raises(StartError, match="no folder on it is named\nhint: name one: nvme_path"):
+    with pytest.raises(StartError, match="no NVMe folder is set\nhint: set one: nvme_path"):
         StateStorage().zeros(NVME, (3,), torch.float32)
     with pytest.raises(PlaceError, match="cannot be kept in .*missing: .*No such file"):
         StateStorage(str(tmp_path / "missing")).zeros(NVME, (3,), torch.float32)
@@ -372,6 +372,6 @@ def test_a_folder_must_be_named_before_anything_starts(tmp_path: Path, monkeypat
     emit(given.graph, replace(plan, nvme_path=""), tmp_path, state=given.state)
     with (
         Program(replace(plan, nvme_path=""), tmp_path, type_check=False) as program,
-        pytest.raises(UsageError, match="no folder on it is named"),
+        pytest.raises(UsageError, match="no NVMe folder is set"),
     ):
         program.step(given.batch)

@@ -16,7 +16,7 @@ TOLERANCE = 1e-7  # the solvers' relative feasibility tolerance: bounds are lowe
 
 
 def cheap_bound(instance: Instance) -> float:
-    """Return a lower bound of the configuration's step time, in seconds; it holds for every schedule."""
+    """Return a lower bound of the configuration's step time, in seconds, whichever schedule it has."""
     schedule = instance.schedule
     if schedule.stages == 1:
         tables = [float((schedule.microbatches * t.time + t.step).min()) for t in instance.kinds]
@@ -37,19 +37,19 @@ def least_pipelined_s(schedule: Schedule, time: Array, fill_s: Array | None = No
         return _one_stage(schedule, time)
     pp, m, copies = schedule.pipeline, schedule.microbatches, schedule.copies
     work = max((float(time.sum()) + sent_s) / pp, float(time.max()) / copies)
-    # a microbatch passes all layers forward, then backward: with few microbatches this is the longest path
-    passed = 0.0 if schedule.split else float(time.sum())
+    # a microbatch passes all layers forward, then backward: the longest path if m is small; if split, weight gradients are off it
+    one_pass = 0.0 if schedule.split else float(time.sum())
     if fill_s is None:
-        return max(m * work, passed)
+        return max(m * work, one_pass)
     # a device whose first stage is s begins after at least s layers, because each stage has at least one layer
     begins = np.array([schedule.stages_of(d)[0] for d in range(pp)])
     later = (begins[:, None] > np.arange(pp - 1)).sum(axis=0)
-    return max(m * work + float((later * fill_s[: pp - 1]).sum()) / pp, passed)
+    return max(m * work + float((later * fill_s[: pp - 1]).sum()) / pp, one_pass)
 
 
 def _one_stage(schedule: Schedule, time: Array) -> float:
-    """Return the longest of the paths ``upto`` and ``twice`` of ``textbook_paths`` for the best cuts, with one stage on each device; under
-    GPipe, the step time that the slowest stage determines."""
+    """Return the minimum over all cuts, with one stage on each device, of the longest path (``upto`` and ``twice`` of ``textbook_paths``);
+    under GPipe, of the step time, which the slowest stage determines."""
     m, stages = schedule.microbatches, schedule.stages
     before = np.concatenate([[0.0], np.cumsum(time)])
     total = float(before[-1])
@@ -57,14 +57,14 @@ def _one_stage(schedule: Schedule, time: Array) -> float:
     if schedule.name == GPIPE:
         return total + (m - 1) * smallest_bottleneck([spans] * stages)
     upto, later = before[:, None] + m * spans, total - before[None, :]
-    more = [m - warm_forwards(schedule, s) for s in range(stages)]
-    paths = [np.maximum(upto, total + n * spans + later) if n else upto for n in more]
+    repeats = [m - warm_forwards(schedule, s) for s in range(stages)]
+    paths = [np.maximum(upto, total + n * spans + later) if n else upto for n in repeats]
     return max(total, smallest_bottleneck(paths))
 
 
 def smallest_bottleneck(spans: Iterable[Array]) -> float:
-    """Return the minimum over all cuts of the worst stage's value, by dynamic programming; ``span[i, j]`` of each stage is the value of
-    layers i..j-1 as that stage, such as their seconds."""
+    """Return the minimum over all cuts of the worst stage's value, by dynamic programming. ``spans`` has a matrix for each stage:
+    ``[i, j]`` is the value of layers i..j-1 as that stage, such as their seconds."""
     slowest = np.zeros(0)
     for span in spans:
         slowest = np.maximum(slowest[:, None], span).min(axis=0) if len(slowest) else span[0]
@@ -78,7 +78,7 @@ def cheapest_send(instance: Instance) -> float:
     placement, kind = instance.placement, instance.kind.tolist()
     stages = {link: s for s, link in enumerate(placement.link) if link is not None}  # one stage for each link
     borders = {link: zip(placement.sends[link].border, kind[:-1], strict=False) for link in stages}
-    layers = {link: dict(zip(some, range(len(kind) - 1), strict=True)).values() for link, some in borders.items()}
+    layers = {link: dict(zip(keys, range(len(kind) - 1), strict=True)).values() for link, keys in borders.items()}
     return min(float(instance.p2p(i, s).min()) for link, s in stages.items() for i in layers[link])
 
 
@@ -90,7 +90,7 @@ def sends(instance: Instance) -> Array:
 
 def buffer_bytes(instance: Instance, device: int) -> float:
     """Return the minimum bytes of the pipeline buffers on a device."""
-    if device == instance.schedule.rank_of_stage[-1]:  # the last layer sends nothing
+    if device == instance.schedule.rank_of_stage[-1]:  # it may have only the last layer, which ``kinds`` leaves out
         return 0.0
     kinds = np.unique(instance.kind[:-1])
     borders = min(float(table.border.min()) for k in kinds for table in instance.kinds[k].places)
@@ -98,6 +98,6 @@ def buffer_bytes(instance: Instance, device: int) -> float:
 
 
 def fill_s(instance: Instance) -> Array:
-    """Return for each layer the minimum time that it adds before a later device begins and, unless weight gradients come last, after that
-    device ends."""
+    """Return each layer's pipeline fill, in seconds: the minimum time that it adds before a later device begins and, unless the schedule
+    splits backward passes, after that device ends."""
     return instance.least("forward" if instance.schedule.split else "time")
