@@ -22,7 +22,7 @@ class CollectivePair:
 
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
     collectives, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collectives; empty for a
-    conversion between ops. ``under`` are the products whose weight gradients are computed while the backward collective runs, if the
+    conversion between ops. ``overlapped`` are the products whose weight gradients are computed while the backward collective runs, if the
     strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last step.
     """
 
@@ -35,7 +35,7 @@ class CollectivePair:
     per_rank: bool = False
     overlapped_op: str = ""
     op: str = ""
-    under: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
     target: tuple[SpmdType, ...] = ()
 
 
@@ -61,8 +61,8 @@ def pairs_of_layer(
     for one in conversions(cls.graph, types, gradient):
         own = pairs_of_conversion(one.value, value_bytes[one.value], one.steps)
         if own:
-            under = tuple(product.name for product in joined.get((one.value, one.target), ()))
-            own[-1] = replace(own[-1], under=under, target=one.target)
+            products = tuple(product.name for product in joined.get((one.value, one.target), ()))
+            own[-1] = replace(own[-1], overlapped=products, target=one.target)
         pairs += converted(own, gradient[one.value])
     for exchange in kernel_exchanges(cls.graph, types):
         collective = exchange.collective

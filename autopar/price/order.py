@@ -84,12 +84,12 @@ def _early(sized: SizedClass, trainer: TrainerModel) -> Passes:
 
 def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
     found, table = plain(sized), sized.bound.table
-    pairs = [pair for pair in sized.bound.pairs if pair.under]
+    pairs = [pair for pair in sized.bound.pairs if pair.overlapped]
     if not pairs:
         return found
     weight_s = sized.backward_s * table.product_share
     spans = [
-        (sum(weight_s[table.index[name]] for name in pair.under), sized.seconds_of(pair, "backward")) for pair in pairs
+        (sum(weight_s[table.index[op]] for op in pair.overlapped), sized.seconds_of(pair, "backward")) for pair in pairs
     ]
     backward = dataclasses.replace(
         found.backward,
@@ -103,7 +103,7 @@ def _with_early(sized: SizedClass, trainer: TrainerModel) -> Passes:
 def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
     """Return the peaks of live memory when products that share an input compute their weight gradients while its gradient is reduced: their
     result gradients stay live until then. The products add into one input gradient."""
-    table, pairs = sized.bound.table, [pair for pair in sized.bound.pairs if len(pair.under) > 1]
+    table, pairs = sized.bound.table, [pair for pair in sized.bound.pairs if len(pair.overlapped) > 1]
     if not pairs or not table.ops:
         return peaks
     gradients = sized.local(table.live.gradient, "slot")
@@ -115,7 +115,7 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
     of_results, of_inputs = of_ops(OUTPUT), of_ops(0)
     live = np.zeros(len(table.ops))
     for pair in pairs:
-        first, *others = (table.index[name] for name in pair.under)
+        first, *others = (table.index[name] for name in pair.overlapped)
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
