@@ -1,9 +1,9 @@
 """Checks the structure of an emitted program: its types must be those that the search chose, its collectives those that were priced.
 
-It checks two properties of every layer and every border between layers, in the graphs that the emitter writes:
+It checks two properties of every layer and every boundary between layers, in the graphs that the emitter writes:
 
-* *types*: if the values start in the types of the search's solution, and only the conversions in the graph change them, then every
-  operand arrives in the type that its op needs, and every conversion starts from the actual type of its value;
+* *types*: every op produces its value in the type that the search chose, and only the conversions in the graph change types; then every
+  operand must arrive in the type that its op needs, and every conversion must start from the actual type of its value;
 * *collectives*: the passes leave exactly those collectives in the graph that the layer's types imply and the cost model prices
   (``price.collective_pairs``): on the same values, over the same axes, with the same bytes on each device, forward and backward, including
   those inside kernels.
@@ -49,7 +49,7 @@ class IssuedCollective:
     """One collective on one device: the value's name, the mesh axes (outermost first), the kind of collective, whether the backward pass
     issues it, and its bytes.
 
-    ``under`` are the weights (by their placeholders' names) whose gradients are computed while it runs; empty if it is awaited at once.
+    ``overlapped`` are the weights (by placeholder name) whose gradients are computed while it runs; empty if it is awaited at once.
     The bytes are those of the full tensor (not sharded over the axes): an all-gather's result, a reduce-scatter's input, an all-reduce's
     tensor, and for all others the sum of the slices on the axes' ranks.
     """
@@ -59,18 +59,18 @@ class IssuedCollective:
     collective: str
     backward: bool
     bytes: int
-    under: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         which = "backward" if self.backward else "forward"
-        under = f" under the gradients of {', '.join(self.under)}" if self.under else ""
-        return f"{which} {self.collective} of {self.value} on {', '.join(self.axes)} ({self.bytes} bytes){under}"
+        overlap = f" overlapped with the gradients of {', '.join(self.overlapped)}" if self.overlapped else ""
+        return f"{which} {self.collective} of {self.value} on {', '.join(self.axes)} ({self.bytes} bytes){overlap}"
 
 
 def check_collectives(program: LocalProgram) -> int:
-    """Check every layer and border of the program, and return the number of collectives (equal layers counted once).
+    """Check every layer and boundary of the program, and return the number of collectives (equal layers counted once).
 
-    Raises ``ProgramError`` with the layer, the value and the axes if types differ from the chosen ones or collectives from the priced ones.
+    Raises ``ProgramError`` with the layer, the value and the axes if types are not the chosen ones, or collectives not the priced ones.
     """
     found = 0
     crossed: set[str] = set()
@@ -85,7 +85,7 @@ def check_collectives(program: LocalProgram) -> int:
     for stage in program.stages:
         for resharding in stage.reshardings:
             where = f"the boundary before {program.graph.layers[resharding.layer].name}"
-            expected, emitted = _at_border(resharding, program)
+            expected, emitted = _between(resharding, program)
             _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
             crossed.update(axis for one in emitted for axis in one.axes)
@@ -122,38 +122,38 @@ _HINT = "this is a bug in autopar, not in the model: report it with the plan"
 
 
 def priced(layer: LocalLayer) -> Iterator[IssuedCollective]:
-    """Yield the layer's collectives in the cost model, at the captured dtypes; if the microbatch is halved, those of one half."""
+    """Yield the layer's collectives in the cost model, at the captured dtypes; if it computes a microbatch in two halves, those of one."""
     nodes = [node for node in layer.cls.graph.graph.nodes if node.op != "output"]
     sizes = {n.name: sum(t.numel() * t.element_size() for t in tensors(meta(n).get("val"))) for n in nodes}
     by_name = {n.name: n for n in nodes}
     for pair in pairs_of_layer(layer.cls, layer.computed.types, sizes, gradient_flow(layer.cls)):
-        under = pair.overlapped_products if layer.strategy.options.early_collectives and layer.half is None else ()
-        weights = tuple(_parameter(operands(by_name[name])[1]) for name in under)
-        yield from _exchanges_of(pair, layer.computed.axes, weights)
+        products = pair.overlapped_products if layer.strategy.options.early_collectives and layer.half is None else ()
+        weights = tuple(_parameter(operands(by_name[name])[1]) for name in products)
+        yield from _collectives_of_pair(pair, layer.computed.axes, weights)
 
 
 def _parameter(weight: fx.Node) -> str:
-    """Return the name of a weight's parameter; the weight may be a view of it."""
+    """Return the name of the parameter that ``weight`` is, or is a view of."""
     while weight.op != "placeholder":
         (weight,) = weight.all_input_nodes
     return weight.name
 
 
-def _exchanges_of(
-    pair: CollectivePair, axes: tuple[Axis, ...], under: tuple[str, ...] = ()
+def _collectives_of_pair(
+    pair: CollectivePair, axes: tuple[Axis, ...], weights: tuple[str, ...] = ()
 ) -> Iterator[IssuedCollective]:
     names = tuple(axes[i].name for i in pair.axes if axes[i].name != MICROBATCH)
     size = round(pair.bytes / math.prod(axes[i].size for i in pair.sharded))
-    return _both(pair.value, names, (pair.forward, pair.backward), size, under)
+    return _issued(pair.value, names, (pair.forward, pair.backward), size, weights)
 
 
-def _both(
-    value: str, names: tuple[str, ...], pair: tuple[Collective, Collective], size: int, under: tuple[str, ...] = ()
+def _issued(
+    value: str, names: tuple[str, ...], pair: tuple[Collective, Collective], size: int, weights: tuple[str, ...] = ()
 ) -> Iterator[IssuedCollective]:
-    """Yield the exchanges of a pair of collectives, forward and backward; none if ``names`` has no axes."""
+    """Yield the collectives of a pair that move data, forward and backward, over the axes ``names``; none if there are no axes."""
     for collective, backward in zip(pair, (False, True), strict=True):
         if collective.sends and names:
-            yield IssuedCollective(value, names, collective.value, backward, size, under if backward else ())
+            yield IssuedCollective(value, names, collective.value, backward, size, weights if backward else ())
 
 
 # -- collectives in the program ---------------------------------------------------------------------------------------
@@ -183,47 +183,47 @@ def _conversion(
     target: SpmdType,
     sizes: dict[str, int],
     gradient: bool,
-    under: tuple[str, ...] = (),
+    weights: tuple[str, ...] = (),
 ) -> Iterator[IssuedCollective]:
     """Yield the collectives of one conversion of a local value."""
     pair = conversion(source, target)
     assert pair is not None, (value.name, source, target)
     size = sum(t.numel() * t.element_size() for t in tensors(meta(value)["val"]))
     size *= math.prod(sizes[axis] for axis in axes) if source.sharded else 1
-    return _both(_origin(value).name, axes, pair if gradient else (pair[0], Collective.NONE), size, under)
+    return _issued(_origin(value).name, axes, pair if gradient else (pair[0], Collective.NONE), size, weights)
 
 
 def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[IssuedCollective]:
-    """Yield the collectives of a kernel's call over the axes that it is called with."""
+    """Yield the collectives of a call of a kernel, over the axes among the call's arguments."""
     assert callable(node.target)
     kernel = "expert_exchange" if node.kwargs.get("exchange") else node.target.__name__
     traffic = kernel_traffic(kernel, original)
     if not traffic:
         return
-    given: Any = node.kwargs.get("exchange")
-    if given is None:
-        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("axis", ())
-    if not given:
+    axis: Any = node.kwargs.get("exchange")
+    if axis is None:
+        axis = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("axis", ())
+    if not axis:
         return
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
     local = {_origin(operand).name: operand for operand in node.all_input_nodes} | {original.name: node}
     for one in traffic:
         value = local[one.value.name]
         tensor = tensors(meta(value)["val"])[0]
         pairs = list(zip(axes, meta(value)["types"], strict=True))
-        slices = math.prod(axis.size for axis, t in pairs if t.sharded and axis.name in names)
+        slices = math.prod(a.size for a, t in pairs if t.sharded and a.name in names)
         size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.scale
-        yield from _both(one.value.name, names, (one.forward, one.backward), round(size))
+        yield from _issued(one.value.name, names, (one.forward, one.backward), round(size))
 
 
-def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
+def _between(resharding: Resharding, program: LocalProgram) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
     """Return the collectives between two layers in the cost model, and those in the program."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
     time, priced_steps = S(0), tuple[ConversionStep, ...]()  # reading a tensor of the batch moves no data
     value = resharding.value or next(v for v in program.graph.inputs if f"input {v.name}" == resharding.key)
     if resharding.value is not None:
-        maker = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
-        source = program.layers[maker].sharding.output(program.graph.layers[maker].outputs.index(value.name))
+        producer = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
+        source = program.layers[producer].sharding.output(program.graph.layers[producer].outputs.index(value.name))
         index = program.graph.layers[resharding.layer].activations.index(value.name)
         reader = program.layers[resharding.layer]
         target = reader.sharding.produced(placeholders(reader.cls)[index].name)
@@ -232,7 +232,7 @@ def _at_border(resharding: Resharding, program: LocalProgram) -> tuple[list[Issu
 
     def on_device(steps: Iterable[ConversionStep]) -> list[IssuedCollective]:
         pairs = pairs_of_conversion(value.name, float(value.numel * value.dtype.itemsize), steps)
-        return [one for pair in pairs for one in _exchanges_of(pair, axes)]
+        return [one for pair in pairs for one in _collectives_of_pair(pair, axes)]
 
     return on_device(priced_steps), on_device(on_mesh)
 
@@ -250,7 +250,7 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _check_types(layer: LocalLayer, name: str) -> None:
-    """Propagate the types through the graph, where only conversions change them, and check the types of all operands."""
+    """Follow every value's type through the conversions of the graph, and check the type in which each operand arrives."""
     sharding, originals = layer.computed, {node.name: node for node in layer.cls.graph.graph.nodes}
     flow = gradient_flow(layer.cls)
     current: dict[fx.Node, Types] = {}
@@ -259,8 +259,8 @@ def _check_types(layer: LocalLayer, name: str) -> None:
         now = list(current[value])
         for i, axis in enumerate(sharding.axes):
             if axis.name in axes:
-                if not _alike(now[i], source, flow[_origin(value).name]):
-                    _fault(name, f"{value.name} is {now[i]} on {axis.name} and is converted from {source}")
+                if not _equivalent(now[i], source, flow[_origin(value).name]):
+                    _fail(name, f"{value.name} is {now[i]} on {axis.name} and is converted from {source}")
                 now[i] = target
         return tuple(now)
 
@@ -272,20 +272,20 @@ def _check_types(layer: LocalLayer, name: str) -> None:
             assert isinstance(value, fx.Node) and isinstance(axes, tuple)
             current[node] = changed(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
             if not node.users:
-                _fault(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
+                _fail(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
         elif is_joined(node):
             value, axes, own = converted_types(node)
             read = changed(value, axes, own, R)
             for one in results_of(node):
                 current[one.node] = sharding.produced(one.node.name) if one.product else read
                 if one.product and one.weight is not None:
-                    _arrives(name, read, sharding.needed(one.product, 0), value, flow, sharding, one.product)
+                    _check_arrival(name, read, sharding.needed(one.product, 0), value, flow, sharding, one.product)
                     weight = sharding.needed(one.product, 1)
-                    _arrives(name, current[one.weight], weight, one.weight, flow, sharding, one.product)
+                    _check_arrival(name, current[one.weight], weight, one.weight, flow, sharding, one.product)
                 if one.bias is not None:
                     added = [o.name for o in operands(originals[one.node.name])].index(_origin(one.bias).name)
                     bias = sharding.needed(one.node.name, added)
-                    _arrives(name, current[one.bias], bias, one.bias, flow, sharding, one.node.name)
+                    _check_arrival(name, current[one.bias], bias, one.bias, flow, sharding, one.node.name)
         elif node.target is share:
             value = node.args[0]
             assert isinstance(value, fx.Node)
@@ -293,18 +293,18 @@ def _check_types(layer: LocalLayer, name: str) -> None:
             current[node] = tuple(P if axis.name == MICROBATCH else t for axis, t in types)
         elif node.op == "output":
             for i, value in enumerate(node.args[0]):
-                _arrives(name, current[value], sharding.output(i), value, flow, sharding)
+                _check_arrival(name, current[value], sharding.output(i), value, flow, sharding)
         elif node.name in originals:
             current[node] = sharding.produced(node.name)
             inputs = [inner for n in node.all_input_nodes for inner in ([n] if n in current else n.all_input_nodes)]
             for i, operand in enumerate(operands(originals[node.name]) if node.op != "placeholder" else ()):
                 arriving = [n for n in inputs if _origin(n).name == operand.name]
                 wanted = sharding.needed(node.name, i)
-                if arriving and not any(_same(current[n], wanted, flow[operand.name], sharding) for n in arriving):
-                    _arrives(name, current[arriving[0]], wanted, arriving[0], flow, sharding, node.name)
+                if arriving and not any(_matches(current[n], wanted, flow[operand.name], sharding) for n in arriving):
+                    _check_arrival(name, current[arriving[0]], wanted, arriving[0], flow, sharding, node.name)
 
 
-def _arrives(
+def _check_arrival(
     layer: str,
     types: Types,
     wanted: Types,
@@ -314,25 +314,25 @@ def _arrives(
     reader: str = "the layer's output",
 ) -> None:
     origin = _origin(value).name
-    if not _same(types, wanted, flow[origin], sharding):
+    if not _matches(types, wanted, flow[origin], sharding):
         text = ", ".join(
             f"{t} on {axis.name} where {w} was decided"
             for axis, t, w in zip(sharding.axes, types, wanted, strict=True)
-            if not _alike(t, w, flow[origin])
+            if not _equivalent(t, w, flow[origin])
         )
-        _fault(layer, f"{origin} reaches {reader} as {text}")
+        _fail(layer, f"{origin} reaches {reader} as {text}")
 
 
-def _same(types: Types, wanted: Types, gradient: bool, sharding: Sharding) -> bool:
+def _matches(types: Types, wanted: Types, gradient: bool, sharding: Sharding) -> bool:
     pairs = zip(sharding.axes, types, wanted, strict=True)
     # if there is one microbatch, every type on the microbatch axis means the full value
-    return all(_alike(t, w, gradient) or (axis.name == MICROBATCH and axis.size == 1) for axis, t, w in pairs)
+    return all(_equivalent(t, w, gradient) or (axis.name == MICROBATCH and axis.size == 1) for axis, t, w in pairs)
 
 
-def _alike(a: SpmdType, b: SpmdType, gradient: bool) -> bool:
+def _equivalent(a: SpmdType, b: SpmdType, gradient: bool) -> bool:
     """Return whether two types are equal; without a gradient I and R are equivalent."""
     return a == b or (not gradient and {a, b} == {I, R})
 
 
-def _fault(layer: str, what: str) -> None:
+def _fail(layer: str, what: str) -> None:
     raise ProgramError(f"{layer}: {what}", hint=_HINT)

@@ -15,13 +15,13 @@ from autopar.techniques import LAYER
 
 Pins = dict[str, Any]
 
-PRICED_S = 5.0
-"""Time limit in seconds of a search over schedules with a split backward pass or replicated stages, whose bounds improve slowly."""
+SEARCH_S = 5.0
+"""Time limit in seconds of a search with a schedule that splits the backward pass or replicates stages: its bounds improve slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The best plan under ``pins``, or the ``reason`` why there is none. ``chosen``: the explained plan belongs to the family."""
+    """The best plan with ``pins``, or the ``reason`` why there is none. ``chosen``: the request's best plan belongs to the family."""
 
     name: str
     title: str
@@ -34,10 +34,10 @@ class Family:
     reason: str = ""
     remark: str = ""  # why the plan can't be emitted
 
-    def to_json(self, step_time_s: float) -> dict[str, Any]:
-        slower = None if self.step_time_s is None else self.step_time_s / step_time_s - 1
-        own = asdict(self) | {"pins": dict(self.pins)}
-        return own | {"feasible": self.step_time_s is not None, "slower": slower}
+    def to_json(self, best_s: float) -> dict[str, Any]:
+        slower = None if self.step_time_s is None else self.step_time_s / best_s - 1
+        values = asdict(self) | {"pins": dict(self.pins)}
+        return values | {"feasible": self.step_time_s is not None, "slower": slower}
 
 
 def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list[tuple[str, str, Pins]]:
@@ -61,15 +61,15 @@ def definitions(gpus_per_node: int, count: int, hosts: bool, nvme: bool) -> list
     ]
     known = {"": True, "host": hosts, "nvme": nvme}
     found += [(name, title, pins) for t in LAYER for name, title, pins, needs in t.alternatives() if known[needs]]
-    node = min(gpus_per_node, count)
-    if node > 1:
-        found.append(("node_tensor", f"tensor parallelism over a node ({node})", {"tensor": node}))
-        found.append(("node_tensor_zero1", f"tensor {node} in the node, ZeRO-1", {"tensor": node, "zero": 1}))
+    if (node := min(gpus_per_node, count)) > 1:
+        title = f"tensor parallelism over a node ({node})"
+        found.append(("node_tensor", title, {"tensor": node}))
+        found.append(("node_tensor_zero1", f"{title}, ZeRO-1", {"tensor": node, "zero": 1}))
     return found
 
 
 def satisfies(plan: Plan, pins: Pins) -> bool:
-    """Return whether ``plan`` satisfies ``pins``."""
+    """Return whether the plan and all its layers have the values in ``pins``; a ZeRO stage counts only for layers with replicas."""
 
     def values(name: str) -> set[Any]:
         strategies = [layer.strategy for layer in plan.layers]
@@ -87,14 +87,14 @@ def satisfies(plan: Plan, pins: Pins) -> bool:
     )
 
 
-def family(study: Study, plan: Plan, name: str, title: str, pins: Pins) -> Family:
-    """Return a family with its best plan: ``plan`` if it belongs to the family, else the result of a search."""
+def family(study: Study, best: Plan, name: str, title: str, pins: Pins) -> Family:
+    """Return a family with its best plan: ``best``, the request's best plan, if it satisfies ``pins``, else the result of a search."""
     given = tuple(pins.items())
-    chosen = satisfies(plan, pins)
-    bounded: Pins = {"time_limit_s": min(PRICED_S, study.limit_s)} if pins.get("schedule") in (*SPLIT, CHIMERA) else {}
+    chosen = satisfies(best, pins)
+    limit: Pins = {"time_limit_s": min(SEARCH_S, study.limit_s)} if pins.get("schedule") in (*SPLIT, CHIMERA) else {}
     try:
-        best = plan if chosen else study.solve(**pins, **bounded)
+        plan = best if chosen else study.solve(**pins, **limit)
     except (InfeasibleError, UsageError) as error:
         return Family(name, title, given, False, None, None, None, "", error.message)
-    found = best.prediction.step_time_s, best.bound_s, memory_bytes(best), describe(best)
-    return Family(name, title, given, chosen, *found, remark=best.price_only)
+    found = plan.prediction.step_time_s, plan.bound_s, memory_bytes(plan), describe(plan)
+    return Family(name, title, given, chosen, *found, remark=plan.price_only)

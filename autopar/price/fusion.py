@@ -33,7 +33,7 @@ class Fusion:
 
 def merge(costs: OpCosts) -> None:
     """Charge a fused kernel for one launch and for the values that it reads and writes, but not for the values inside it."""
-    ops, run, slots = costs.nodes, costs.run, costs.slots
+    ops, run, slots = costs.nodes, costs.trace, costs.slots
     forward, backward = costs.forward_kernels, costs.backward_kernels
     fused = fuse(ops, run, costs.saved)
     started: set[int] = set()

@@ -34,7 +34,7 @@ class _Tensor:
 def gradient_bytes(costs: OpCosts) -> Floats:
     """Return for each slot the bytes of the tensor that holds its value's gradient; 0 for parameters and values without a gradient. Tensors
     that an op allocates internally count, too."""
-    run, found = costs.run, np.zeros(len(costs.slots))
+    run, found = costs.trace, np.zeros(len(costs.slots))
     for k, slot in enumerate(costs.slots):
         here = slot.operand == INTERNAL or (
             slot.materialised and run.requires_grad[slot.value] and run.storage[slot.value] not in run.excluded
@@ -46,7 +46,7 @@ def gradient_bytes(costs: OpCosts) -> Floats:
 def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
     """Return ``[t, k]``: the number of tensors of slot ``k``'s size that are live while op ``t`` runs backward. ``sizes`` are the slots'
     ``gradient_bytes``."""
-    ops, run, slots = costs.ops, costs.run, costs.slots
+    ops, run, slots = costs.ops, costs.trace, costs.slots
     by_op: list[list[int]] = [[] for _ in ops]
     for k, slot in enumerate(slots):
         by_op[slot.op].append(k)
@@ -57,7 +57,7 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
         live[t, internal] = 1
         if not run.requires_grad[ops[t].node.name]:
             continue
-        if ops[t].passes:  # a loss in slices: its products, which run later, compute the operands' gradients
+        if ops[t].memory_bound:  # a loss in slices: its products, which run later, compute the operands' gradients
             for tensor in set(waiting.values()):
                 live[t, tensor.slot] += 1
             continue
@@ -90,7 +90,7 @@ def _given(costs: OpCosts) -> dict[str, _Tensor]:
     return {
         slot.value: _Tensor(k, 1)
         for k, slot in enumerate(costs.slots)
-        if slot.operand == OUTPUT and slot.value in results and costs.run.requires_grad[slot.value]
+        if slot.operand == OUTPUT and slot.value in results and costs.trace.requires_grad[slot.value]
     }
 
 
@@ -98,7 +98,7 @@ def _passes_on(costs: OpCosts, operand: int, result: int) -> bool:
     """Return whether the gradients of the operand and of the result are the same tensor."""
     node = costs.ops[costs.slots[operand].op].node
     same_size = costs.slots[operand].bytes == costs.slots[result].bytes
-    return same_size and (facts(node).backward_is_free or node.name in costs.run.views)
+    return same_size and (facts(node).backward_is_free or node.name in costs.trace.views)
 
 
 def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int, int]]:
@@ -109,7 +109,7 @@ def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int,
     node = costs.ops[costs.slots[result].op].node
     if not costs.slots[result].materialised or not facts(node).pointwise or facts(node).backward_is_free:
         return []
-    wanted = {o.name for o in operands(node) if costs.run.requires_grad[o.name]}
+    wanted = {o.name for o in operands(node) if costs.trace.requires_grad[o.name]}
     whole = sum(t.numel() for t in cost.tensors(node.meta["val"]))
     found = []
     for k in own:

@@ -1,4 +1,4 @@
-"""The costs of a layer's ops before they become arrays (``table``); another trainer's ``TrainerModel`` may change them (``trainer``)."""
+"""The costs of a layer's ops in eager PyTorch: a ``TrainerModel`` may change them (``trainer``), then they become arrays (``table``)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 @dataclass(frozen=True, slots=True)
 class PricedOp:
-    """An op in the cost model: all the work of a node of the layer's graph, or a part of it. An op that autopar defines (``ops.fused``)
-    becomes two: its matrix products, and then its kernels that only read and write memory (``passes`` over memory)."""
+    """An op in the cost model: the work of a node of the layer's graph, or a part of it. A fused op that autopar defines (``ops.fused``)
+    becomes two: its matrix products, and then the rest of its work, in ``memory_bound`` kernels."""
 
     node: fx.Node
-    passes: bool = False
+    memory_bound: bool = False
 
     @property
     def fused(self) -> FusedOp:
-        """The registered fused op."""
+        """The fused op that is registered for ``node``."""
         found = fused_op(self.node)
         assert found is not None, self.node.format_node()
         return found
@@ -35,8 +35,8 @@ class PricedOp:
 
 @dataclass(slots=True)
 class OpSlot:
-    """One operand or result of one op: the bytes that the op moves for it in the ``forward`` and in the ``backward``, and the bytes of its
-    ``gradient``, which is live while the op's backward runs. ``operand`` is the operand's index, ``OUTPUT`` or ``INTERNAL``; an
+    """One operand or result of one op: its ``bytes``, those that the op moves for it in the ``forward`` and in the ``backward``, and those
+    of its ``gradient``, which is live while the op's backward runs. ``operand`` is the operand's index, ``OUTPUT`` or ``INTERNAL``; an
     ``INTERNAL`` tensor is live in both passes. ``materialised`` is false if a kernel computes the value without writing it to memory."""
 
     op: int
@@ -53,14 +53,14 @@ class OpSlot:
 @dataclass(slots=True)
 class OpCosts:
     """The costs of one layer's ops: FLOPs and numbers of kernels of each op, forward and backward, and its kind in ``devices.measured``;
-    the bytes of each slot; the entries that are saved for the backward pass.
+    the bytes of each slot; the tensors that are saved for the backward pass.
 
-    ``model_flops`` count a backward pass as two forward passes. ``torch_loss``: the loss is PyTorch's own cross entropy, whose backward
+    ``model_flops`` are FLOPs without any recomputation. ``torch_loss``: the loss is PyTorch's own cross entropy, whose backward
     allocates two tensors of the logits' size.
     """
 
     ops: tuple[PricedOp, ...]
-    run: Trace
+    trace: Trace
     size: Size
     slots: list[OpSlot]
     forward_flops: list[float]
@@ -78,107 +78,105 @@ class OpCosts:
         return tuple(op.node for op in self.ops)
 
 
-def op_costs(nodes: Iterable[fx.Node], run: Trace, size: Size, float8: bool) -> OpCosts:
+def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, float8: bool) -> OpCosts:
     """Return the costs of ``nodes`` in eager PyTorch. ``float8``: matrix products first convert their operands to 8 bits."""
     parts = ((node, fused_op(node) is not None) for node in nodes)
-    ops = tuple(PricedOp(node, passes) for node, fused in parts for passes in ((False, True) if fused else (False,)))
-    work = [_work(op, run) for op in ops]
+    ops = tuple(PricedOp(node, rest) for node, fused in parts for rest in ((False, True) if fused else (False,)))
+    work = [_work(op, trace) for op in ops]
     costs = OpCosts(
         ops=ops,
-        run=run,
+        trace=trace,
         size=size,
-        slots=[
-            slot for i, op in enumerate(ops) for slot in (_slots_of_passes if op.passes else _slots)(i, op, run, size)
-        ],
+        slots=[slot for i, op in enumerate(ops) for slot in _slots(i, op, trace, size)],
         forward_flops=[w.forward_flops for w in work],
         backward_flops=[w.backward_flops for w in work],
         forward_kernels=[w.forward_kernels for w in work],
         backward_kernels=[w.backward_kernels for w in work],
         model_flops=[w.model_flops for w in work],
         kinds=[w.kind for w in work],
-        saved=run.saved,
+        saved=trace.saved,
     )
-    _add_forks(costs)
+    _add_gradient_sums(costs)
     if float8:
-        _convert_operands(costs)
-    _round_operands(costs)
+        _add_fp8_conversions(costs)
+    _set_fp8_linear_bytes(costs)
     return costs
 
 
-def _slots_of_passes(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """Return the slot for the memory passes of a fused op of autopar, without its products, and for the bytes live while it runs."""
+def _memory_bound_slot(index: int, op: PricedOp, trace: Trace, size: Size) -> OpSlot:
+    """Return a slot with the bytes that a fused op moves besides its products, and those that are live while it runs."""
     found = op.fused.extra_work(op.node, size)
-    moved = found.forward_bytes, found.backward_bytes * run.requires_grad[op.node.name]
-    return [OpSlot(index, INTERNAL, op.node.name, *moved, found.live_bytes, 0.0)]
+    moved = found.forward_bytes, found.backward_bytes * trace.requires_grad[op.node.name]
+    return OpSlot(index, INTERNAL, op.node.name, *moved, found.live_bytes, 0.0)
 
 
-def _slots(index: int, op: PricedOp, run: Trace, size: Size) -> list[OpSlot]:
-    """Return a slot for each operand, then one for the result."""
+def _slots(index: int, op: PricedOp, trace: Trace, size: Size) -> list[OpSlot]:
+    """Return a slot for each operand, then one for the result; for memory-bound kernels only one."""
+    if op.memory_bound:
+        return [_memory_bound_slot(index, op, trace, size)]
     node = op.node
-    made = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
+    out_bytes = float(sum(size(t) for t in cost.tensors(node.meta["val"])))
     read = []
     for operand in operands(node):
         values = cost.tensors(operand.meta["val"])
         read.append((operand.name, float(sum(map(size, values))), sum(t.numel() for t in values)))
-    moves = node.name not in run.views
-    picks = facts(node).kind is OpKind.LOOKUP
-    differentiable = run.requires_grad[node.name]
-    same_size = all(n == made for _, n, _ in read)
-    if moves:
-        silent = facts(node).backward_is_free and same_size
-    else:
-        silent = same_size  # the gradient of a slice or an expand is padded or summed; the gradient of any other view is a view
+    moves = node.name not in trace.views
+    is_lookup = facts(node).kind is OpKind.LOOKUP
+    differentiable = trace.requires_grad[node.name]
+    same_size = all(n == out_bytes for _, n, _ in read)
+    # the gradient of a slice or an expand is padded or summed; that of any other view is a view
+    backward_is_free = same_size and (facts(node).backward_is_free or not moves)
     slots = []
     for i, (name, n, numel) in enumerate(read):
-        wants = run.requires_grad[name]
-        forward = n if moves and not (picks and i == 0) else 0.0
-        backward = 0.0 if silent or not differentiable else n * ((1.0 if moves and not picks else 0.0) + wants)
-        gradient = n if wants and differentiable and not (picks and i == 0) else 0.0
+        needs_grad = trace.requires_grad[name]
+        forward = n if moves and not (is_lookup and i == 0) else 0.0
+        backward = n * ((moves and not is_lookup) + needs_grad) if differentiable and not backward_is_free else 0.0
+        gradient = n if needs_grad and differentiable and not (is_lookup and i == 0) else 0.0
         slots.append(OpSlot(index, i, name, forward, backward, gradient, n, numel))
-    backward = made if differentiable and not silent else 0.0
+    backward = out_bytes if differentiable and not backward_is_free else 0.0
     # a lookup reads only the rows that it selects, which are as large as its result
-    written = (2 * made if picks else made) if moves else 0.0
-    slots.append(OpSlot(index, OUTPUT, node.name, written, backward, made if differentiable else 0.0, made))
+    written = (2 * out_bytes if is_lookup else out_bytes) if moves else 0.0
+    slots.append(OpSlot(index, OUTPUT, node.name, written, backward, out_bytes if differentiable else 0.0, out_bytes))
     return slots
 
 
-def _add_forks(costs: OpCosts) -> None:
+def _add_gradient_sums(costs: OpCosts) -> None:
     """Add the bytes of summing the gradients of values that several ops read: two reads and a write for each reader after the first."""
     readers: Counter[str] = Counter()
-    gradient = costs.run.requires_grad
+    differentiable = costs.trace.requires_grad
     for slot in costs.slots:
-        if slot.operand == OUTPUT or not gradient[slot.value] or not gradient[costs.ops[slot.op].node.name]:
+        if slot.operand == OUTPUT or not (differentiable[slot.value] and differentiable[costs.ops[slot.op].node.name]):
             continue
         readers[slot.value] += 1
         if readers[slot.value] > 1:
             slot.backward += 3 * slot.bytes
 
 
-def _convert_operands(costs: OpCosts) -> None:
-    """Add the bytes of 8-bit products' conversions, which scale the operands and write them again."""
+def _add_fp8_conversions(costs: OpCosts) -> None:
+    """Multiply the bytes that matrix products move for their operands by those of a conversion to 8 bits (``FP8_PASSES``)."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
-        if op.passes or slot.operand == OUTPUT:  # the memory passes of such an op have no operands to convert
+        if op.memory_bound or slot.operand == OUTPUT:  # memory-bound kernels convert no operands
             continue
         if cost.model_flops(op.node) and not cost.is_attention(op.node):
             slot.forward *= constants.FP8_PASSES.value
             slot.backward *= constants.FP8_PASSES.value
 
 
-def _round_operands(costs: OpCosts) -> None:
+def _set_fp8_linear_bytes(costs: OpCosts) -> None:
     """Set the bytes that ``kernels_fp8.linear`` moves: both passes round the operands, and the backward rounds the result's gradient, too.
 
     The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients.
     """
     rounding = constants.FP8_ROUNDING.value
-    once = 0.5  # one pass over 8-bit numbers moves half the bytes of the 16-bit tensor
+    once = 0.5  # reading or writing a tensor in 8 bits moves half the bytes that it has in 16
     for slot in costs.slots:
         if not facts(costs.ops[slot.op].node).in_float8:
             continue
         if slot.operand != OUTPUT:
             slot.forward = (rounding + once) * slot.bytes
         if slot.backward:
-            reads, writes = (2, 0) if slot.operand == OUTPUT else (1, costs.run.requires_grad[slot.value])
+            reads, writes = (2, 0) if slot.operand == OUTPUT else (1, costs.trace.requires_grad[slot.value])
             slot.backward = (rounding + (2 + reads) * once + writes) * slot.bytes
 
 
@@ -194,19 +192,19 @@ class _Work:
     kind: str
 
 
-def _work(op: PricedOp, run: Trace) -> _Work:
-    node, differentiable = op.node, run.requires_grad[op.node.name]
-    if op.passes:
-        rest = op.fused.extra_work(node, lambda tensor: tensor.nbytes)  # kernels do not depend on the precision
+def _work(op: PricedOp, trace: Trace) -> _Work:
+    node, differentiable = op.node, trace.requires_grad[op.node.name]
+    if op.memory_bound:
+        rest = op.fused.extra_work(node, lambda tensor: tensor.nbytes)  # kernel counts do not depend on precision
         return _Work(0.0, 0.0, rest.forward_kernels, rest.backward_kernels * differentiable, 0.0, facts(node).short)
-    forward, model, launches = cost.executed_flops(node), cost.model_flops(node), node.name not in run.views
+    forward, model, launches = cost.executed_flops(node), cost.model_flops(node), node.name not in trace.views
     if cost.is_attention(node):
         backward = cost.ATTENTION_BACKWARD * forward * differentiable
         # model FLOPs exclude the recomputation of attention scores
         model += cost.SAVED_ATTENTION_BACKWARD * model * differentiable
         backward_kernels = float(cost.ATTENTION_BACKWARD_KERNELS * differentiable)
         return _Work(forward, backward, float(launches), backward_kernels, model, ATTENTION)
-    products = cost.gradient_products(node, run.requires_grad) if differentiable else ()
+    products = cost.gradient_products(node, trace.requires_grad) if differentiable else ()
     kernels = float(max(1, len(products))) if differentiable and launches else 0.0
     backward = sum(product.flops for product in products)
     if (fused := fused_op(node)) is not None:  # the backward pass computes the product of each slice once more

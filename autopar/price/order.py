@@ -88,14 +88,15 @@ def _compute_early_passes(sized: SizedClass, trainer: TrainerModel) -> Passes:
     if not pairs:
         return found
     weight_s = sized.backward_s * table.product_share
-    overlaps = [
-        (sum(weight_s[table.index[n]] for n in p.overlapped_products), sized.seconds_of(p, "backward")) for p in pairs
+    spans = [
+        (sum(weight_s[table.index[op]] for op in pair.overlapped_products), sized.seconds_of(pair, "backward"))
+        for pair in pairs
     ]
     backward = dataclasses.replace(
         found.backward,
-        wire_s=found.backward.wire_s - sum(wire_s for _, wire_s in overlaps),
+        wire_s=found.backward.wire_s - sum(wire_s for _, wire_s in spans),
         exposed_s=found.backward.exposed_s
-        + sum(trainer.exposed_early_s(wire_s, float(compute_s), sized.cluster) for compute_s, wire_s in overlaps),
+        + sum(trainer.exposed_early_s(wire_s, float(compute_s), sized.cluster) for compute_s, wire_s in spans),
     )
     return dataclasses.replace(found, backward=backward, peaks=_early_peaks(sized, found.peaks))
 

@@ -195,7 +195,7 @@ class Live:
 
 def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
     """Compute the live memory of every op: a value lives from the op that computes it to its last reader, its gradient in reverse."""
-    ops, run, slots = costs.nodes, costs.run, costs.slots
+    ops, run, slots = costs.nodes, costs.trace, costs.slots
     saved = {entry.storage for entry in costs.saved}
     index = {node.name: i for i, node in enumerate(ops)}
     first: dict[int, int] = {}

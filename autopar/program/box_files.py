@@ -26,7 +26,7 @@ from .boxes import Box, Piece, divided
 from .weights import bytes_of
 
 BLOCK = 2**20
-"""Bytes per checksum; a box's first block begins at its region's first byte."""
+"""Bytes per checksum; the first block of a box begins at the first byte of its ``Region``."""
 _MAGIC = b"autopar\x02"
 _FOOTER = struct.Struct("<8sQQI")  # magic, the table's offset and length, its CRC-32
 
@@ -43,7 +43,7 @@ class DamageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The bytes of a box in a file: their offset ``begin`` and number, the offset of the values from ``begin``, and the blocks' CRC-32s."""
+    """The bytes of a box in a file: offset ``begin`` and ``length``, the values' offset from ``begin``, and the CRC-32 of each block."""
 
     begin: int
     length: int
@@ -101,7 +101,7 @@ class BoxTable:
         return BoxTable(content["save"], content["file"], content["facts"], tuple(entries))
 
 
-def file_of(rank: int) -> str:
+def file_name(rank: int) -> str:
     """Return the name of a rank's file, the same as in ``torch.distributed.checkpoint``."""
     return f"__{rank}_0.distcp"
 
@@ -115,7 +115,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
     All of ``pieces`` are consumed, even after an error (raised at the end), because other ranks may take part in producing them.
     """
     problem: Exception | None = None
-    with (folder / file_of(rank)).open("x+b") as file:
+    with (folder / file_name(rank)).open("x+b") as file:
         writer = _BoxWriter(file)
         for piece in pieces:
             try:
@@ -125,7 +125,7 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
                 problem = error
         if problem is not None:
             raise problem
-        table = BoxTable(save, file_of(rank), facts, tuple(writer.entries)).encoded()
+        table = BoxTable(save, file_name(rank), facts, tuple(writer.entries)).encoded()
         begin = file.seek(0, os.SEEK_END)
         file.write(table)
         file.write(_FOOTER.pack(_MAGIC, begin, len(table), zlib.crc32(table)))
@@ -145,13 +145,13 @@ class _BoxWriter:
     def add(self, piece: Piece) -> None:
         values = self._on_cpu(piece.values)
         region = None
-        scalar = values.dtype, bytes(bytes_of(values)) if not piece.shape else b""
+        key = values.dtype, bytes(bytes_of(values)) if not piece.shape else b""
         if not piece.shape:  # the optimizer's number of steps is the same for most parameters, and is written once
-            region = self._scalars.get(scalar)
+            region = self._scalars.get(key)
         if region is None:
             region = self._append(values)
         if not piece.shape:
-            self._scalars[scalar] = region
+            self._scalars[key] = region
         self.entries.append(Entry(piece.path, values.dtype, piece.shape, piece.box, region))
 
     def _on_cpu(self, values: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class _BoxWriter:
     def _append(self, values: Tensor) -> Region:
         begin = self._file.seek(0, os.SEEK_END)
         stream = _ChecksumStream(self._file)
-        torch.save(values, cast(IO[bytes], stream))  # calls only write and flush
+        torch.save(values, cast(IO[bytes], stream))  # torch.save calls only write and flush
         values_offset = _values_begin(self._file, values.nbytes) - begin
         assert values_offset % 64 == 0 or not values.nbytes, values_offset
         return Region(begin, stream.length, values_offset, tuple(stream.checksums))
@@ -206,7 +206,7 @@ def _values_begin(file: IO[bytes], size: int) -> int:
     with zipfile.ZipFile(file) as archive:
         (record,) = (info for info in archive.infolist() if info.filename.endswith("/data/0"))
     assert record.compress_type == zipfile.ZIP_STORED and record.file_size == size
-    file.seek(record.header_offset + 26)
+    file.seek(record.header_offset + 26)  # in the local header (30 bytes): the lengths of its name and extra field
     name, extra = struct.unpack("<HH", file.read(4))
     return int(record.header_offset + 30 + name + extra)
 
@@ -215,7 +215,7 @@ def _values_begin(file: IO[bytes], size: int) -> int:
 
 
 def has_table(path: Path) -> bool:
-    """Return whether a file ends with a footer, and so has a table."""
+    """Return whether a file ends with the footer of a table."""
     with path.open("rb", buffering=0) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - _FOOTER.size, 0))
         return file.read(len(_MAGIC)) == _MAGIC
@@ -271,7 +271,7 @@ def read(file: IO[bytes], entry: Entry, part: Box, into: Tensor) -> None:
     for at in range(begin, end, BLOCK):
         if zlib.crc32(content[at - begin : at - begin + BLOCK]) != region.checksums[at // BLOCK]:
             raise DamageError(
-                name, f"has bytes of {entry.name} that do not match their checksum, at {region.begin + at}"
+                name, f"has bytes of {entry.name} that do not match their checksum, at byte {region.begin + at}"
             )
     into.copy_(buffer[low - begin : high - begin].view(entry.dtype).as_strided(part.sizes, strides))
 

@@ -177,7 +177,7 @@ class _Job:
     def _finish(self) -> str:
         if dist.get_rank() != 0:
             return ""
-        files = [box_files.file_of(rank) for rank in range(dist.get_world_size())]
+        files = [box_files.file_name(rank) for rank in range(dist.get_world_size())]
         with explained_damage(self.partial):
             tables = box_files.tables_of(self.partial, files, self.save)
         write_metadata(metadata_of(tables), self.partial)

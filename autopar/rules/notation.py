@@ -2,7 +2,8 @@
 
 A line names the dims of every tensor operand and of the result by letters, and so defines how one mesh axis may shard the op::
 
-    * k, n k, +n -> * n ; linear 0 1         aten.linear
+    * k, n k, +n -> * n                      aten.linear
+    m k, k n -> m n ; linear 0 1             aten.mm
     v d, * -> * d ; v = masked_embedding     aten.embedding
     b (g=2 r=4) l e!, b g s! e!, b g s! v! -> b (g r) l v!
 
@@ -12,14 +13,12 @@ A line names the dims of every tensor operand and of the result by letters, and 
 ``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
 ``a~``    a dim that could be sharded with a halo exchange, which no kernel does yet: like ``a!``
 ``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
-``1``     a dim of size one, or one without a letter: never sharded
-``+n``    (before an operand) an additive operand: if the result is a partial sum, the operand must be one, too
+``1``     a dim without a letter: never sharded. A dim of size one never has a letter, whatever the line says: it is broadcast
+``+n``    an operand that is added to the result: if the result is a partial sum, the operand must be one, too
 ``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result type ``P``, or the given type)
 ``; t+e = kernel``  sharding both letters on one axis, each operand along the letter that it has, replaces the op by this kernel
-``; linear 0 1`` the op is linear in operand 0, and in operand 1, each with the others fixed; ``; linear 0+1`` in both jointly
+``; linear 0 1`` the op is linear in operand 0, and in operand 1 (in each together with ``+`` operands); ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
-
-Dims of size one have no letter, whatever the line says: they are broadcast.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<atom>[A-Za-z]\w*)(?:=(?P<size>\d+))?(?P<mark>[!~
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A letter in a position; ``size`` if the line states it; ``fixed`` if the letter may not be sharded."""
+    """One occurrence of a letter in a line; ``size`` if the line states it; ``fixed``: the letter may not be sharded."""
 
     letter: str
     size: int | None = None
@@ -48,7 +47,7 @@ Dim = tuple[Atom, ...]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The dims of an operand or of the result; ``star`` is the index of ``*``, if any."""
+    """The dims of an operand or of the result; ``star`` is the index in ``dims`` where those of ``*`` are inserted, if any."""
 
     dims: tuple[Dim, ...]
     star: int | None = None
@@ -57,7 +56,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The kernel that replaces the op if a letter is sharded, and the type of the kernel's result."""
+    """A kernel that replaces the op if certain letters are sharded, and the type of the kernel's result."""
 
     name: str
     result: SpmdType = P
@@ -65,7 +64,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule. ``kernels`` are pairs of letter and kernel. The op is jointly linear in the operands of each group in ``linear``."""
+    """A parsed rule. ``kernels``: pairs of letter (or ``"t+e"``) and kernel; ``linear``: groups of operands, the op is linear in each."""
 
     text: str
     operands: tuple[Operand, ...]
@@ -90,8 +89,8 @@ def parse(text: str) -> Line:
             kernels.append((match[1], Kernel(match[2], SpmdType.parse(match[3]) if match[3] else P)))
         else:
             raise RuleError(
-                f"the rule {text!r} has the clause {clause!r}, which is neither a kernel nor linearity",
-                hint="clauses are 'letter = kernel' and 'linear 0 1' or 'linear 0+1'",
+                f"the rule {text!r} has the clause {clause!r}, which gives neither a kernel nor linear operands",
+                hint="a clause is 'letter = kernel', 'letter = kernel -> type', 'linear 0 1' or 'linear 0+1'",
             )
     return Line(text, operands, _operand(right, text), tuple(kernels), linear)
 

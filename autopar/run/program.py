@@ -48,7 +48,7 @@ from autopar.run.torchrun import torchrun
 from autopar.run.training import OnStep, train
 
 _DEFAULT = Training()
-_REFUSED: dict[str, type[AutoparError]] = {
+_RUNTIME_ERRORS: dict[str, type[AutoparError]] = {
     "CheckpointError": CheckpointError,
     "DataError": BatchError,
     "ModeError": UsageError,
@@ -208,7 +208,7 @@ class Program:
         table = meter.comparison(memory, max(stage.memory.total for stage in self.plan.stages))
         if table and is_rank_0():
             print(table, file=sys.stderr)
-        return record, answers[0]["ends"]
+        return record, answers[0]["ends_epoch"]
 
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
         """Return the losses of global batches, or of a data set's epoch, by forward passes without updates.
@@ -354,7 +354,7 @@ class Program:
         answers: list[dict[str, Any]] = self._call_all(name, *args)
         for answer in answers:
             if "error" in answer:
-                raise _REFUSED[answer["refused"]](answer["error"], answer["hint"])
+                raise _RUNTIME_ERRORS[answer["error_type"]](answer["error"], answer["hint"])
         return [answer["result"] for answer in answers]
 
     # -- the folder --

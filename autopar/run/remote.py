@@ -15,30 +15,30 @@ from autopar.program.share import DataError
 from autopar.run.folder import import_runtime, import_train, optimizer_maker, program_modules
 from autopar.run.worker import resolve
 
-_open: list[Any] = []  # this process's trainer
+_opened_trainers: list[Any] = []  # one at most
 
 
 def open_trainer(folder: str, options: dict[str, Any], *, device: str | None, timeout_s: float) -> Any:
     """Return the folder's ``Trainer`` for this rank; environment variables give the rank and the world size.
 
-    ``options`` has ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (the same, or left out), ``lr``, ``seed``,
-    ``max_norm``, ``state`` (the user's state dict, its file, or ``None``), and ``of_folder`` (use ``train.py``'s optimizer and scheduler).
+    ``options`` has ``optimizer`` (``"module:function"``, a callable, or ``None``), ``scheduler`` (the same, or left out), ``of_folder``
+    (use ``train.py``'s instead of these), ``lr``, ``seed``, ``max_norm``, and ``state`` (the user's state dict, a path to it, or ``None``).
     """
     with program_modules(folder):
         runtime = import_runtime(folder)
         program = runtime.load(folder)
         world = runtime.start(program, device=device, timeout_s=timeout_s)
-        make, schedule, lr = options["optimizer"], options.get("scheduler"), options["lr"]
-        make = resolve(make) if isinstance(make, str) else make
-        schedule = resolve(schedule) if isinstance(schedule, str) else schedule
+        make_optimizer, make_scheduler, lr = options["optimizer"], options.get("scheduler"), options["lr"]
+        make_optimizer = resolve(make_optimizer) if isinstance(make_optimizer, str) else make_optimizer
+        make_scheduler = resolve(make_scheduler) if isinstance(make_scheduler, str) else make_scheduler
         if options.get("of_folder"):
             train = import_train(Path(folder))
-            make, schedule = optimizer_maker(train, lr, world), train.make_scheduler
+            make_optimizer, make_scheduler = optimizer_maker(train, lr, world), train.make_scheduler
         return runtime.Trainer(
             program,
             world,
-            optimizer=make or (lambda params: runtime.adamw(params, lr, world)),
-            scheduler=schedule,
+            optimizer=make_optimizer or (lambda params: runtime.adamw(params, lr, world)),
+            scheduler=make_scheduler,
             state=options["state"],
             seed=options["seed"],
             max_norm=options["max_norm"],
@@ -59,16 +59,16 @@ def join(device: str, timeout_s: float) -> None:
 def open_program(folder: str, options: dict[str, Any], device: str, timeout_s: float) -> None:
     """Join the other workers and open the program."""
     join(device, timeout_s)
-    _open.append(open_trainer(folder, options, device=device, timeout_s=timeout_s))
+    _opened_trainers.append(open_trainer(folder, options, device=device, timeout_s=timeout_s))
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call ``perform`` with the trainer that this worker has opened."""
-    return perform(_open[0], name, *args)
+    """Call ``perform`` with the trainer that ``open_program`` opened in this process."""
+    return perform(_opened_trainers[0], name, *args)
 
 
 def perform(trainer: Any, name: str, *args: Any) -> Any:
-    """Perform a call of ``Program`` with this rank's trainer, and return its result; every rank gets the same call."""
+    """Run the operation ``name`` of ``Program`` on this rank's trainer, and return its result; all ranks run the same operations."""
     if name in ("step", "trace", "state_dict", "load_state_dict"):
         return getattr(trainer, name)(*args)
     if name == "gradients":
@@ -77,19 +77,19 @@ def perform(trainer: Any, name: str, *args: Any) -> Any:
         return {} if trainer.loss_scale is None else trainer.loss_scale.state_dict()
     if name == "load_scaler_state_dict":
         return trainer.loss_scale.load_state_dict(*args)
-    return _or_refusal(_MAY_REFUSE[name], trainer, *args)
+    return _result_or_error(_OPERATIONS[name], trainer, *args)
 
 
-def _with_files(name: str) -> Any:
-    def act(trainer: Any, folder: str, options: dict[str, Any]) -> Any:
-        result = getattr(trainer, name)(folder, **options)
+def _file_operation(method: str) -> Any:
+    def operation(trainer: Any, folder: str, options: dict[str, Any]) -> Any:
+        result = getattr(trainer, method)(folder, **options)
         return result if isinstance(result, int) else str(result)
 
-    return act
+    return operation
 
 
 def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], collate: Any) -> dict[str, int]:
-    """Open a data set, store its loader under ``number``, and return the fields of ``Data``."""
+    """Open a data set, keep its loader as ``trainer.loaders[number]``, and return the fields of ``Data``."""
     try:
         if isinstance(source, dict) and "target" in source:
             source = resolve(source["target"])
@@ -99,7 +99,7 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
             source = source()
     except Exception as error:
         raise DataError(
-            f"the data set cannot be opened: {type(error).__name__}: {error}", "every rank opens it"
+            f"the data set cannot be opened: {type(error).__name__}: {error}", "every rank must be able to open it"
         ) from error
     collate = resolve(collate) if isinstance(collate, str) else collate
     loader = trainer.loaders[number] = trainer.loader(source, order, collate=collate)
@@ -107,16 +107,16 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
 
 
 def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
-    """Train a step on a global batch, or on the next one of the open data set with the number ``batch``, and return its record."""
+    """Train one step and return its record. ``batch`` is a global batch, or the number of an open data set, whose next batch is read."""
     if isinstance(batch, int):
-        loss, ends = trainer.step_from(trainer.loaders[batch], on_nan)
+        loss, ends_epoch = trainer.step_from(trainer.loaders[batch], on_nan)
     else:
-        loss, ends = trainer.step(batch, on_nan), False
+        loss, ends_epoch = trainer.step(batch, on_nan), False
     norm, scale = trainer.gradient_norm, trainer.loss_scale
     return {
         "step": trainer.steps,
         "loss": loss,
-        "ends": ends,
+        "ends_epoch": ends_epoch,
         "gradient_norm": None if norm is None else float(norm),
         "loss_scale": None if scale is None else scale.scale,
         "peak_memory_bytes": peak_memory_bytes(),
@@ -124,27 +124,27 @@ def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
 
 
 def _evaluate(trainer: Any, batch: Any) -> list[float]:
-    """Return the loss of a global batch, or the losses of an epoch of the open data set with the number ``batch``."""
+    """Return the losses of ``batch``: of one global batch, or of an epoch of the open data set with that number."""
     if isinstance(batch, int):
         return [trainer.evaluate(rows) for rows in trainer.loaders[batch].epoch()]
     return [trainer.evaluate(batch)]
 
 
-_MAY_REFUSE = {
-    **{name: _with_files(name) for name in ("save", "load", "save_weights", "load_weights")},
+_OPERATIONS = {
+    **{name: _file_operation(name) for name in ("save", "load", "save_weights", "load_weights")},
     "open_data": _open_data,
     "train_step": _train_step,
     "evaluate": _evaluate,
 }
-_REFUSALS = ("CheckpointError", "DataError", "ModeError", "NonFiniteLossError")
+_EXPECTED_ERRORS = ("CheckpointError", "DataError", "ModeError", "NonFiniteLossError")
 
 
-def _or_refusal(act: Any, trainer: Any, *args: Any) -> dict[str, Any]:
-    """Return the result, or the runtime's error as data: raising it would end the processes, and the parent can't import its class."""
+def _result_or_error(operation: Any, trainer: Any, *args: Any) -> dict[str, Any]:
+    """Return the result, or an expected error as data: raising it would end the processes, and the parent can't import its class."""
     try:
-        return {"result": act(trainer, *args)}
+        return {"result": operation(trainer, *args)}
     except RuntimeError as error:
-        if type(error).__name__ not in _REFUSALS:
+        if type(error).__name__ not in _EXPECTED_ERRORS:
             raise
-        refusal: Any = error
-        return {"refused": type(error).__name__, "error": refusal.message, "hint": refusal.hint}
+        expected: Any = error
+        return {"error_type": type(error).__name__, "error": expected.message, "hint": expected.hint}

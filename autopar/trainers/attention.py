@@ -33,7 +33,7 @@ def unfuse_attention(costs: OpCosts) -> None:
     """Price attention as products over the full score matrix, plus reads and writes of it."""
     for i, node in enumerate(costs.nodes):
         if cost.is_attention(node):
-            differentiable = costs.run.requires_grad[node.name]
+            differentiable = costs.trace.requires_grad[node.name]
             costs.forward_flops[i] = cost.model_flops(node)
             costs.backward_flops[i] = cost.model_flops(node) * cost.SAVED_ATTENTION_BACKWARD * differentiable
             costs.kinds[i] = PRODUCT

@@ -106,7 +106,7 @@ class OtherTrainer(TrainerModel):
 
     def _add_loss_copies(self, costs: OpCosts) -> None:
         for i, node in enumerate(costs.nodes):
-            if facts(node).is_cross_entropy and costs.run.requires_grad[node.name]:
+            if facts(node).is_cross_entropy and costs.trace.requires_grad[node.name]:
                 logits = operands(node)[0]
                 size = self.loss_copies * float(sum(costs.size(t) for t in cost.tensors(logits.meta["val"])))
                 costs.slots.append(OpSlot(i, INTERNAL, node.name, 0.0, 0.0, size, size))

@@ -13,7 +13,7 @@ from autopar.program.spec import layers_of
 from autopar.run import remote
 
 UPDATE_LR = 2.0**20
-"""Learning rate of the compared update: a power of two, so large that the gradient's digits remain in the updated parameter."""
+"""Learning rate of the update that is compared: a power of two, so large that the updated parameter keeps the gradient's digits."""
 
 
 def open_trainer(folder: str, state: str) -> Any:
@@ -27,7 +27,7 @@ def gradients(folder: str, state: str, batch: dict[str, Tensor]) -> tuple[float,
     """Return the loss of a global batch, on rank 0 its unsharded gradients, and the state after an update with ``UPDATE_LR``."""
     trainer = open_trainer(folder, state)
     loss, grads = remote.perform(trainer, "gradients", batch)
-    return loss, grads, _updated(trainer)
+    return loss, grads, _state_after_update(trainer)
 
 
 def gradients_twice(
@@ -36,39 +36,39 @@ def gradients_twice(
     """Return ``gradients`` of a batch, then, after reloading ``state``, the loss and gradients of another batch."""
     trainer = open_trainer(folder, state)
     loss, grads = remote.perform(trainer, "gradients", batch)
-    after = _updated(trainer)
+    after = _state_after_update(trainer)
     remote.perform(trainer, "load_state_dict", torch.load(state, weights_only=True, mmap=True))
     return (loss, grads, after), remote.perform(trainer, "gradients", other)
 
 
-def _updated(trainer: Any) -> dict[str, Tensor]:
-    """Update and return the state dict. Raises ``RuntimeError`` if replicas of a parameter differ afterwards."""
+def _state_after_update(trainer: Any) -> dict[str, Tensor]:
+    """Update the parameters and return the state dict. Raises ``RuntimeError`` if replicas of a parameter differ afterwards."""
     for _ in range(1 + trainer.program.spec.late):  # stale gradients are applied ``late`` updates later
         trainer.update()
     trainer.finish_update()
     program, world = trainer.program, trainer.world
     replicas_differ = program.local_steps and trainer.steps % program.local_steps
     for layout in program.layouts:
-        own = program.placement(layout)
-        axes = program.split_local_sgd_axes(own.axes)[0] if replicas_differ else own.axes
-        if layout.stage not in trainer.stages or own.zero >= 2 or not axes:
+        placement = program.placement(layout)
+        axes = program.split_local_sgd_axes(placement.axes)[0] if replicas_differ else placement.axes
+        if layout.stage not in trainer.stages or placement.zero >= 2 or not axes:
             continue
         values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()
-        ends = torch.stack((values, -values))
+        extremes = torch.stack((values, -values))
         for axis in axes:
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=world.group((axis,)))
-        if not torch.equal(ends[0], -ends[1]):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=world.group((axis,)))
+        if not torch.equal(extremes[0], -extremes[1]):  # the maximum and the minimum
             raise RuntimeError(f"the update of {layout.original} is not the same on the ranks of {', '.join(axes)}")
     state: dict[str, Tensor] = trainer.state_dict()
     return state
 
 
 def watch(folder: str, state: str, batch: dict[str, Tensor], layer: str | None) -> dict[str, dict[str, list[Any]]]:
-    """Return values of this rank's layers in a step and their gradients, for every microbatch.
+    """Run one step and return, for every microbatch, the values in this rank's layers and the gradients of these values.
 
-    The program must have been emitted with ``watch``. The result is indexed by layer (its path in the stage) and name: without ``layer``
-    the outputs of every layer (``"0"``, ``"1"``), otherwise all values of ``layer`` by node name. Each entry is ``[value of microbatch 0,
-    its gradient or None, value of microbatch 1, ...]``.
+    The program must have been emitted with ``watch``. The result is indexed by layer (its path in the stage) and value: without
+    ``layer``, the outputs of every layer by index (``"0"``, ``"1"``), otherwise all values of ``layer`` by node name. Each entry is
+    ``[value of microbatch 0, its gradient or None, value of microbatch 1, ...]``.
     """
     trainer = open_trainer(folder, state)
     records: dict[str, dict[str, list[Any]]] = {}

@@ -1,7 +1,7 @@
 """Builds a model from a configuration (of transformers or of ``zoo.modules``), by default on the meta device, with a global batch for it.
 
-Only the parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with their real
-values, because an emitted program needs these.
+Of the model, only the parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with
+their real values, because an emitted program needs these.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _KINDS = {
     "ForConditionalGeneration": "seq2seq",
     "ForImageClassification": "image",
 }
-_MASKED_FRACTION = 0.15  # of the tokens of a masked language model's batch (arXiv:1810.04805, section 3.1)
+_MASKED_FRACTION = 0.15  # the fraction of tokens that a masked language model predicts (arXiv:1810.04805, section 3.1)
 _SOURCE_PER_TARGET = (
     4  # a seq2seq batch has seq/4 target tokens: T5's span corruption makes 114 of 512 (arXiv:1910.10683)
 )
 _GLOBAL_BATCH = 8
-_LONGEST = 2048  # maximum of the default sequence length in tokens
+_MAX_DEFAULT_SEQ = 2048  # tokens
 _IMAGE_SIZE = 224  # pixels; the training size of convolutional classifiers, which support any size
 _IGNORED = -100  # a label that the loss ignores
 
@@ -50,7 +50,7 @@ _INITIALISERS = frozenset(
 
 
 _LARGE = 1 << 22  # a tensor with at least as many elements is large
-_MOST_TENSORS = 1 << 17
+_MAX_PARAMETER_TENSORS = 1 << 17
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -98,8 +98,8 @@ class _MetaParameters:
             known[place] = nn.Parameter(made, given.requires_grad)
         return known[place]
 
-    def moved_memory_of(self, tensor: torch.Tensor) -> int:
-        """Return the id of the meta storage that replaces the storage of ``tensor``, or the id of its own storage if none does."""
+    def storage_id(self, tensor: torch.Tensor) -> int:
+        """Return the id of the meta storage that replaced the tensor's storage, or else of the tensor's own storage."""
         entry = self._made.get(StorageWeakRef(tensor.untyped_storage()))
         return memory(tensor if entry is None else entry[0])
 
@@ -115,7 +115,7 @@ def _on_meta() -> Iterator[_MetaParameters]:
             return None
         return moved.parameter(parameter)
 
-    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # its stub leaves the result out
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # torch's stub omits the hook's result
     try:
         with _EmptyOnMeta():
             yield moved
@@ -129,20 +129,20 @@ def _unified(model: nn.Module, moved: _MetaParameters) -> nn.Module:
     Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them in another shape.
     """
     first: dict[Any, nn.Parameter] = {}
-    held: dict[int, dict[Any, tuple[str, torch.Tensor]]] = {}
+    by_storage: dict[int, dict[Any, tuple[str, torch.Tensor]]] = {}
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(path, recurse=False, remove_duplicate=False)):
             if not has_storage(parameter) or not parameter.numel():
                 continue
-            place, where = place_in_memory(parameter), moved.moved_memory_of(parameter)
+            place, where = place_in_memory(parameter), moved.storage_id(parameter)
             known = first.setdefault((where, parameter.is_meta, place), parameter)
             if known is not parameter:
                 setattr(module, name.rpartition(".")[2], known)
-            held.setdefault(where, {}).setdefault((parameter.is_meta, place), (name, known))
+            by_storage.setdefault(where, {}).setdefault((parameter.is_meta, place), (name, known))
     for name, buffer in model.named_buffers():
-        if has_storage(buffer) and buffer.numel() and (where := moved.moved_memory_of(buffer)) in held:
-            held[where][name] = name, buffer
-    for tensors in held.values():
+        if has_storage(buffer) and buffer.numel() and (where := moved.storage_id(buffer)) in by_storage:
+            by_storage[where][name] = name, buffer
+    for tensors in by_storage.values():
         ordered = sorted((*byte_range(tensor), name) for name, tensor in tensors.values())
         for (_, end, name), (begin, _, other) in itertools.pairwise(ordered):
             if begin < end:
@@ -164,27 +164,27 @@ def build_config(
 
     A configuration with a ``"module"`` describes a model of ``zoo.modules``.
 
-    ``seq`` defaults to the model's maximum length, but at most 2,048, ``global_batch`` to 8. On a device other than meta, parameters and
-    batch are random (the batch with seed 0).
+    ``seq`` defaults to the model's maximum length, or 2,048 if that is less; ``global_batch`` to 8. On a device other than meta, parameters
+    and batch have random values (the batch those of seed 0).
 
     Raises:
-        ModelError: transformers isn't installed, can't read the configuration, or can't build a kind of model that has a loss from it.
-        BatchError: the sequence is too short, or longer than the model's table of positions, or the batch is empty.
+        ModelError: transformers isn't installed or can't build the model, autopar knows no batch for it, or the configuration is invalid.
+        BatchError: the sequence is too short, or longer than the model's learned positions, or the batch is empty.
     """
     try:
-        with _limited():
-            build = _build_plain if "module" in config else _build_auto
+        with _limited_parameters():
+            build = _build_from_zoo if "module" in config else _build_from_transformers
             return build(config, seq, global_batch, precision, device)
     except AutoparError:
         raise
     except Exception as error:  # a file from elsewhere may have any value in any field
         raise ModelError(
-            f"the configuration describes no model: {type(error).__name__}: {error}",
+            f"the configuration does not describe a model: {type(error).__name__}: {error}",
             "give the config.json that transformers saves, or the fields of a module of the zoo",
         ) from error
 
 
-def _build_auto(
+def _build_from_transformers(
     config: dict[str, Any], seq: int | None, global_batch: int | None, precision: str, device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     names = config.get("architectures") or ["ForCausalLM"]
@@ -198,22 +198,22 @@ def _build_auto(
     dtype = torch_dtype(precision)
     model: Any = _build_module(auto, hf_config, dtype, device)
     if kind == "causal":
-        model.loss_type = "ForCausalLM"  # transformers takes this for classes with other names, but warns
+        model.loss_type = "ForCausalLM"  # also transformers' default for other class names, which it warns about
     return model, _batch(kind, hf_config, seq, global_batch, dtype, device)
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """A context in which modules may register at most ``_MOST_TENSORS`` parameters: a million layers would take hours to build."""
+def _limited_parameters() -> Iterator[None]:
+    """A context in which modules may register at most ``_MAX_PARAMETER_TENSORS`` parameters: a million layers would take hours to build."""
     made = 0
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal made
         made += parameter is not None
-        if made > _MOST_TENSORS:
+        if made > _MAX_PARAMETER_TENSORS:
             raise ModelError(
-                f"the configuration makes over {_MOST_TENSORS:,} parameters, more than autopar supports",
-                "check its numbers of layers and experts",
+                f"the model has more than {_MAX_PARAMETER_TENSORS:,} parameter tensors, which autopar does not support",
+                "check the numbers of layers and experts in the configuration",
             )
 
     handle = register_module_parameter_registration_hook(count)
@@ -224,16 +224,16 @@ def _limited() -> Iterator[None]:
 
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "depth")
-_MOST_LAYERS = 4096
+_MAX_LAYERS = 4096
 
 
 def _check_depth(hf_config: Any) -> None:
-    """Raise ``ModelError`` for more than ``_MOST_LAYERS`` layers, before they are built."""
+    """Raise ``ModelError`` for more than ``_MAX_LAYERS`` layers, before they are built."""
     for name in _LAYER_COUNTS:
         count = getattr(hf_config, name, None)
-        if isinstance(count, int) and count > _MOST_LAYERS:
+        if isinstance(count, int) and count > _MAX_LAYERS:
             raise ModelError(
-                f"{name} is {shown(count)}, and autopar plans for {_MOST_LAYERS:,} layers at most", f"check {name}"
+                f"{name} is {shown(count)}, and autopar plans for {_MAX_LAYERS:,} layers at most", f"check {name}"
             )
 
 
@@ -282,7 +282,7 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
         "seq2seq": transformers.AutoModelForSeq2SeqLM,
         "image": transformers.AutoModelForImageClassification,
     }[kind]
-    fields = {key: value for key, value in _data(config).items() if key not in ("model_type", "transformers_version")}
+    fields = {k: v for k, v in _without_code(config).items() if k not in ("model_type", "transformers_version")}
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError("the configuration has no model_type", "give the config.json that transformers saves")
@@ -299,23 +299,23 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
     return auto, hf_config
 
 
-_CODE = ("auto_map", "custom_pipelines", "use_kernels", "attn_implementation", "experts_implementation")
+_CODE_FIELDS = ("auto_map", "custom_pipelines", "use_kernels", "attn_implementation", "experts_implementation")
 """Fields in which a configuration may name code: Python files of a repository, and kernels that transformers fetches and imports."""
-_OWN_CODE = ("eager", "sdpa", "batched_mm", "grouped_mm")  # implementations that are part of transformers
+_BUILT_IN = ("eager", "sdpa", "batched_mm", "grouped_mm")  # implementations that are part of transformers
 
 
-def _data(value: Any) -> Any:
+def _without_code(value: Any) -> Any:
     """Return a configuration without the fields that name code, at any depth, because a file must not run code."""
     if isinstance(value, list):
-        return [_data(item) for item in value]
+        return [_without_code(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key: _data(item) for key, item in value.items() if not _names_code(key, item)}
+    return {key: _without_code(item) for key, item in value.items() if not _names_code(key, item)}
 
 
 def _names_code(key: str, value: Any) -> bool:
     name = key.lstrip("_").removesuffix("_internal")
-    return name in _CODE and not (isinstance(value, str) and value in _OWN_CODE)
+    return name in _CODE_FIELDS and not (isinstance(value, str) and value in _BUILT_IN)
 
 
 def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) -> nn.Module:
@@ -327,22 +327,22 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
     except Exception as error:  # any error that a model's code raises for inconsistent sizes
         raise ModelError(
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
-            "its sizes are inconsistent: check that transformers alone can build the model",
+            "its sizes may be inconsistent: check whether transformers alone can build the model",
         ) from error
     return _placed(_unified(model, moved), device)
 
 
-def _build_plain(
+def _build_from_zoo(
     config: dict[str, Any], seq: int | None, global_batch: int | None, precision: str, device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     if not isinstance(config["module"], str) or config["module"] not in MODULES:
         raise ModelError(f"there is no module {shown(config['module'])} in the zoo", f"one of {', '.join(MODULES)}")
     longest = config.get("positions")
-    seq = min(longest or _LONGEST, _LONGEST) if seq is None else seq
+    seq = min(longest or _MAX_DEFAULT_SEQ, _MAX_DEFAULT_SEQ) if seq is None else seq
     global_batch = _check_batch(_GLOBAL_BATCH if global_batch is None else global_batch)
     if longest and seq > longest:
         raise BatchError(
-            f"the model has {longest} learned positions, and the batch has sequences of {seq} tokens",
+            f"the model has {longest} learned positions, but the batch has sequences of {seq} tokens",
             f"--seq takes at most {longest} here",
         )
     dtype = torch_dtype(precision)
@@ -384,14 +384,14 @@ def _check_sizes(hf_config: Any, kind: str, seq: int | None, global_batch: int |
         return 0, global_batch
     longest = getattr(hf_config, "max_position_embeddings", None) or getattr(hf_config, "n_positions", None)
     if seq is None:
-        seq = min(longest or _LONGEST, _LONGEST)
+        seq = min(longest or _MAX_DEFAULT_SEQ, _MAX_DEFAULT_SEQ)
     if seq < 2:
         raise BatchError(f"a sequence of {seq} tokens has no next token to learn", "--seq must be at least 2")
     # rotary and relative positions extend beyond the length that a model was trained with; a learned table of positions doesn't
     learned = hf_config.model_type in ("gpt2", "bert", "roberta", "opt", "gpt_neo")
     if learned and longest and seq > longest:
         raise BatchError(
-            f"{hf_config.model_type} has {longest} learned positions, and the batch has sequences of {seq} tokens",
+            f"{hf_config.model_type} has {longest} learned positions, but the batch has sequences of {seq} tokens",
             f"--seq takes at most {longest} here",
         )
     return seq, global_batch

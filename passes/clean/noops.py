@@ -1,4 +1,4 @@
-"""Removes nodes that compute nothing: device arguments, metadata assertions, aliases, identities, dropout that drops nothing."""
+"""Removes what computes nothing (device arguments, assertions, aliases, dropout that drops nothing), and normalises attention and views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of, val
 from passes.clean.nodes import add, aten, calls, evaluate, replace
 
-_PLACES = ("device", "pin_memory", "layout")
+_DEVICE_ARGUMENTS = ("device", "pin_memory", "layout")
 _TRANSPOSED = ("aten.numpy_T", "aten.mT")  # ``.T`` and ``.mT`` of the user's code
 _BITWISE = {"aten.__and__": "bitwise_and", "aten.__or__": "bitwise_or", "aten.__xor__": "bitwise_xor"}
 
@@ -25,8 +25,8 @@ def devices_pass(gm: fx.GraphModule) -> fx.GraphModule:
     similar ops, which read only a shape, become ``full``.
     """
     for node in calls(gm):
-        if any(key in node.kwargs for key in _PLACES) and op_name(node) != "aten.to":
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _PLACES}
+        if any(key in node.kwargs for key in _DEVICE_ARGUMENTS) and op_name(node) != "aten.to":
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in _DEVICE_ARGUMENTS}
         if facts(node).kind is OpKind.CAST and node.target is not aten.to.dtype:
             source = args_of(node)[0]
             assert isinstance(source, fx.Node)
@@ -51,7 +51,7 @@ def _like_factory(node: fx.Node) -> Any:
 
 
 def noops_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove nodes that return their operand unchanged, and assertions about metadata that export has already checked.
+    """Remove nodes that return their operand unchanged, and assertions (about metadata, which export has checked, and about values).
 
     ``contiguous`` and ``clone`` disappear as well: in a functional graph they only change strides, and ``views_pass`` later handles the ops
     that depend on strides (``view``). ``.T`` and ``.mT`` become ``permute``, and ``&``, ``|`` and ``^`` become ``bitwise_and`` etc.
@@ -113,9 +113,9 @@ def attention_defaults_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """Use ``view`` where it is valid for all strides of its operand and ``reshape`` elsewhere; update every ``meta["val"]``.
+    """Use ``view`` where it is valid for all strides of its operand, ``reshape`` elsewhere, ``contiguous`` before ops that need it.
 
-    Strides on the meta device are no evidence: convolutions, attention and collectives choose the strides of their results at run time.
+    Traced strides may differ from those at run time, which convolutions, attention and collectives choose. Updates every ``meta["val"]``.
     """
     for node in calls(gm):
         if node.target in (aten.view.default, aten.reshape.default):
@@ -123,18 +123,18 @@ def views_pass(gm: fx.GraphModule) -> fx.GraphModule:
             meta(node)["val"] = source.reshape(sizes)
             node.target = aten.view.default if _only_splits(source.shape, sizes) else aten.reshape.default
             continue
-        if node.target in _OF_MEMORY and args_of(node)[0].target is not aten.contiguous.default:
+        if node.target in _NEED_CONTIGUOUS and args_of(node)[0].target is not aten.contiguous.default:
             node.args = (add(node, aten.contiguous.default, (args_of(node)[0],)), *node.args[1:])
         meta(node)["val"] = evaluate(node.target, node.args, dict(node.kwargs))
     return gm
 
 
-_OF_MEMORY = (aten.view_as_complex.default, aten.view.dtype)
-"""Ops whose operand must be contiguous along the last dim. ``noops_pass`` has removed the ``contiguous`` of the user's code."""
+_NEED_CONTIGUOUS = (aten.view_as_complex.default, aten.view.dtype)
+"""Ops that need an operand contiguous along the last dim: ``noops_pass`` has removed every ``contiguous`` of the user's code."""
 
 
 def _only_splits(sizes: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Return whether a view from ``sizes`` to ``wanted`` only splits dims, and adds or removes dims of size 1, but merges none."""
+    """Return whether a view from ``sizes`` to ``wanted`` merges no dims: it only splits them, and adds or removes dims of size 1."""
     left = [size for size in wanted if size != 1]
     for size in sizes:
         product = 1

@@ -196,13 +196,13 @@ def not_joined(given: LocalProgram) -> None:
         (joined_from_another_type, r"model.layers.0: mul_1 is I on tensor and is converted from S\(1\)"),
         (
             another_weight,
-            r"priced, but not in the program: backward all_reduce of mul_1 on tensor .* under the gradients of",
+            r"priced, but not in the program: backward all_reduce of mul_1 on tensor .* overlapped with the gradients of",
         ),
         (the_wrong_value, r"in the program, but not priced: backward all_reduce of x on tensor"),
         (weight_in_another_type, r"reaches linear as R on tensor where S\(0\) was decided"),
         (
             not_joined,
-            r"priced, but not in the program: backward all_reduce of mul_1 on tensor .* under the gradients of",
+            r"priced, but not in the program: backward all_reduce of mul_1 on tensor .* overlapped with the gradients of",
         ),
     ],
 )

@@ -168,7 +168,7 @@ def _table(rank: int, found: list[Piece]) -> BoxTable:
         entries.append(Entry(piece.path, piece.values.dtype, piece.shape, piece.box, Region(begin, length, 640, sums)))
         begin += length
     return BoxTable(
-        "0" * 32, box_files.file_of(rank), {"keys": dict.fromkeys((*_KEYS, "step"), "tensor")}, tuple(entries)
+        "0" * 32, box_files.file_name(rank), {"keys": dict.fromkeys((*_KEYS, "step"), "tensor")}, tuple(entries)
     )
 
 
