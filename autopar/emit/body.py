@@ -37,7 +37,7 @@ def statements(
     scope = None
     for node in nodes:
         if node.op == "placeholder" or node in texts:
-            lines += sent_lines(node, texts, names, handles)
+            lines += issue_lines(node, texts, names, handles)
             continue
         if meta(node).get("other_half_before") and not compiled:
             lines.append("        yield  # the other half's turn")
@@ -66,11 +66,11 @@ def statements(
         watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
         named += own
         if not compiled:
-            lines += sent_lines(node, texts, names, handles)
+            lines += issue_lines(node, texts, names, handles)
     return lines
 
 
-def sent_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, handles: dict[fx.Node, str]) -> list[str]:
+def issue_lines(node: fx.Node, texts: dict[fx.Node, Text], names: Names, handles: dict[fx.Node, str]) -> list[str]:
     """Return the lines that issue the async conversions of the node's value, and add their variables to ``handles``."""
     lines = []
     for conversion in meta(node).get("issued_after", ()):
@@ -89,12 +89,12 @@ def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list
     _, _, source = converted_types(node)
     collective = "reduce-scatter" if source.sharded else "all-reduce"
     whose = "weights' gradients are" if len(weights_of(node)) > 1 else "weight's gradient is"
-    remark = f"        # backward: the {collective} of the input's gradient runs while the {whose} computed"
+    comment = f"        # backward: the {collective} of the input's gradient runs while the {whose} computed"
     call, given = joined_call(node, texts)
     line = f"        {names} = {call}({', '.join(given)})"
     if len(line) <= WIDTH:
-        return [remark, line]
-    return [remark, f"        {names} = {call}(", *(f"            {one}," for one in given), "        )"]
+        return [comment, line]
+    return [comment, f"        {names} = {call}(", *(f"            {one}," for one in given), "        )"]
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:
@@ -114,7 +114,7 @@ def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list
 
 
 def value_name(node: fx.Node) -> str:
-    """Return the user's name of the node's value; a conversion is named after its value and its new type (``logits_i``)."""
+    """Return the user's name of the node's value; a converted value gets its new type as a suffix (``logits_i``)."""
     if (before := passed_on(node)) is not None:
         return f"{value_name(before)}_r"
     if node.target is not convert:
@@ -138,18 +138,18 @@ def _inline(node: fx.Node, text: Text) -> bool:
     ):
         return False
     user = next(iter(node.users))
-    places: list[fx.Node] = []
-    fx.map_arg((user.args, user.kwargs), lambda n: places.append(n) if n is node else None)
-    if len(places) != 1 or is_joined(user) and user.args[0] is node:
+    uses: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), lambda n: uses.append(n) if n is node else None)
+    if len(uses) != 1 or is_joined(user) and user.args[0] is node:
         return False
     if user.op == "output":
         return not meta(node).get("async_op") and len(text.text) <= WIDTH
-    most = WIDTH * 4 // 5 if meta(user).get("module") else SHORT if is_bound(node) else WIDTH * 2 // 3
-    return node.target is not convert and len(text.text) <= most
+    limit = WIDTH * 4 // 5 if meta(user).get("module") else SHORT if is_bound(node) else WIDTH * 2 // 3
+    return node.target is not convert and len(text.text) <= limit
 
 
 def _scope(node: fx.Node) -> str:
-    """Return the innermost module that computes the node, relative to its layer; for the model's own ``forward``, the model's class."""
+    """Return the innermost module that computes the node, relative to its layer; outside of submodules the model's class or ``loss_fn``."""
     stack = meta(node).get("nn_module_stack") or {}
     path = module_path(node)
     if not path:

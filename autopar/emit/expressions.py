@@ -72,7 +72,7 @@ _INFIX: dict[str, tuple[str, int]] = {
 
 
 def literal(value: Any, texts: Texts) -> str:
-    """Return the text of an argument: a node's expression, a number, a dtype, or a list of these."""
+    """Return the text of an argument: a node's expression, a custom op, a plain value, or a list, tuple or dict of these."""
     if isinstance(value, fx.Node):
         return texts[value].text
     if isinstance(value, (list, tuple)):

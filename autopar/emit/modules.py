@@ -14,33 +14,33 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
 from passes.layer import LocalLayer
 
-_Given = Mapping[str, Any]
+_Arguments = Mapping[str, Any]
 
 
-def _linear(given: _Given, shape: torch.Size) -> str | None:
+def _linear(given: _Arguments, shape: torch.Size) -> str | None:
     return f"nn.Linear({shape[1]}, {shape[0]}{_without_bias(given)}"
 
 
-def _embedding(given: _Given, shape: torch.Size) -> str | None:
+def _embedding(given: _Arguments, shape: torch.Size) -> str | None:
     if given["scale_grad_by_freq"] or given["sparse"]:
         return None
     padding = "" if given["padding_idx"] in (-1, None) else f", padding_idx={given['padding_idx']}"
     return f"nn.Embedding({shape[0]}, {shape[1]}{padding}"
 
 
-def _layer_norm(given: _Given, shape: torch.Size) -> str | None:
+def _layer_norm(given: _Arguments, shape: torch.Size) -> str | None:
     return f"nn.LayerNorm({_size(shape)}, eps={given['eps']}{_without_bias(given)}" if _is_norm(given, shape) else None
 
 
-def _rms_norm(given: _Given, shape: torch.Size) -> str | None:
+def _rms_norm(given: _Arguments, shape: torch.Size) -> str | None:
     return f"nn.RMSNorm({_size(shape)}, eps={given['eps']}" if _is_norm(given, shape) else None
 
 
-def _is_norm(given: _Given, shape: torch.Size) -> bool:
+def _is_norm(given: _Arguments, shape: torch.Size) -> bool:
     return list(given["normalized_shape"]) == list(shape)
 
 
-def _without_bias(given: _Given) -> str:
+def _without_bias(given: _Arguments) -> str:
     return ", bias=False" if given["bias"] is None else ""
 
 
@@ -48,13 +48,13 @@ def _size(shape: torch.Size) -> str:
     return str(shape[0]) if len(shape) == 1 else str(tuple(shape))
 
 
-_CALLS: dict[str, Callable[[_Given, torch.Size], str | None]] = {
+_CALLS: dict[str, Callable[[_Arguments, torch.Size], str | None]] = {
     "aten.linear": _linear,
     "aten.embedding": _embedding,
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _rms_norm,
 }
-"""Op -> the constructor call of the module without its last arguments; ``None`` if torch has no module for the call."""
+"""By op, a function of the call's arguments and the weight's shape. It returns the start of the module's constructor call, or ``None``."""
 
 
 def torch_modules(layer: LocalLayer, shared: Set[int]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Selects the parts of the runtime that a program needs, as its ``PROGRAM`` record names them; only their files are copied."""
+"""Selects the optional parts of the runtime that a program needs: its ``PROGRAM`` record names them; files of other parts aren't copied."""
 
 from __future__ import annotations
 

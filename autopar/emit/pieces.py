@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from autopar.emit.body import sent_lines, statements, value_name
+from autopar.emit.body import issue_lines, statements, value_name
 from autopar.emit.expressions import Text, literal
 from autopar.emit.names import Names
 from autopar.ops.meta import meta
@@ -26,7 +26,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
         ):
             pieces.append([])
         pieces[-1].append(node)
-    place = {node: k for k, piece in enumerate(pieces) for node in piece}
+    piece_of = {node: k for k, piece in enumerate(pieces) for node in piece}
     handles: dict[fx.Node, str] = {}
     lines: list[str] = []
     methods: list[str] = []
@@ -35,7 +35,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
             lines.append("        yield  # the other half's turn")
         given = [node for node in piece if node.op == "placeholder"]
         for node in given:
-            lines += sent_lines(node, texts, names, handles)
+            lines += issue_lines(node, texts, names, handles)
         for node in (node for node in piece if meta(node).get("async_op")):
             texts[node] = Text(names.fresh(value_name(node)))
             lines.append(f"        {texts[node].text} = {handles[node]}.wait()")
@@ -45,8 +45,8 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
         ops = [n for n in piece if n.op == "call_function" and not any(meta(n).get(key) for key in issued)]
         lines += _piece(k, ops, texts, names, methods)
         for node in piece[len(given) :]:
-            lines += sent_lines(node, texts, names, handles)
-        dead = [node for node in texts if _last(node, place) == k and texts[node].text.isidentifier()]
+            lines += issue_lines(node, texts, names, handles)
+        dead = [node for node in texts if _last_reader(node, piece_of) == k and texts[node].text.isidentifier()]
         if dead and k + 1 < len(pieces):
             lines.append(f"        del {', '.join(texts[node].text for node in dead)}")
     output = nodes[-1]
@@ -83,9 +83,9 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
     return [f"        {', '.join(texts[node].text for node in made)} = {call}"]
 
 
-def _last(node: fx.Node, place: dict[fx.Node, int]) -> int:
-    """Return the number of the last piece that reads the node's value; an async conversion reads its operand where it is issued."""
-    return max((place[user] for user in node.users), default=-1)
+def _last_reader(node: fx.Node, piece_of: dict[fx.Node, int]) -> int:
+    """Return the number of the last piece that reads the node's value, or -1; an async conversion counts where it is awaited."""
+    return max((piece_of[user] for user in node.users), default=-1)
 
 
 def _results(output: fx.Node) -> Sequence[object]:

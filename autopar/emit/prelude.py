@@ -1,4 +1,4 @@
-"""Emits the prelude, a function that computes scalars of the batch, such as its number of valid tokens, and checks its guards."""
+"""Emits the prelude, a function that computes scalars of the batch, such as its number of valid tokens, and checks the graph's guards."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:
                 types[node] = R
                 continue
             found = [c.result for c in candidates(node) if c.operands == given and c.kernel is None]
-            if not found or found[0] == P and meta(node)["val"].dtype.is_floating_point or _names_rows(node):
+            if not found or found[0] == P and meta(node)["val"].dtype.is_floating_point or _takes_row_count(node):
                 return None
             types[node] = R if found[0] == P else found[0]
             sums |= {node} if found[0] == P else set()
     return None
 
 
-def _names_rows(node: fx.Node) -> bool:
+def _takes_row_count(node: fx.Node) -> bool:
     """Return whether an argument of the node is its result's shape, which includes the number of rows."""
     shape = tuple(meta(node)["val"].shape)
     lists = [tuple(each) for each in node.args if isinstance(each, list | tuple)]

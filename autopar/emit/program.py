@@ -40,7 +40,7 @@ from passes.stages import LocalProgram, cut_stages
 
 _HEADER = '''"""{model} on {devices}: {summary}.
 
-A step takes {batch} rows{microbatches}. Each device runs the layers below on its part of the rows.{apart}
+A step takes {batch} rows{microbatches}. Each device runs the layers below on its part of the rows.{deviations}
 Comments and calls name the type of a tensor on each axis of the mesh: S(d) is a slice of dim d; R the same values everywhere, and terms
 of the gradient; I the same values and the same gradient; P a term of the sum. A collective turns one type into another.
 
@@ -73,7 +73,7 @@ def emit(
     without it, or if it is on meta, the folder has none.
 
     Raises:
-        UsageError: the plan is invalid for the model, or can only be priced.
+        UsageError: the plan is invalid for the model, can only be priced, or has float16 gradients without loss scaling.
         ModelError: the model's constants have no values.
         ProgramError: the program can't import the class of an opaque module, or the definition of a custom op.
     """
@@ -141,7 +141,7 @@ def _refuse_priced(plan: Plan) -> None:
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:
-    """Raise ``UsageError`` if a program in another precision, which does not scale its loss, would have float16 gradients."""
+    """Raise ``UsageError`` if gradients would be float16 without loss scaling, which only programs with ``FLOAT16`` precision have."""
     if plan.precision == FLOAT16:
         return
     found = [(p.original, p.dtype) for p in graph.parameters.values() if p.trainable]
@@ -183,7 +183,7 @@ def _header(program: LocalProgram, imports: str) -> str:
         else f"a mesh of {mesh}",
         batch=plan.global_batch,
         microbatches=f" in {plan.microbatches} microbatches of {rows}" if plan.microbatches > 1 else "",
-        apart=_inexact(program),
+        deviations=_deviation_sentences(program),
         processes=plan.device_count,
         imports=imports,
     )
@@ -197,10 +197,8 @@ def _imported(source: str) -> set[str]:
     """Return the runtime's modules that a ``model.py`` imports."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in found if node.module == PACKAGE for alias in node.names}
-    of_package = f"{PACKAGE}."
-    return names | {
-        str(node.module).removeprefix(of_package) for node in found if str(node.module).startswith(of_package)
-    }
+    prefix = f"{PACKAGE}."
+    return names | {str(node.module).removeprefix(prefix) for node in found if str(node.module).startswith(prefix)}
 
 
 def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
@@ -251,7 +249,7 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
     return "\n".join(["PROGRAM = ProgramSpec(", *lines, ")"]) + "\n"
 
 
-def _inexact(program: LocalProgram) -> str:
+def _deviation_sentences(program: LocalProgram) -> str:
     """Return sentences on how the program's step deviates from that of one device."""
     sentences = [_SEPARATE_BATCHES] if program.graph.accumulated > 1 else []
     sentences.append(SYNC.header(program.plan.sync))
@@ -301,11 +299,11 @@ def _uses(program: LocalProgram, layers: Sequence[int]) -> str:
 def layouts(program: LocalProgram) -> list[dict[str, object]]:
     """Return the layout records of all stages' parameters as JSON."""
     graph, axes = program.graph, tuple(axis.name for axis in program.plan.mesh)
-    homes: dict[str, set[int]] = {}
+    stages_of: dict[str, set[int]] = {}
     for stage in program.stages:
         for layer in stage.layers:
             for name in graph.layers[layer].parameters:
-                homes.setdefault(name, set()).add(stage.index)
+                stages_of.setdefault(name, set()).add(stage.index)
     records: list[dict[str, object]] = []
     for stage in program.stages:
         written: set[str] = set()
@@ -317,8 +315,8 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                 here = program.layers[layer]
                 local = here.parameters[position]
                 record = graph.parameters[name]
-                own = name in stage.owned
-                attribute = owned_attribute(name) if own else _path(program, layer, local.name)
+                owned = name in stage.owned
+                attribute = owned_attribute(name) if owned else _parameter_path(program, layer, local.name)
                 part = None
                 if record.dim is not None:
                     part = {"dim": record.dim, "start": record.start, "length": record.shape[record.dim]}
@@ -335,7 +333,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "trainable": record.trainable,
                         "tied": list(record.tied),
                         "types": {axis: str(t) for axis, t in zip(axes, local.types, strict=True)},
-                        "shared": name if len(homes[name]) > 1 else None,
+                        "shared": name if len(stages_of[name]) > 1 else None,
                     }
                 )
     return records
@@ -363,5 +361,5 @@ def buffers(program: LocalProgram) -> list[dict[str, object]]:
     return records
 
 
-def _path(program: LocalProgram, layer: int, name: str) -> str:
+def _parameter_path(program: LocalProgram, layer: int, name: str) -> str:
     return f"{layer_path(program, layer)}.{parameter_paths(program.layers[layer])[name]}"

@@ -79,15 +79,15 @@ def _places(layers: tuple[str, ...], constants: tuple[str, ...]) -> tuple[tuple[
     held = [key if key is not None and lists.count(key) > 1 and runs.count(key) == 1 else None for key in lists]
     keys = tuple(dict.fromkeys(name if key is None else f"{key}." for name, key in zip(layers, held, strict=True)))
     attributes = flat_attributes((*keys, *constants))
-    of = dict(zip(keys, attributes, strict=False))
+    attribute_of = dict(zip(keys, attributes, strict=False))
     places = [
-        _Place(of[name]) if key is None or match is None else _Place(of[f"{key}."], int(match[2]))
+        _Place(attribute_of[name]) if key is None or match is None else _Place(attribute_of[f"{key}."], int(match[2]))
         for name, key, match in zip(layers, held, matches, strict=True)
     ]
     return tuple(places), attributes[len(keys) :]
 
 
-def _held(program: LocalProgram, stage: Stage) -> tuple[dict[int, _Place], dict[str, str]]:
+def _locations(program: LocalProgram, stage: Stage) -> tuple[dict[int, _Place], dict[str, str]]:
     """Return where the stage holds its layers, by index, and the attributes of its constants, by name."""
     names = tuple(program.graph.layers[layer].name for layer in stage.layers)
     places, constants = _places(names, tuple(stage.constants))
@@ -97,7 +97,7 @@ def _held(program: LocalProgram, stage: Stage) -> tuple[dict[int, _Place], dict[
 def layer_path(program: LocalProgram, layer: int) -> str:
     """Return a layer's path in its stage."""
     stage = next(stage for stage in program.stages if layer in stage.layers)
-    return _held(program, stage)[0][layer].path
+    return _locations(program, stage)[0][layer].path
 
 
 def _summary(program: LocalProgram, stage: Stage) -> str:
@@ -205,7 +205,7 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
         lines.append(
             "        self.updates = []  # (layer, new values of its buffers), one for each call; the runtime writes them"
         )
-    places, constants = _held(program, stage)
+    places, constants = _locations(program, stage)
     for name, attribute in constants.items():
         lines.append(f'        self.register_buffer("{attribute}", constants[{quoted(name)}], persistent=False)')
     for name, layer in stage.owned.items():
@@ -223,14 +223,14 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
 def _layers(program: LocalProgram, class_names: dict[int, str], places: dict[int, _Place]) -> list[str]:
     """Return the lines that create the layers, with a loop over consecutive layers of equal class and spec."""
 
-    def made(layer: int) -> tuple[str, str, bool, int]:
+    def loop_key(layer: int) -> tuple[str, str, bool, int]:
         number = places[layer].number
         kind = class_names[layer], spec_text(layer_spec(program, layer)), program.layers[layer].random
         return *kind, layer - number if number is not None else -layer - 1
 
     lines: list[str] = []
     known: set[str] = set()
-    for (name, spec, random, offset), several in itertools.groupby(places, made):
+    for (name, spec, random, offset), several in itertools.groupby(places, loop_key):
         layers = list(several)
         first, last = places[layers[0]], places[layers[-1]]
         if first.number is not None and first.attribute not in known:
@@ -266,7 +266,7 @@ class _Forward:
         self.reshardings = {(resharding.layer, resharding.key): resharding for resharding in stage.reshardings}
         self.converted: dict[tuple[str, Types], str] = {}
         self.body: list[str] = []
-        self.places, self.constants = _held(program, stage)
+        self.places, self.constants = _locations(program, stage)
 
     def lines(self) -> list[str]:
         stage, graph = self.stage, self.program.graph
@@ -307,7 +307,7 @@ class _Forward:
         return f"input {name}" if name in self.stage.inputs else f"scalar {name}"
 
     def _run(self, layers: list[int]) -> int:
-        """Return how many of ``layers``, from the first, form a chain of one class; 1 for two layers that aren't called together."""
+        """Return how many of ``layers``, from the first, one loop or joint call covers; a loop has at least three."""
         graph, program = self.program.graph, self.program
         first = graph.layers[layers[0]]
         count = 1
@@ -324,16 +324,16 @@ class _Forward:
                 and not any(name in self.stage.owned for name in this.parameters)
                 and not graph.classes[this.cls].updates
                 and program.layers[layer].border(0) == program.layers[previous].output(0)
-                and self._together(layer) == self._together(layers[0])
+                and self._layers_per_call(layer) == self._layers_per_call(layers[0])
                 and program.layers[layer].chained == program.layers[layers[0]].chained
             )
             if not (chained and alike):
                 break
             count += 1
-        together = self._together(layers[0]) > 1 or program.layers[layers[0]].chained
+        together = self._layers_per_call(layers[0]) > 1 or program.layers[layers[0]].chained
         return count if count > 2 or together else 1
 
-    def _together(self, layer: int) -> int:
+    def _layers_per_call(self, layer: int) -> int:
         """Return how many layers a technique calls together, this one included; 1 if each is called separately."""
         return self.program.layers[layer].strategy.options.segment_layers
 
@@ -358,7 +358,7 @@ class _Forward:
             text = "hidden" if single and passed else "loss" if name == graph.loss else self.names.fresh(name)
             self.values[name] = _Variable(text, local.output(position), dtypes[position])
             results.append(text)
-        if local.chained or (run > 1 and self._together(layer) > 1):
+        if local.chained or (run > 1 and self._layers_per_call(layer) > 1):
             self._call_together(layer, run, arguments, results[0])
             return
         if run == 1:
@@ -391,21 +391,21 @@ class _Forward:
         return f"[self.{first.attribute}[str(i)] for i in {_range(numbers[0], numbers[-1] + 1)}]"
 
     def _call_together(self, layer: int, run: int, arguments: list[str], result: str) -> None:
-        """Emit ``run`` layers that techniques call together: in groups of ``_together``, or all at once."""
+        """Emit ``run`` layers that techniques call together: in groups of ``_layers_per_call``, or all at once if that is 1."""
         local, graph = self.program.layers[layer], self.program.graph
         rows, joined = batch_dims(local.cls, local.sharding.types[0])
         dims = [rows[place] for place, _ in argument_keys(graph.layers[layer])]
         dims = [None, *dims, *(None for _ in arguments[len(dims) :])]
-        number = self._together(layer) if self._together(layer) > 1 else run
-        value, remark = arguments[0], ""
+        number = self._layers_per_call(layer) if self._layers_per_call(layer) > 1 else run
+        value, last_remark = arguments[0], ""
         for at in range(layer, layer + run, number):
             members = self._members(range(at, min(at + number, layer + run)))
             call = Call((members, value, *arguments[1:]), rows=tuple(dims), joined=joined, layers=True)
             value = "hidden" if at + number < layer + run else result
             changed = local.strategy.options.wrap_call(call)
             lines = changed.lines(f"{value} = ")
-            self.body += [f"        {line}" for line in lines if line != f"# {remark}"]
-            remark = changed.remark
+            self.body += [f"        {line}" for line in lines if line != f"# {last_remark}"]
+            last_remark = changed.remark
 
     def _read(self, layer: int, key: str, needed: Types) -> str:
         """Emit the conversions of a value to the types that a layer takes, and return its text."""
