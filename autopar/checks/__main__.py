@@ -16,14 +16,14 @@ def main() -> None:
 
     ``--dtensor FILE`` compares the table with DTensor's rules instead, and writes the comparison to FILE.
     """
-    given = samples()
+    calls = samples()
     if sys.argv[1:2] == ["--dtensor"]:
-        Path(sys.argv[2]).write_text(page(list(compare(given)), len(TABLE), len(given)))
+        Path(sys.argv[2]).write_text(page(list(compare(calls)), len(TABLE), len(calls)))
         return
-    reports = [check(one) for one in given]
-    covered = {one.name for one in given}
+    reports = [check(call) for call in calls]
+    covered = {call.name for call in calls}
     print(
-        f"{len(TABLE)} ops, {len(covered & set(TABLE))} of them executed: {len(given)} calls, "
+        f"{len(TABLE)} ops, {len(covered & set(TABLE))} of them executed: {len(calls)} calls, "
         f"{sum(report.candidates for report in reports)} candidates, {sum(report.executions for report in reports)} executions "
         f"on 2 and 3 shards, largest difference {max(report.difference for report in reports):.1e}"
     )

@@ -1,6 +1,6 @@
 """Checks the structure of an emitted program: its types must be those that the search chose, its collectives those that were priced.
 
-It checks two properties of every layer and every boundary between layers, in the graphs that the emitter writes:
+It checks two properties: types in every layer, collectives also at every boundary between layers. It reads the graphs that are emitted:
 
 * *types*: every op produces its value in the type that the search chose, and only the conversions in the graph change types; then every
   operand must arrive in the type that its op needs, and every conversion must start from the actual type of its value;
@@ -85,7 +85,7 @@ def check_collectives(program: LocalProgram) -> int:
     for stage in program.stages:
         for resharding in stage.reshardings:
             where = f"the boundary before {program.graph.layers[resharding.layer].name}"
-            expected, emitted = _between(resharding, program)
+            expected, emitted = _at_boundary(resharding, program)
             _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
             crossed.update(axis for one in emitted for axis in one.axes)
@@ -216,10 +216,12 @@ def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterato
         yield from _issued(one.value.name, names, (one.forward, one.backward), round(size))
 
 
-def _between(resharding: Resharding, program: LocalProgram) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
+def _at_boundary(
+    resharding: Resharding, program: LocalProgram
+) -> tuple[list[IssuedCollective], list[IssuedCollective]]:
     """Return the collectives between two layers in the cost model, and those in the program."""
     axes = (Axis(MICROBATCH, program.graph.parts(program.plan.microbatches), 0), *program.plan.mesh)
-    time, priced_steps = S(0), tuple[ConversionStep, ...]()  # reading a tensor of the batch moves no data
+    microbatch_type, priced_steps = S(0), tuple[ConversionStep, ...]()  # reading a tensor of the batch moves no data
     value = resharding.value or next(v for v in program.graph.inputs if f"input {v.name}" == resharding.key)
     if resharding.value is not None:
         producer = next(i for i, layer in enumerate(program.graph.layers) if value.name in layer.outputs)
@@ -227,8 +229,10 @@ def _between(resharding: Resharding, program: LocalProgram) -> tuple[list[Issued
         index = program.graph.layers[resharding.layer].activations.index(value.name)
         reader = program.layers[resharding.layer]
         target = reader.sharding.produced(placeholders(reader.cls)[index].name)
-        time, priced_steps = source[0], conversion_steps(source, target, value.requires_grad)
-    on_mesh = [replace(s, axes=tuple(i + 1 for i in s.axes), after=(time, *s.after)) for s in resharding.steps]
+        microbatch_type, priced_steps = source[0], conversion_steps(source, target, value.requires_grad)
+    on_mesh = [
+        replace(s, axes=tuple(i + 1 for i in s.axes), after=(microbatch_type, *s.after)) for s in resharding.steps
+    ]
 
     def on_device(steps: Iterable[ConversionStep]) -> list[IssuedCollective]:
         pairs = pairs_of_conversion(value.name, float(value.numel * value.dtype.itemsize), steps)
@@ -255,7 +259,7 @@ def _check_types(layer: LocalLayer, name: str) -> None:
     flow = gradient_flow(layer.cls)
     current: dict[fx.Node, Types] = {}
 
-    def changed(value: fx.Node, axes: tuple[str, ...], source: SpmdType, target: SpmdType) -> Types:
+    def converted(value: fx.Node, axes: tuple[str, ...], source: SpmdType, target: SpmdType) -> Types:
         now = list(current[value])
         for i, axis in enumerate(sharding.axes):
             if axis.name in axes:
@@ -270,12 +274,12 @@ def _check_types(layer: LocalLayer, name: str) -> None:
         if node.target is convert:
             value, axes, source, target = node.args
             assert isinstance(value, fx.Node) and isinstance(axes, tuple)
-            current[node] = changed(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
+            current[node] = converted(value, axes, SpmdType.parse(str(source)), SpmdType.parse(str(target)))
             if not node.users:
                 _fail(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
         elif is_joined(node):
             value, axes, own = converted_types(node)
-            read = changed(value, axes, own, R)
+            read = converted(value, axes, own, R)
             for one in results_of(node):
                 current[one.node] = sharding.produced(one.node.name) if one.product else read
                 if one.product and one.weight is not None:

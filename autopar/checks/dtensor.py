@@ -57,22 +57,22 @@ class Agreement:
 
 
 def compare(samples: Iterable[Sample]) -> Iterator[Agreement]:
-    """Yield the comparisons of all samples. Initialises a fake process group of two ranks if there is none."""
-    mine = not dist.is_initialized()
-    if mine:
+    """Yield the comparisons of the samples of aten ops that aren't ``SKIPPED``. Initialises a fake process group if there is none."""
+    starts_group = not dist.is_initialized()
+    if starts_group:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
         for given in samples:
             kind = op_of(given.target).kind
             if given.name.startswith("aten.") and kind not in SKIPPED:
-                yield from _about(given, given.name, mesh)
+                yield from _comparisons(given, given.name, mesh)
     finally:
-        if mine:
+        if starts_group:
             dist.destroy_process_group()
 
 
-def _about(given: Sample, name: str, mesh: Any) -> Iterator[Agreement]:
+def _comparisons(given: Sample, name: str, mesh: Any) -> Iterator[Agreement]:
     node, values = build(given)
     if not values or not all(isinstance(value, Tensor) for value in values):
         return
@@ -84,9 +84,9 @@ def _about(given: Sample, name: str, mesh: Any) -> Iterator[Agreement]:
             and all(t.kind != "I" for t in candidate.operands)
         ):
             ours.setdefault(candidate.operands, []).append(candidate)
-    ways = list(itertools.product(*(_placements(value) for value in values)))
-    for operands in ways if len(ways) <= MAX_PLACEMENTS else list(ours):
-        theirs = _dtensor(node, values, operands, mesh)
+    combinations = list(itertools.product(*(_placements(value) for value in values)))
+    for operands in combinations if len(combinations) <= MAX_PLACEMENTS else list(ours):
+        theirs = _dtensor_result(node, values, operands, mesh)
         mine = next(iter(sorted(ours.get(operands, []), key=lambda c: c.result != theirs)), None)
         if mine is None and theirs is None:
             continue
@@ -96,8 +96,8 @@ def _about(given: Sample, name: str, mesh: Any) -> Iterator[Agreement]:
             operands,
             ours_type,
             theirs,
-            _holds(node, values, operands, ours_type, mine),
-            _holds(node, values, operands, theirs, None) if theirs != ours_type else None,
+            _is_confirmed(node, values, operands, ours_type, mine),
+            _is_confirmed(node, values, operands, theirs, None) if theirs != ours_type else None,
         )
 
 
@@ -107,7 +107,7 @@ def _placements(value: Value) -> list[SpmdType]:
     return [R, *([P] if value.is_floating_point() else []), *sliced]
 
 
-def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
+def _dtensor_result(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
     """Return the type of the result on DTensors with these placements; ``None`` if DTensor would redistribute them or has no rule."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -143,7 +143,7 @@ def _dtensor(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType
     return P if type(place) is Partial and place.reduce_op == "sum" else None
 
 
-def _holds(
+def _is_confirmed(
     node: fx.Node,
     values: Sequence[Value],
     operands: tuple[SpmdType, ...],
@@ -155,7 +155,7 @@ def _holds(
         return None
     candidate = mine or Candidate(operands, result, extent=RANKS)
     try:
-        check_candidate(node, values, candidate, RANKS, held_=range(len(values)))
+        check_candidate(node, values, candidate, RANKS, constants=range(len(values)))
     except (RuleError, RuntimeError, AssertionError, IndexError):
         return False
     return True

@@ -12,7 +12,7 @@ from autopar.errors import RuleError
 from autopar.rules.notation import Operand, parse
 from autopar.rules.table import TABLE
 
-_EXTENTS = (6, 12)
+_SIZES = (6, 12)
 """Sizes of letters in a generated call: divisible by 2 and 3, and not all equal, so that swapped letters are noticed."""
 
 
@@ -68,7 +68,7 @@ def _operands(operands: tuple[Operand, ...]) -> tuple[torch.Tensor, ...]:
     for operand in operands:
         for dim in operand.dims:
             for atom in dim:
-                sizes.setdefault(atom.letter, atom.size or _EXTENTS[len(sizes) % len(_EXTENTS)])
+                sizes.setdefault(atom.letter, atom.size or _SIZES[len(sizes) % len(_SIZES)])
     tensors = []
     for operand in operands:
         shape = [_extent(dim, sizes) for dim in operand.dims]

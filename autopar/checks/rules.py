@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RuleReport:
-    """The number of candidates, of executions (one per candidate and number of shards), and the largest difference."""
+    """The number of candidates, of executions (one per candidate and number of shards), and the largest relative difference."""
 
     candidates: int
     executions: int
@@ -59,9 +59,9 @@ def sample(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
     return Sample(target, args, kwargs)
 
 
-def without_gradient(given: Sample, *operands_: int) -> Sample:
+def without_gradient(given: Sample, *indices: int) -> Sample:
     """Return the sample with the tensor operands at these indices as constants."""
-    return replace(given, without_gradient=operands_)
+    return replace(given, without_gradient=indices)
 
 
 def build(given: Sample) -> tuple[fx.Node, list[Value]]:
@@ -96,7 +96,7 @@ def build(given: Sample) -> tuple[fx.Node, list[Value]]:
 
 
 def check(given: Sample, shards: Sequence[int] = SHARDS) -> RuleReport:
-    """Execute every candidate of the call's rule. Raises ``RuleError`` with the op, the candidate, the shapes and the difference."""
+    """Execute the candidates of the call's rule without a kernel. Raises ``RuleError`` with op, candidate, shapes and difference."""
     node, values = build(given)
     worst, executions = 0.0, 0
     found = [candidate for candidate in candidates(node) if candidate.kernel is None]
@@ -109,16 +109,16 @@ def check(given: Sample, shards: Sequence[int] = SHARDS) -> RuleReport:
 
 
 def check_candidate(
-    node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, held_: Sequence[int] = ()
+    node: fx.Node, values: Sequence[Value], candidate: Candidate, n: int, constants: Sequence[int] = ()
 ) -> float:
-    """Execute a candidate on ``n`` ranks and return the largest difference (see ``check``); the operands ``held_`` have no gradient."""
+    """Execute a candidate on ``n`` ranks; return the largest relative difference or raise like ``check``. ``constants`` get no gradient."""
     torch.manual_seed(0)
-    leaf = [_constant if i in held_ else _leaf for i in range(len(values))]
+    leaf = [_constant if i in constants else _leaf for i in range(len(values))]
     whole = [_map(make, value) for make, value in zip(leaf, values, strict=True)]
     expected = _tensors(apply((node.target, node.args, dict(node.kwargs), None), node, whole))  # type: ignore[arg-type]
     shards = [_split(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
     ranks = [[_map(make, shard[rank]) for make, shard in zip(leaf, shards, strict=True)] for rank in range(n)]
-    results = [_on_rank(node, operands_, candidate, n, expected[0]) for operands_ in ranks]
+    results = [_on_rank(node, operands, candidate, n, expected[0]) for operands in ranks]
     if facts(node).kind is OpKind.VALUE_INDEPENDENT:  # shapes are checked, values are not
         return 0.0
     what = f"{op_name(node)} as {_text(candidate)} on {n} shards"

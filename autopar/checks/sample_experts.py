@@ -21,9 +21,9 @@ def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Exp
     x, counts = _inputs(graph, rows, width, count)
     gate, up = (_input(graph, name, count, inner, width) for name in ("gate", "up"))
     down = _input(graph, "down", count, width, inner)
-    hidden = [_inner(graph, grouped_linear, x, weight, counts) for weight in (gate, up)]
-    product = _inner(graph, aten.mul.Tensor, _inner(graph, aten.silu.default, hidden[0]), hidden[1])
-    graph.output(_inner(graph, grouped_linear, product, down, counts))
+    hidden = [_apply(graph, grouped_linear, x, weight, counts) for weight in (gate, up)]
+    product = _apply(graph, aten.mul.Tensor, _apply(graph, aten.silu.default, hidden[0]), hidden[1])
+    graph.output(_apply(graph, grouped_linear, product, down, counts))
     return Experts(fx.GraphModule(nn.Module(), graph), count)
 
 
@@ -33,11 +33,11 @@ def plain_experts(rows: int, width: int, count: int, inner: int = 12) -> Experts
     x, counts = _inputs(graph, rows, width, count)
     first, bias = _input(graph, "first", count, inner, width), _input(graph, "bias", count, inner)
     second, last = _input(graph, "second", count, inner, width), _input(graph, "last", count, width)
-    hidden = _inner(graph, grouped_linear, x, first, counts)
-    hidden = _inner(graph, aten.add.Tensor, hidden, _inner(graph, of_rows, bias, x, counts))
-    hidden = _inner(graph, aten.gelu.default, hidden)
-    result = _inner(graph, grouped_linear, hidden, _inner(graph, aten.transpose.int, second, 1, 2), counts)
-    graph.output(_inner(graph, aten.add.Tensor, result, _inner(graph, of_rows, last, x, counts)))
+    hidden = _apply(graph, grouped_linear, x, first, counts)
+    hidden = _apply(graph, aten.add.Tensor, hidden, _apply(graph, of_rows, bias, x, counts))
+    hidden = _apply(graph, aten.gelu.default, hidden)
+    result = _apply(graph, grouped_linear, hidden, _apply(graph, aten.transpose.int, second, 1, 2), counts)
+    graph.output(_apply(graph, aten.add.Tensor, result, _apply(graph, of_rows, last, x, counts)))
     return Experts(fx.GraphModule(nn.Module(), graph), count)
 
 
@@ -53,7 +53,7 @@ def _input(graph: fx.Graph, name: str, *shape: int) -> fx.Node:
     return node
 
 
-def _inner(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+def _apply(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
     meta(node)["val"] = target(*fx.map_arg(args, lambda n: meta(n)["val"]))
     return node

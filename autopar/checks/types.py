@@ -15,7 +15,7 @@ def check_program(folder: str | Path, progress: Progress | None = None) -> int:
     """Type-check every stage of the program in ``folder``, and return the number of stages.
 
     If the calling process has a default process group, or ``torchrun`` started it to have one, the check runs in a separate process.
-    ``progress`` is called for each stage.
+    Otherwise ``progress`` is called for each stage.
 
     Raises ``ProgramError`` with the checker's own message, the stage, the axis and the line, or with the reason why a file cannot be read
     or run.

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.checks.nccl.findings import CollectiveFinding, deadlocks, of_rank, sequences
+from autopar.checks.nccl.findings import CollectiveFinding, deadlocks, rank_findings, sequences
 from autopar.checks.nccl.graph import MODES
 from autopar.checks.nccl.records import Communicator, Event, GroupMade, HostSync, Operation, RankTrace, Wait, spans
 
@@ -67,14 +67,14 @@ def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
 
     Raises ``ValueError`` for a communicator whose ranks aren't a product of axes.
     """
-    groups = _roles(trace, grid)
+    groups = _renamed_groups(trace, grid)
     here = trace.rank
     events: list[Event] = []
     for event in trace.events:
         if isinstance(event, GroupMade):
             events.append(GroupMade(groups[event.group]))
         elif isinstance(event, Operation):
-            events.append(_rewritten(event, groups[event.group], here, grid))
+            events.append(_in_mesh_terms(event, groups[event.group], here, grid))
         else:
             events.append(event)
     return RankTrace(
@@ -82,19 +82,19 @@ def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
     )
 
 
-def _roles(trace: RankTrace, grid: Grid) -> dict[Communicator, Communicator]:
+def _renamed_groups(trace: RankTrace, grid: Grid) -> dict[Communicator, Communicator]:
     """Rename each communicator by its axes and positions; communicators with equal names are numbered in order of appearance."""
     found: dict[Communicator, Communicator] = {}
     count: Counter[str] = Counter()
     for event in trace.events:
         if isinstance(event, GroupMade | Operation) and event.group not in found:
-            name, positions = _role(event.group, grid)
+            name, positions = _mesh_name(event.group, grid)
             count[name] += 1
             found[event.group] = Communicator(f"{name} #{count[name]}", positions, event.group.backend)
     return found
 
 
-def _role(group: Communicator, grid: Grid) -> tuple[str, tuple[int, ...]]:
+def _mesh_name(group: Communicator, grid: Grid) -> tuple[str, tuple[int, ...]]:
     places = [grid.coordinates(rank) for rank in group.members]
     values = [sorted({place[dim] for place in places}) for dim in range(len(grid.sizes))]
     if math.prod(map(len, values)) != len(places):
@@ -110,21 +110,21 @@ def _role(group: Communicator, grid: Grid) -> tuple[str, tuple[int, ...]]:
     return f"{over} at {spans(positions)}", positions
 
 
-def _rewritten(operation: Operation, group: Communicator, here: int, grid: Grid) -> Operation:
+def _in_mesh_terms(operation: Operation, group: Communicator, here: int, grid: Grid) -> Operation:
     root, detail = operation.root, operation.detail
     if operation.is_transfer:
         peer = operation.group.members[operation.root]
         mine, theirs = grid.coordinates(here), grid.coordinates(peer)
-        way = [b - a for a, b in zip(mine[1:], theirs[1:], strict=True)]
-        way = way if operation.kind == "send" else [-distance for distance in way]
-        apart = tuple(distance % size for distance, (_, size) in zip(way, grid.axes, strict=True))
-        root, detail = group.members.index(theirs[0]), f"by {apart}" if any(apart) else ""
+        distances = [b - a for a, b in zip(mine[1:], theirs[1:], strict=True)]
+        distances = distances if operation.kind == "send" else [-distance for distance in distances]
+        offsets = tuple(distance % size for distance, (_, size) in zip(distances, grid.axes, strict=True))
+        root, detail = group.members.index(theirs[0]), f"by {offsets}" if any(offsets) else ""
     operands = tuple(dataclasses.replace(operand, offset=0) for operand in operation.operands)  # offsets may differ
     return dataclasses.replace(operation, operands=operands, group=group, root=root, detail=detail, splits=None)
 
 
 def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding]:
-    """Return the findings of a plan whose ``grid.samples()`` were recorded."""
+    """Return the findings of a plan whose ``grid.samples()`` were recorded. Raises ``ValueError`` like ``by_position``."""
     rewritten = {rank: by_position(trace, grid) for rank, trace in sorted(traces.items())}
     found, first = [], dict[int, int]()
     syncs: dict[int, set[tuple[int, HostSync]]] = defaultdict(set)
@@ -138,7 +138,7 @@ def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding
     found += sequences(representatives)
     found += deadlocks(representatives, MODES)
     for trace in representatives.values():
-        found += of_rank(trace)
+        found += rank_findings(trace)
     return [_named(finding, first) for finding in found]
 
 

@@ -67,7 +67,7 @@ def findings(
     """Return all findings of a program whose ranks were all recorded, with late and with immediate results."""
     found = [*sequences(late), *deadlocks(late, modes)]
     for trace in late.values():
-        found += of_rank(trace)
+        found += rank_findings(trace)
     for rank, trace in (at_once or {}).items():
         found += late_results(late[rank], trace)
     return tuple(found)
@@ -107,15 +107,15 @@ def by_communicator(traces: Mapping[int, RankTrace]) -> dict[Communicator, dict[
 def sequences(traces: Mapping[int, RankTrace]) -> list[CollectiveFinding]:
     """Find members of a communicator that issue different collectives, and mismatched sends and receives."""
     found = []
-    for group, of_ranks in by_communicator(traces).items():
+    for group, by_rank in by_communicator(traces).items():
         recorded = [rank for rank in group.members if rank in traces]
         first, *others = recorded
         for rank in others:
-            finding = _difference(group, first, of_ranks.get(first, []), rank, of_ranks.get(rank, []))
+            finding = _difference(group, first, by_rank.get(first, []), rank, by_rank.get(rank, []))
             if finding is not None:
                 found.append(finding)
         if len(recorded) == len(group.members):
-            found += _splits(group, of_ranks)
+            found += _splits(group, by_rank)
     return [*found, *_transfers(traces)]
 
 
@@ -150,15 +150,15 @@ def _description(operation: Operation) -> str:
     return f"{operation}{root} at {operation.place}"
 
 
-def _splits(group: Communicator, of_ranks: Mapping[int, Sequence[Operation]]) -> Iterator[CollectiveFinding]:
+def _splits(group: Communicator, by_rank: Mapping[int, Sequence[Operation]]) -> Iterator[CollectiveFinding]:
     """Find all-to-alls in which a rank expects a different number of rows than its peer sends."""
-    for number in range(min(map(len, of_ranks.values()), default=0)):
-        sizes = [of_ranks[rank][number].splits for rank in group.members]
+    for number in range(min(map(len, by_rank.values()), default=0)):
+        sizes = [by_rank[rank][number].splits for rank in group.members]
         for i, mine in enumerate(sizes):
             for j, other in enumerate(sizes):
                 if mine is not None and other is not None and mine[0][j] != other[1][i]:
                     ranks = group.members[i], group.members[j]
-                    operation = of_ranks[ranks[1]][number]
+                    operation = by_rank[ranks[1]][number]
                     yield CollectiveFinding(
                         SEQUENCE,
                         f"collective {number + 1} of {group}, {_description(operation)}: rank {ranks[0]} sends {mine[0][j]} rows to rank "
@@ -176,8 +176,8 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
         for operation in trace.operations:
             if operation.is_transfer:
                 peer = operation.group.members[operation.root]
-                way = (rank, peer) if operation.kind == "send" else (peer, rank)
-                key = (operation.group, *way, operation.detail)
+                route = (rank, peer) if operation.kind == "send" else (peer, rank)
+                key = (operation.group, *route, operation.detail)
                 sides.setdefault(key, {"send": [], "recv": []})[operation.kind].append(operation)
     for (group, sender, receiver, _), found in sides.items():
         if sender not in traces or receiver not in traces:
@@ -196,14 +196,14 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
                 break
         else:
             if len(sends) != len(receipts):
-                alone = (sends if len(sends) > len(receipts) else receipts)[min(len(sends), len(receipts))]
+                unmatched = (sends if len(sends) > len(receipts) else receipts)[min(len(sends), len(receipts))]
                 yield CollectiveFinding(
                     SEQUENCE,
                     f"{len(sends)} sends from rank {sender} to rank {receiver} over {group} meet {len(receipts)} receives: the first "
-                    f"without a partner is {_description(alone)}",
+                    f"without a partner is {_description(unmatched)}",
                     (sender, receiver),
                     str(group),
-                    alone.place,
+                    unmatched.place,
                 )
 
 
@@ -228,14 +228,14 @@ def deadlocks(traces: Mapping[int, RankTrace], modes: Sequence[NcclMode] = MODES
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def of_rank(trace: RankTrace) -> Iterator[CollectiveFinding]:
+def rank_findings(trace: RankTrace) -> Iterator[CollectiveFinding]:
     """Yield the findings in a single rank's trace."""
     for race in trace.races:
         yield CollectiveFinding(IN_FLIGHT, f"on rank {trace.rank}, {race}", (trace.rank,))
     for text in trace.side_threads:
         if "gloo" not in text:
             yield CollectiveFinding(
-                THREAD, f"rank {trace.rank} issues {text} from another thread than the main one", (trace.rank,)
+                THREAD, f"rank {trace.rank} issues {text} from a thread other than the main one", (trace.rank,)
             )
     waited = {event.index for event in trace.events if isinstance(event, Wait)}
     seen: Counter[tuple[str, str]] = Counter()

@@ -88,7 +88,7 @@ class EventGraph:
         self._connecting: dict[Key, dict[int, tuple[int, int]]] = defaultdict(dict)
         for rank in sorted(traces):
             _Rank(self, rank, mode).add_events(traces[rank].events)
-        self._join()
+        self._match_operations()
 
     def node(self, rank: int, what: str, before: list[int], text: str = "") -> int:
         self.nodes.append(GraphEvent(rank, what, text))
@@ -111,7 +111,7 @@ class EventGraph:
         else:
             self._receipts[(*key, operation.detail, peer, rank)].append(issued)
 
-    def _join(self) -> None:
+    def _match_operations(self) -> None:
         for (key, number), found in self._collectives.items():
             starts = [each.start for each in found.values()]
             for rank in self._members[key]:
@@ -181,16 +181,16 @@ class EventGraph:
 
     def _shortest(self, start: int, stuck: set[int], limit: int) -> list[int] | None:
         """Return the shortest cycle through ``start`` with fewer than ``limit`` nodes."""
-        came: dict[int, int] = {}
+        predecessors: dict[int, int] = {}
         front, length = [start], 1
         while front and length < limit:
             reached = []
             for node in front:
                 for each in self.before[node]:
                     if each == start:
-                        return [start, *reversed(list(_back(came, node, start)))]
-                    if each in stuck and each not in came:
-                        came[each] = node
+                        return [start, *reversed(list(_back(predecessors, node, start)))]
+                    if each in stuck and each not in predecessors:
+                        predecessors[each] = node
                         reached.append(each)
             front, length = reached, length + 1
         return None
@@ -208,10 +208,10 @@ class EventGraph:
         return "; ".join(dict.fromkeys(parts))
 
 
-def _back(came: Mapping[int, int], node: int, start: int) -> Iterator[int]:
+def _back(predecessors: Mapping[int, int], node: int, start: int) -> Iterator[int]:
     while node != start:
         yield node
-        node = came[node]
+        node = predecessors[node]
 
 
 class _Rank:
@@ -227,7 +227,7 @@ class _Rank:
         self._counts: dict[Key, int] = defaultdict(int)
         self._batches: dict[Key, tuple[int, int]] = {}
         self._connected: set[Key] = set()
-        self._before: int | None = None  # the end of the device's last operation
+        self._previous_end: int | None = None  # the end of the device's last operation
 
     def add_events(self, events: tuple[Event, ...]) -> None:
         for event in events:
@@ -271,15 +271,15 @@ class _Rank:
     def _key(self, operation: Operation) -> tuple[Key, tuple[int, ...]]:
         """Return the communicator of an operation, and its ranks."""
         group = operation.group
-        if not operation.is_transfer or (operation.batch and not self._free(group)):
+        if not operation.is_transfer or (operation.batch and not self._is_unordered(group)):
             return (group.name,), group.members
         peer = group.members[operation.root]
         pair = (min(self._rank, peer), max(self._rank, peer))
-        if self._free(group):
+        if self._is_unordered(group):
             return (group.name, "alone", operation.index), pair
         return ((group.name, "pair", *pair), pair) if self._mode.pairs else ((group.name,), group.members)
 
-    def _free(self, group: Communicator) -> bool:
+    def _is_unordered(self, group: Communicator) -> bool:
         """Return whether transfers of the group run in any order."""
         return self._mode.host_waits or group.backend == "gloo"
 
@@ -304,14 +304,14 @@ class _Rank:
                 self._connect(key, members, thread, f"the first use of {operation.group} by {text}")
             before = [self._host[thread]]
             before += [node for node in (self._streams.get(operation.stream), self._last.get(key)) if node is not None]
-            if self._mode.in_order and not gloo and self._before is not None:
-                before.append(self._before)
+            if self._mode.in_order and not gloo and self._previous_end is not None:
+                before.append(self._previous_end)
             start = self._graph.node(self._rank, "start", before, text)
             end = self._graph.node(self._rank, "end", [start], text)
             pair = start, end
             self._last[key] = end
             if not gloo:
-                self._before = end
+                self._previous_end = end
             if operation.is_transfer and operation.batch:
                 self._batches[*key, operation.batch] = pair
         issued = _Issued(*pair, operation)

@@ -115,12 +115,12 @@ class RecordingGroup(_Group):
     def _exchange(
         self, kind: str, sent: Sequence[Tensor], combine: Callable[[list[list[Tensor]]], list[Tensor]]
     ) -> Values | None:
-        """Send integer tensors to the other members, and return a function that combines all members' tensors; ``None`` for other tensors.
-        Integers may determine a program's next operations, such as how many rows a rank receives, or which rank owns a parameter."""
+        """Send integer tensors to the other members, and return a function that combines all members' tensors; ``None`` for other tensors,
+        or if this rank is recorded alone. Integers may determine a program's next operations, such as how many rows a rank receives."""
         exchanges = self._recorder.objects.exchanges and sent and not any(map(is_fake, sent))
         if not exchanges or any(tensor.is_floating_point() or tensor.is_complex() for tensor in sent):
             return None
-        collect = self._recorder.objects.sent(self, kind, [tensor.detach().clone() for tensor in sent])
+        collect = self._recorder.objects.send(self, kind, [tensor.detach().clone() for tensor in sent])
         return lambda: combine(collect())
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LateWork:
@@ -239,7 +239,7 @@ class RecordingGroup(_Group):
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> LateWork:
         def values() -> list[Tensor]:
-            return [self._recorder.drawn(tensor, f"{self.communicator.name} {src}") for tensor in tensors]
+            return [self._recorder.random_like(tensor, f"{self.communicator.name} {src}") for tensor in tensors]
 
         return self._issue("recv", tensors, results=tensors, values=values, root=src)
 

@@ -22,7 +22,7 @@ from autopar.torch_private import object_tensor, tensor_object
 if TYPE_CHECKING:
     from autopar.checks.nccl.recorder import Recorder, RecordingGroup
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 class MissingObjectError(RuntimeError):
@@ -32,8 +32,8 @@ class MissingObjectError(RuntimeError):
 class Objects:
     """Exchanges objects through files in ``folder``; without a folder, this rank's object replaces those of all members."""
 
-    def __init__(self, folder: Path | None, patience_s: float = PATIENCE_S) -> None:
-        self._folder, self._patience_s = folder, patience_s
+    def __init__(self, folder: Path | None, timeout_s: float = TIMEOUT_S) -> None:
+        self._folder, self._timeout_s = folder, timeout_s
         self._calls: Counter[str] = Counter()
 
     @property
@@ -41,7 +41,7 @@ class Objects:
         """Whether ranks exchange objects."""
         return self._folder is not None
 
-    def sent(self, group: RecordingGroup, kind: str, value: Any) -> Callable[[], list[Any]]:
+    def send(self, group: RecordingGroup, kind: str, value: Any) -> Callable[[], list[Any]]:
         """Send this rank's object; return a function that waits for all members' objects, in the group's order."""
         members, name = group.communicator.members, group.communicator.name
         self._calls[name] += 1
@@ -54,11 +54,11 @@ class Objects:
         draft.rename(own)
 
         def collected() -> list[Any]:
-            end = time.monotonic() + self._patience_s
+            end = time.monotonic() + self._timeout_s
             while missing := [rank for rank, file in zip(members, files, strict=True) if not file.exists()]:
                 if time.monotonic() > end:
                     raise MissingObjectError(
-                        f"{kind} of {group.communicator}: rank {missing[0]} sends no object within {self._patience_s:g} s"
+                        f"{kind} of {group.communicator}: rank {missing[0]} sends no object within {self._timeout_s:g} s"
                     )
                 time.sleep(0.002)
             return [tensor_object(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)) for file in files]
@@ -68,23 +68,23 @@ class Objects:
     def functions(self, recorder: Recorder) -> dict[str, Callable[..., Any]]:
         """Return the functions that replace torch's object collectives, by name."""
 
-        def meet(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
+        def exchange(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
             ours: Any = group or dist.group.WORLD
             work = recorder.issue(ours, IssueRequest(kind, root=root))
-            found = self.sent(ours, kind, value)()
+            found = self.send(ours, kind, value)()
             work.wait()
             if recorder.thread() == 0:
                 recorder.host_sync()
             return found, ours
 
         def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-            object_list[:] = meet("all_gather_object", obj, group)[0]
+            object_list[:] = exchange("all_gather_object", obj, group)[0]
 
         def gather_object(
             obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
         ) -> None:
             root = _root(dst, group_dst, group)
-            found, ours = meet("gather_object", obj, group, root)
+            found, ours = exchange("gather_object", obj, group, root)
             if ours.rank() == root:
                 object_gather_list[:] = found
 
@@ -92,7 +92,7 @@ class Objects:
             object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
         ) -> None:
             root = _root(src, group_src, group)
-            found, ours = meet("broadcast_object_list", list(object_list), group, root)
+            found, ours = exchange("broadcast_object_list", list(object_list), group, root)
             if ours.rank() != root:
                 object_list[:] = found[root]
 
@@ -104,7 +104,7 @@ class Objects:
             group_src: Any = None,
         ) -> None:
             root = _root(src, group_src, group)
-            found, ours = meet("scatter_object_list", scatter_object_input_list, group, root)
+            found, ours = exchange("scatter_object_list", scatter_object_input_list, group, root)
             scatter_object_output_list[0] = found[root][ours.rank()]
 
         return {

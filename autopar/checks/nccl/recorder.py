@@ -1,10 +1,10 @@
 """A recording process group: a process acts as any rank of a world of any size, on CPUs, without communication.
 
-``Recorder(rank, world).start()`` makes that group the default and replaces ``torch.cpu``'s streams and events, which do nothing, by
-recording ones. Every collective then becomes an event of the rank's trace, whether the program, FSDP2, DTensor, a functional collective or
-a pipeline issues it. Results are computed from this rank's operands; received tensors are random, or ones for integers.
+``Recorder(rank, world).start()`` makes that group the default and replaces ``torch.cpu``'s streams and events by recording ones. Every
+collective then becomes an event of the rank's trace, whether the program, FSDP2, DTensor or a pipeline issues it. Results are computed from
+this rank's operands, except those that ``objects`` exchanges between ranks; received tensors are random, or ones for integers.
 
-Async results are *late*: they are NaN from the issue to ``wait``, which checks that neither they nor the operands were written meanwhile.
+Async results are *late*: poisoned (NaN) from the issue to ``wait``, which checks that neither they nor the operands were written meanwhile.
 With ``late=False`` results are immediate. A late and an immediate run give the same values unless the program reads a result too early.
 """
 
@@ -98,13 +98,13 @@ class Recorder:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def issue(self, group: RecordingGroup, asked: IssueRequest) -> LateWork:
+    def issue(self, group: RecordingGroup, request: IssueRequest) -> LateWork:
         """Record an operation of ``group``, and return its work."""
         where = place()
         thread = self.thread()
-        name = f"{asked.kind} at {where}"
+        name = f"{request.kind} at {where}"
         if thread:
-            self.side_threads.add(f"{asked.kind} of {group.communicator} at {where}")
+            self.side_threads.add(f"{request.kind} of {group.communicator} at {where}")
         with self._lock:
             self._issued += 1
             index = self._issued
@@ -112,25 +112,25 @@ class Recorder:
                 Operation(
                     index,
                     group.communicator,
-                    asked.kind,
-                    tuple(map(operand, asked.must_match)),
-                    asked.detail,
-                    asked.root,
-                    asked.splits,
+                    request.kind,
+                    tuple(map(operand, request.must_match)),
+                    request.detail,
+                    request.root,
+                    request.splits,
                     self.streams[-1],
                     self._batch,
                     thread,
                     where,
                 )
             )
-        if any(map(is_fake, (*asked.results, *asked.operands))):
+        if any(map(is_fake, (*request.results, *request.operands))):
             return LateWork(self, index, name, (), (), list)
-        if asked.exchanged is not None:
-            return LateWork(self, index, name, asked.operands, asked.results, asked.exchanged)
-        values = [] if asked.values is None else asked.values()
-        return LateWork(self, index, name, asked.operands, asked.results, lambda: values)
+        if request.exchanged is not None:
+            return LateWork(self, index, name, request.operands, request.results, request.exchanged)
+        values = [] if request.values is None else request.values()
+        return LateWork(self, index, name, request.operands, request.results, lambda: values)
 
-    def drawn(self, like: Tensor, source: str) -> Tensor:
+    def random_like(self, like: Tensor, source: str) -> Tensor:
         """Return the values that ``like`` receives from ``source``: random, but equal in every call, as a recomputed layer requires."""
         if not like.is_floating_point():
             return torch.ones_like(like)
@@ -153,14 +153,14 @@ class Recorder:
 
     def _make_group(self, options: Any, _: Any = None) -> RecordingGroup:
         members = tuple(options.global_ranks_in_group or range(options.group_size))
-        group = RecordingGroup(self, options.group_rank, Communicator(str(options.group_id), members, self._asked))
+        group = RecordingGroup(self, options.group_rank, Communicator(str(options.group_id), members, self._backend))
         self.groups.append(group)
         self.events.append(GroupMade(group.communicator))
         return group
 
     # -- replacements of torch's functions -----------------------------------------------------------------------------
 
-    _asked = "nccl"  # the backend of the group that ``new_group`` creates
+    _backend = "nccl"  # the backend of the group that ``new_group`` creates
 
     def _replace_functions(self) -> None:
         new_group = dist.new_group
@@ -168,11 +168,11 @@ class Recorder:
         def recorded_group(
             ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any
         ) -> Any:
-            self._asked = "gloo" if backend == "gloo" else "nccl"
+            self._backend = "gloo" if backend == "gloo" else "nccl"
             try:
                 return new_group(ranks, timeout, None, *args, **options)
             finally:
-                self._asked = "nccl"
+                self._backend = "nccl"
 
         replaced: dict[str, Callable[..., Any]] = {"new_group": recorded_group, "batch_isend_irecv": self.batch}
         replaced |= self.objects.functions(self)

@@ -43,7 +43,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """A tensor that an operation sends or receives. ``offset`` is its address modulo 16."""
+    """A tensor that an operation sends or receives. ``offset`` is its offset in its storage, in bytes modulo 16."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,10 +58,10 @@ class TensorRange:
 class Operation:
     """The issue of a collective or a transfer.
 
-    ``operands`` are the tensors on which all members must agree (a reduce-scatter's result, an all-gather's operand). ``detail`` is the
-    reduce op, an uneven all-to-all's dtype, or, after ``distinct.by_position``, a transfer's distance on the mesh's axes. ``root`` is a
-    rank of the group (for a transfer, the peer), or -1. ``splits`` are the rows (or elements) that an uneven all-to-all sends and receives.
-    ``batch`` is the number of the ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
+    ``operands`` are tensors whose sizes and dtypes all members must agree on (a reduce-scatter's result, an all-gather's operand).
+    ``detail`` is the reduce op, an uneven all-to-all's dtype, or, after ``distinct.by_position``, a transfer's distance on the mesh's axes.
+    ``root`` is a rank of the group (for a transfer, the peer), or -1. ``splits`` are the rows (or elements) that an uneven all-to-all
+    sends and receives. ``batch`` is the number of the ``batch_isend_irecv``, or 0; ``thread`` is 0 for the main thread.
     """
 
     index: int
@@ -141,7 +141,7 @@ class RankTrace:
     """A rank's events.
 
     ``races`` describe tensors that were written while an operation used them. ``values`` are digests of losses and parameters after the
-    steps, by name; ``finite``: whether all of them are finite. ``side_threads`` describe operations of other threads than the main one.
+    steps, by name; ``finite``: whether all of them are finite. ``side_threads`` describe operations of threads other than the main one.
     """
 
     rank: int

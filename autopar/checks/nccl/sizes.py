@@ -1,8 +1,8 @@
 """Tensors without values: a rank of a large plan runs at its real sizes on a laptop.
 
-Inside ``sizes_only`` floating-point tensors and large integer tensors are fake tensors without memory; small integer tensors are real,
-because programs use them to compute which rows a rank reads. A fake tensor's value is a harmless constant for the host: a loss is 1, a
-condition is false, tensors are equal.
+Inside ``sizes_only`` floating-point tensors and large integer tensors are fake tensors without memory. Small integer tensors are real,
+because programs use them to compute which rows a rank reads; so are the results of ``arange``, ``randint`` and ``randperm``. When the host
+reads a fake tensor, it gets a constant: a loss is 1, a condition is false, tensors are equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sizes_only(recorder: Recorder) -> Iterator[None]:
 
     def run(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tensors = list(_tensors((*args, *options.values())))
-        if any(is_fake(tensor) and not tensor.is_meta for tensor in tensors) or _is_large(op, tensors, args, options):
+        if any(is_fake(tensor) and not tensor.is_meta for tensor in tensors) or _makes_fake(op, tensors, args, options):
             with fake:
                 result = op(*args, **options)
             return functional.run(op, args, result) if op.namespace == NAMESPACE else result
@@ -49,7 +49,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _is_large(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+def _makes_fake(op: Any, tensors: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Return whether the op creates a tensor that should be fake."""
     device = options.get("device")
     if any(tensor.is_meta for tensor in tensors) if device is None else torch.device(device).type == "meta":
