@@ -1,7 +1,7 @@
 """The registry of the techniques of layers and plans.
 
 To add a technique, write its file, and put it into ``LAYER`` or ``PLAN``. Plans, pins, options, comparisons, descriptions and ``verify``
-read the registry, and name no technique.
+read the registry, and name no technique of a layer.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ LAYER_DEVIATIONS = tuple(mode.deviation for technique in LAYER for mode in techn
 DEVIATIONS = (*LAYER_DEVIATIONS, *(mode.deviation for technique in PLAN for mode in technique.modes if mode.deviation))
 """The numerical deviations that techniques cause."""
 
-_made: dict[tuple[str, ...], Options] = {}
+_instances: dict[tuple[str, ...], Options] = {}
 
 
 class Options(Facts):
-    """A layer's value of every technique, and the combined facts of these values: the maximum of each number; only one value may set a text
-    or ``quantized``. Equal options are the same object: prices are cached by strategy, and identity is the fastest hash."""
+    """A layer's value of every technique, and the combined facts of these values: the maximum of each number, and a text or ``quantized``
+    from the one value that sets it. Equal options are the same object: prices are cached by strategy, and identity is the fastest hash."""
 
     values: tuple[str, ...]
 
     def __new__(cls, **chosen: str) -> Options:
         values = tuple(chosen.pop(technique.name, technique.default) for technique in LAYER)
         assert not chosen, f"no techniques: {chosen}"
-        if values not in _made:
+        if values not in _instances:
             new = object.__new__(cls)
             object.__setattr__(new, "values", values)
             assert not new.problem, new.problem
@@ -59,8 +59,8 @@ class Options(Facts):
                 given = [known for known in found if known]
                 assert len(given) < 2 or isinstance(given[0], int), f"several techniques give {fact.name}: {given}"
                 object.__setattr__(new, fact.name, max(given or found, default=None))
-            _made[values] = new
-        return _made[values]
+            _instances[values] = new
+        return _instances[values]
 
     def __init__(self, **chosen: str) -> None:
         """Do nothing: ``__new__`` returns a complete object."""
@@ -204,8 +204,8 @@ def parts_phrase(options: Options) -> str:
 def cases_of(technique: Technique, devices: int) -> Iterator[Case]:
     """Yield the plans with a technique that ``verify`` runs (``Technique.cases``); their names also state the other pinned techniques."""
     for name, pins in technique.cases(devices):
-        beside = (other for other in ALL if other is not technique and other.name in pins)
-        words = (other.case_phrase(pins[other.name]) for other in beside)
+        others = (other for other in ALL if other is not technique and other.name in pins)
+        words = (other.case_phrase(pins[other.name]) for other in others)
         yield name.format("".join(f", {word}" for word in words if word)), pins
 
 

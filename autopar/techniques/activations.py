@@ -175,7 +175,7 @@ class Activations(Technique):
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         own, segment = pinned(self.name), pinned("segment")
-        numbers = [1, *(_tried(context.chain) if context.segments else ())]
+        numbers = [1, *(_segment_sizes(context.chain) if context.segments else ())]
         if (wanted := int(segment or self.split(str(own))[1])) > 1 or segment is not None:
             numbers = [wanted]
         segments = [full(min(n, context.chain)) for n in numbers if n > 1]
@@ -209,26 +209,26 @@ class Activations(Technique):
     def unreadable(self, layer: Mapping[str, Any]) -> str:
         if self.name in layer:
             return ""
-        again, saved = layer.get("recomputation"), layer.get("saved", "exact")
-        if again is None:
+        old, saved = layer.get("recomputation"), layer.get("saved", "exact")
+        if old is None:
             return f"no {self.name!r}"
-        kind, segment, aside = again["kind"], again["layers"], layer.get("offload", "none") in ("activations", "both")
+        kind, segment, offloaded = old["kind"], old["layers"], layer.get("offload", "none") in ("activations", "both")
         wrong = {
             f"segments of {segment} layers, and its recomputation is {kind}": segment > 1 and kind != "full",
-            f"segments of {segment} layers, and offloads its activations": segment > 1 and aside,
+            f"segments of {segment} layers, and offloads its activations": segment > 1 and offloaded,
             f"activations saved as {saved}, and its recomputation is {kind}": saved != "exact" and kind != "none",
-            f"activations saved as {saved}, and offloads them": saved != "exact" and aside,
+            f"activations saved as {saved}, and offloads them": saved != "exact" and offloaded,
         }
         return next((what for what, is_so in wrong.items() if is_so), "")
 
     def read(self, layer: Mapping[str, Any]) -> str:
         if self.name in layer:
             return str(layer[self.name])
-        again = layer["recomputation"]
+        old = layer["recomputation"]
         host = layer.get("offload", "none") in ("activations", "both")
-        if again["kind"] == "full":
-            return FULL_HOST if host else full(again["layers"])
-        if again["kind"] == "selective":
+        if old["kind"] == "full":
+            return FULL_HOST if host else full(old["layers"])
+        if old["kind"] == "selective":
             return SELECTIVE_HOST if host else SELECTIVE
         if layer.get("saved", "exact") == "int8":
             return INT8
@@ -351,7 +351,7 @@ def full(layers: int) -> str:
     return f"{FULL}:{layers}" if layers > 1 else FULL
 
 
-def _tried(chain: int) -> list[int]:
+def _segment_sizes(chain: int) -> list[int]:
     """Return the segment sizes that a search tries: up to twice the square root of ``chain``, since live memory is lowest near the root."""
     return [n for n in SEGMENTS if n <= chain and n * n <= 4 * chain]
 

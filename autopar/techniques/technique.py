@@ -30,9 +30,9 @@ ANY = "any"
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One row of the table of pins. A pin without ``values`` is an integer from ``least`` to ``most``. With ``switch``, ``True`` stands for
-    the last value and ``False`` for the first. ``counted`` are values that are followed by a colon and an integer from ``least``. A
-    ``former`` pin is an old spelling that another pin has replaced."""
+    """One row of the table of pins. ``of_layer``: layers may have different values. A pin without ``values`` is an integer from ``least``
+    to ``most``. With ``switch``, ``True`` stands for the last value and ``False`` for the first. ``counted`` are values that are followed
+    by a colon and an integer from ``least``. A ``former`` pin is an old spelling that another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -135,7 +135,7 @@ class Mode(Facts):
     - ``deviation``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
     - ``max_zero``: the highest ZeRO stage that the mode allows.
     - ``unsearched``: why its memory can't be priced; a plan may have such a mode, but no search chooses it.
-    - ``counted``: the minimum of the number after its colon (``full:4``); if it is 2, a value without a number means 1.
+    - ``counted``: the minimum of the number after its colon (``full:4``), 0 without one; if it is 2, a value without a number means 1.
     - ``fallback``: the value of layers that can't be computed in ``parts``.
     - ``unsplittable``: why microbatches can't be computed in parts with this mode.
     - ``stale``: the number is the gradients' staleness in updates.
