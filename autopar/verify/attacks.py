@@ -53,7 +53,7 @@ class Attacks:
 
 
 class _SkippedError(Exception):
-    """Eager PyTorch can't run the attack, or its results aren't finite."""
+    """The attack doesn't apply to the model, eager PyTorch can't run it, or eager PyTorch's results aren't finite."""
 
 
 def attack(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Attacks:
@@ -110,7 +110,7 @@ def _with_tensors(
         subject = with_batch(given, model, tensors, loss_fn)
     except Exception as error:  # raised by the user's code on an unexpected batch
         raise _SkippedError(_raised_by_eager(error)) from error
-    _finite(subject)
+    _check_finite(subject)
     return subject
 
 
@@ -118,7 +118,7 @@ def _raised_by_eager(error: Exception) -> str:
     return f"eager PyTorch raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _finite(subject: Subject) -> None:
+def _check_finite(subject: Subject) -> None:
     if not math.isfinite(subject.loss) or not all(bool(g.isfinite().all()) for g in subject.gradients.values()):
         raise _SkippedError("eager PyTorch's loss or gradients are not finite")
 
@@ -135,7 +135,7 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
     except Exception as error:
         raise _SkippedError(_raised_by_eager(error)) from error
     subject = make_subject(model, batch, loss_fn)
-    _finite(subject)
+    _check_finite(subject)
     return subject
 
 
@@ -143,7 +143,7 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
 
 
 def compare_with_eager(subject: Subject) -> Error:
-    """Compare the captured graph with eager PyTorch's results: the loss, every gradient, every buffer that the model writes."""
+    """Return the largest error of the captured graph against eager PyTorch: loss, gradients and, if these are exact, written buffers."""
     written: dict[str, Tensor] = {}
     loss, gradients = _graph_step(subject.graph, subject.state, subject.batch, written)
     error = compare(loss, gradients, subject.loss, subject.gradients, rounding=subject.rounding)
@@ -178,8 +178,8 @@ def _graph_step(
 
 
 def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Subject) -> Error:
-    """Run two steps with an update between them. Return the largest error of the second step's loss and gradients, of the written buffers,
-    and of the parameters, which a forward and backward pass must not change."""
+    """Run two steps with an update between them. Return the first inexact error, or else the largest: of the second step's loss and
+    gradients, of the parameters (which a forward and backward pass must not change), and of the written buffers."""
     graph, structure = subject.graph, subject.graph.structure
     assert isinstance(structure, BatchStructure)
     if graph.accumulated > 1:
@@ -189,7 +189,7 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     before = {n: p.detach().clone() for n, p in alone.parameters.items()}
     with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         first = alone.step(tensors)
-        kept = compare(0.0, before, 0.0, {n: p.detach() for n, p in alone.parameters.items()})
+        unchanged = compare(0.0, before, 0.0, {n: p.detach() for n, p in alone.parameters.items()})
         update(alone.parameters, first.gradients)
         theirs = alone.step(tensors)
         *_, mine = graph_steps(graph, copied, tensors, (first, theirs))
@@ -197,7 +197,7 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     written = compare(0.0, mine.buffers, 0.0, theirs.buffers)
     errors = (
         Error(step.value, f"{step.where}, second step"),
-        Error(kept.value, f"the value of {kept.where} after a step"),
+        Error(unchanged.value, f"the value of {unchanged.where} after a step"),
         Error(written.value, f"the value of {written.where} after two steps"),
     )
     return next((error for error in errors if not error.value <= EXACT), max(errors, key=lambda error: error.value))
@@ -227,7 +227,7 @@ def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, T
 
 
 def _uneven(tensor: Tensor) -> Tensor:
-    """Return labels of which half of the first row and all of the last row are ignored."""
+    """Return the labels with ``IGNORED`` in half of the first row and in all of the last row."""
     tensor = tensor.clone()
     if tensor.dim() > 1:
         tensor[0, : (tensor.shape[1] + 1) // 2] = IGNORED

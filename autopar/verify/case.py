@@ -21,7 +21,7 @@ from autopar.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class PlanOutcome:
-    """The largest error of a step (``compare_step``), and the number of type-checked stages (0: not requested). ``attacked`` is the error
+    """The error of a step (``compare_step``), and the number of type-checked stages (0: not requested). ``attacked`` is the error
     of loss and gradients on the batch of an attack, if there was one."""
 
     error: Error
@@ -58,8 +58,8 @@ def check_plan(
         files = (str(program), str(state))
         limit_s = COMPILING_S if any(layer.strategy.options.compiled for layer in plan.layers) else RUNNING_S
         if attack is None:
-            answers = pool.run("autopar.verify.remote:gradients", *files, subject.batch, timeout_s=limit_s)
-            return PlanOutcome(compare_step(subject, *answers[0]), stages)
+            results = pool.run("autopar.verify.remote:gradients", *files, subject.batch, timeout_s=limit_s)
+            return PlanOutcome(compare_step(subject, *results[0]), stages)
         both = (subject.batch, attack.batch)
         first, second = pool.run("autopar.verify.remote:gradients_twice", *files, *both, timeout_s=limit_s)[0]
     loss, gradients = second
@@ -67,7 +67,7 @@ def check_plan(
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
-    """Return the largest error of a step: the loss, every gradient, every buffer, and the update of every parameter.
+    """Return the error of a step: of loss, gradients, updates of parameters, and buffers the first inexact one, or else the largest.
 
     The optimizer is plain SGD, so the update shows the gradient that reached the parameter through ZeRO's sharding and gathering.
     """
@@ -87,5 +87,5 @@ def _update(before: Tensor, after: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient that an SGD update implies, or ``gradient`` where the difference is below the parameter's rounding error: smaller
     updates are rounded off (a loss near zero has gradients of 1e-20)."""
     computed = (before - after) / UPDATE_LR
-    digit = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
-    return torch.where((computed - gradient).abs() <= digit, gradient, computed)
+    rounding_error = torch.maximum(before.abs(), after.abs()).double() * torch.finfo(torch.float64).eps / UPDATE_LR
+    return torch.where((computed - gradient).abs() <= rounding_error, gradient, computed)

@@ -1,8 +1,8 @@
 """``autopar verify --collectives``: checks without a GPU whether a model's programs can hang or send wrong bytes under NCCL.
 
 It records every rank of every kind of plan (``autopar.verify.recording``) and checks the traces under NCCL's rules
-(``autopar.checks.nccl``). For a user's plan with many devices, it records only a sample of ranks that represent all others
-(``checks.nccl.distinct``), at the plan's sizes and without values.
+(``autopar.checks.nccl``). A user's plan is recorded at its own sizes and without values; if it has many devices, only a sample of ranks is
+recorded, which represent all others (``checks.nccl.distinct``).
 """
 
 from __future__ import annotations

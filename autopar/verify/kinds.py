@@ -69,7 +69,7 @@ class PlanKind:
 
 def microbatches(graph: Graph, wanted: int, batch_shards: int = 1, copies: int = 1) -> int:
     """Return the largest number of microbatches up to ``wanted`` that divides the rows of each of ``batch_shards`` data-parallel devices,
-    and that the ``copies`` of a stage can share equally."""
+    and that the ``copies`` of a stage can share equally. For a model that can't be microbatched it is ``graph.accumulated``."""
     if graph.unmicrobatchable:
         return graph.accumulated
     tried = (m for m in range(wanted, 1, -1) if m % copies == 0)

@@ -66,8 +66,8 @@ def locate(subject: Subject, plan: Plan, pool: WorkerPool, error: Error) -> Diff
     """Return the first difference of a program whose largest ``error`` is known; ``None`` if another run shows none, or if each
     microbatch is a separate batch, since the captured graph is then a single microbatch.
 
-    If all values and gradients between nodes are right, the error is in the sum of the gradient of the parameter at ``error.where`` over
-    the axes. Layers that are computed in halves run unsplit here, so ``None`` may mean that the halves are wrong. Raises the errors of
+    If all values and gradients inside the layers are right, the error is in the reduction of a parameter's gradient, which ``error.where``
+    names. Layers that are computed in halves run unsplit here, so ``None`` may mean that the halves are wrong. Raises the errors of
     running the program.
     """
     if subject.graph.accumulated > 1:
@@ -105,26 +105,26 @@ class _Search:
         for layer in layers:
             for position, output in enumerate(output_nodes(self.graph.classes[self.graph.layers[layer].cls])):
                 if self._output(records, layer, position, output, "value") is not None:
-                    inside = self._inside(layer, "value")
+                    inside = self._first_inside(layer, "value")
                     return inside or self._output(records, layer, position, output, "value")
         for layer in reversed(layers):
             for position, output in enumerate(output_nodes(self.graph.classes[self.graph.layers[layer].cls])):
                 wrong = self._output(records, layer, position, output, "gradient")
                 if wrong is not None:
                     return self._readers_of(layer, position) or wrong
-        return next((d for layer in reversed(layers) if (d := self._inside(layer, "gradient")) is not None), None)
+        return next((d for layer in reversed(layers) if (d := self._first_inside(layer, "gradient")) is not None), None)
 
     def _readers_of(self, layer: int, position: int) -> Difference | None:
         """Return the first wrong gradient, in the order of the backward pass, in the layers that read this layer output."""
         name = self.graph.layers[layer].outputs[position]
         readers = [i for i, other in enumerate(self.graph.layers) if name in other.activations]
-        return next((d for i in reversed(readers) if (d := self._inside(i, "gradient")) is not None), None)
+        return next((d for i in reversed(readers) if (d := self._first_inside(i, "gradient")) is not None), None)
 
     def _output(self, records: Records, layer: int, position: int, node: fx.Node, what: str) -> Difference | None:
         types = self.program.layers[layer].sharding.output(position)
-        return self._differs(records, layer, str(position), node, node, types, what)
+        return self._compare(records, layer, str(position), node, node, types, what)
 
-    def _inside(self, layer: int, what: str) -> Difference | None:
+    def _first_inside(self, layer: int, what: str) -> Difference | None:
         """Return the first node of the layer that differs, in the order of the forward or backward pass."""
         records = self.watch(layer_path(self.program, layer))
         captured = {node.name: node for node in self.graph.classes[self.graph.layers[layer].cls].graph.graph.nodes}
@@ -134,12 +134,12 @@ class _Search:
             while source.target is convert:
                 source = source.args[0]
             if source.name in captured and "types" in meta(node):
-                one = self._differs(records, layer, node.name, node, captured[source.name], meta(node)["types"], what)
+                one = self._compare(records, layer, node.name, node, captured[source.name], meta(node)["types"], what)
                 if one is not None:
                     return one
         return None
 
-    def _differs(
+    def _compare(
         self, records: Records, layer: int, key: str, node: fx.Node, captured: fx.Node, types: Types, what: str
     ) -> Difference | None:
         want = self.values.get((layer, captured.name))

@@ -73,7 +73,7 @@ def _draw(graph: Graph, devices: int, rng: random.Random) -> Plan:
     palette = [_strategy(mesh, rng) for _ in range(_PALETTE)]
     strategies: dict[int, Strategy] = {}
     types = LayerTypes(graph)
-    for group in _tied(graph):
+    for group in _sharing_groups(graph):
         fit = [s for s in palette if all(_admits(types, i, mesh, s, microbatches) for i in group)]
         if not fit:
             raise UsageError("no drawn strategy is valid for a layer")
@@ -127,14 +127,14 @@ def _strategy(mesh: tuple[Axis, ...], rng: random.Random) -> Strategy:
     return strategy
 
 
-def _tied(graph: Graph) -> list[list[int]]:
+def _sharing_groups(graph: Graph) -> list[list[int]]:
     """Return groups of layers that share parameters, and so must have equal strategies, in the order of their first layers."""
-    home = list(range(len(graph.layers)))
+    group_of = list(range(len(graph.layers)))
     for uses in graph.shared_parameters.values():
-        first = min(home[i] for i in uses)
-        merged = {home[i] for i in uses}
-        home = [first if h in merged else h for h in home]
-    return [[i for i, h in enumerate(home) if h == first] for first in sorted(set(home))]
+        first = min(group_of[i] for i in uses)
+        merged = {group_of[i] for i in uses}
+        group_of = [first if group in merged else group for group in group_of]
+    return [[i for i, group in enumerate(group_of) if group == first] for first in sorted(set(group_of))]
 
 
 def _admits(types: LayerTypes, layer: int, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> bool:

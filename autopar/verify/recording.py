@@ -261,7 +261,7 @@ def in_forks(
             if not done:
                 os.kill(process, 9)
                 os.waitpid(process, 0)
-                failed[number] = f"no end after {limit_s:g} s"
+                failed[number] = f"did not end within {limit_s:g} s"
             elif os.waitstatus_to_exitcode(status):
                 lines = (logs / f"{number}.log").read_text(errors="replace").strip().splitlines()
                 failed[number] = lines[-1] if lines else f"ended with status {os.waitstatus_to_exitcode(status)}"

@@ -12,7 +12,7 @@ from autopar.verify.locate import Difference
 
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
-    """A plan that ran: its kind, the largest error of a step (``compare_step``) and where it is, and the number of type-checked stages.
+    """A plan that ran: its kind, the error of a step (``compare_step``) and where it is, and the number of type-checked stages.
     ``attack`` names the adversarial batch that the plan ran with, too (empty: none), ``attack_error`` is the error with that batch."""
 
     kind: str

@@ -123,7 +123,7 @@ def verify_workload(
         check_model(plan, real or subject.graph)
         small = shrink_plan(_exact(plan), subject.graph, devices)
         for name in (name for name in plan.allow if name in LAYER_DEVIATIONS):
-            run.notes.append(f"numbers were compared with a plan that does not give up {name}")
+            run.notes.append(f"numbers were compared under a plan without {name}")
         plans = [("the given plan", lambda graph: small)]
         run.reference = SYNC.compared(small.sync)
         if small is not plan:
@@ -141,12 +141,12 @@ def _exact(plan: Plan) -> Plan:
     if not set(plan.allow) & set(LAYER_DEVIATIONS):
         return plan
 
-    def own(layer: LayerPlan) -> LayerPlan:
+    def exact(layer: LayerPlan) -> LayerPlan:
         inexact = [t for t, value in layer.strategy.options.chosen if t.mode(value).deviation]
         return replace(layer, strategy=layer.strategy.with_options(**{t.name: t.default for t in inexact}))
 
     allow = tuple(name for name in plan.allow if name not in LAYER_DEVIATIONS)
-    return replace(plan, layers=tuple(map(own, plan.layers)), allow=allow)
+    return replace(plan, layers=tuple(map(exact, plan.layers)), allow=allow)
 
 
 def _accumulated_microbatches(plan: Plan | None, real: Graph | None, allow: Collection[str]) -> int:
@@ -169,7 +169,7 @@ def check_size(model: nn.Module, devices: int, memory_limit_bytes: int) -> None:
         raise UsageError(
             f"verifying {elements:,} parameters in float64 on {devices} processes takes about {size(needed)}, "
             f"and {size(memory_limit_bytes)} are allowed",
-            "give a smaller one: fewer layers and narrower ones have the same structure; or allow more (--memory-limit)",
+            "give a smaller model: fewer and narrower layers have the same structure; or allow more memory (--memory-limit)",
         )
 
 
@@ -253,9 +253,9 @@ class _Run:
 
     def report(self) -> Report:
         graph = self.subject.graph
-        off = ["dropout was off, in both: it is random"] if self.subject.dropout else []
+        notes = ["dropout was off, in both: it is random"] if self.subject.dropout else []
         if graph.accumulated > 1:
-            off.append(
+            notes.append(
                 f"one device accumulated over {graph.accumulated} microbatches, as microbatch_statistics allows: the mean of their "
                 f"losses is not the whole batch's ({graph.unmicrobatchable})"
             )
@@ -267,7 +267,7 @@ class _Run:
             skipped=self._skipped,
             typechecked=self._typechecked,
             replicated_ops=graph.replicated,
-            notes=(*off, *self.notes),
+            notes=(*notes, *self.notes),
             attacks=tuple(Attacked(name, error.value, error.where) for name, error in self.attacks.tried.items()),
             attacks_skipped=self.attacks.skipped,
             reference=self.reference,

@@ -95,7 +95,7 @@ def test_what_has_no_values_or_no_room_is_refused() -> None:
     model, batch, loss_fn = mlp()
     with pytest.raises(UsageError, match=r"float64 on 4 processes takes about 425 kB, and 10 B are allowed") as refused:
         autopar.verify(model, batch, loss_fn, devices=4, memory_limit_bytes=10)
-    assert "give a smaller one" in str(refused.value)
+    assert "give a smaller model" in str(refused.value)
     with pytest.raises(ModelError, match="on meta"):
         autopar.verify(model.to("meta"), batch, loss_fn)
     with pytest.raises(BatchError, match="on meta"):
