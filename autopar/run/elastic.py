@@ -86,8 +86,8 @@ class Elastic:
             if first and not self.is_known(count):
                 # in a subprocess, so that the search's memory is freed before training begins
                 command = [sys.executable, "-m", "autopar.cli.elastic", self.programs, str(count)]
-                ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-                env = {name: value for name, value in os.environ.items() if name not in ours}
+                rank_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+                env = {name: value for name, value in os.environ.items() if name not in rank_variables}
                 if subprocess.run(command, env=env).returncode:
                     raise LaunchError(
                         f"the program for {count} nodes could not be written", "the output above says why"

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.errors import UsageError
 from autopar.program.type_check import IMPORTING, take_modules
 
-_OF_A_PROGRAM = ("plan.json", "model.py", "train.py")
+_PROGRAM_FILES = ("plan.json", "model.py", "train.py")
 """Files of every emitted folder; a folder that has them and a runtime may be overwritten."""
 
 
@@ -40,7 +40,7 @@ def folder_for_program(name: Any) -> Path:
 
 
 def _is_program(folder: Path) -> bool:
-    files = all((folder / file).is_file() for file in _OF_A_PROGRAM)
+    files = all((folder / file).is_file() for file in _PROGRAM_FILES)
     return files and ((folder / "runtime").is_dir() or (folder / "runtime.py").is_file())
 
 
@@ -88,7 +88,7 @@ class _Finder:
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        return _at(path, _compiled(self.get_data(path)))
+        return _with_file_name(path, _compiled(self.get_data(path)))
 
 
 @functools.lru_cache(maxsize=512)
@@ -103,9 +103,9 @@ def compile_sources(folder: str | os.PathLike[str]) -> None:
         _compiled(source.read_bytes())
 
 
-def _at(path: str, code: CodeType) -> CodeType:
+def _with_file_name(path: str, code: CodeType) -> CodeType:
     """Return the code with ``path`` as its file name, which tracebacks show."""
-    inner = tuple(_at(path, each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    inner = tuple(_with_file_name(path, each) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_filename=path, co_consts=inner)
 
 

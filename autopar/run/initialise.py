@@ -209,7 +209,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _untied(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Untie the parameters that transformers ties, as ``to_empty`` does; ``init_weights`` ties them again."""
+    """Untie the parameters that transformers ties, as ``to_empty`` does, and yield the new ones; ``init_weights`` ties them again."""
     for module in model.modules():
         for target in getattr(module, "all_tied_weights_keys", None) or ():
             path, _, leaf = target.rpartition(".")
@@ -308,7 +308,7 @@ class _Memory(TorchFunctionMode):
         return self._values[id(tensor)] if id(tensor) in self._values else _blank(self._file.tensor(place))
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Return whether every element of a registered tensor was written."""
+        """Return whether every element of a registered tensor was written; of a boolean tensor, whether anything was."""
         if id(tensor) not in self._values:
             return False
         values = self._values[id(tensor)].detach()
@@ -324,14 +324,14 @@ class _Memory(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.data.__set__ and id(args[0]) in self._added:  # type: ignore[attr-defined]
             return _assign("a parameter", self.values(args[0]), args[1])
-        return func(*self._real(args), **self._real(kwargs or {}))
+        return func(*self._materialised(args), **self._materialised(kwargs or {}))
 
-    def _real(self, value: Any) -> Any:
+    def _materialised(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.values(value) if id(value) in self._added else value
         if isinstance(value, dict):
-            return {key: self._real(item) for key, item in value.items()}
-        return type(value)(map(self._real, value)) if type(value) in (list, tuple) else value
+            return {key: self._materialised(item) for key, item in value.items()}
+        return type(value)(map(self._materialised, value)) if type(value) in (list, tuple) else value
 
 
 def _assign(name: str, values: Tensor, new: Tensor) -> None:

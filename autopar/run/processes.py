@@ -33,7 +33,7 @@ from autopar.errors import LaunchError, UsageError
 # seconds to wait for other ranks' reports after the first failure, to tell the cause from its consequences
 _GRACE_S = 0.5
 
-_HERE = "127.0.0.1"
+_LOCALHOST = "127.0.0.1"
 _LOOPBACK = dict([("GLOO_SOCKET_IFNAME", name) for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1])
 _BACKLOG = 2048
 
@@ -114,7 +114,7 @@ class Processes:
         assert count == len(netns.prefixes) > 0
         check_count(count)
         self.count = count
-        address = {**(env or {}), **netns.env}.get("MASTER_ADDR", _HERE)
+        address = {**(env or {}), **netns.env}.get("MASTER_ADDR", _LOCALHOST)
         self.store = _listen(address, port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._calls = 0
@@ -209,9 +209,9 @@ class Processes:
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
                     line = self._workers[key.data].stdout.readline()
-                    answer = json.loads(line) if line else self._death(key.data)
-                    if not answer["ok"]:
-                        failures[key.data] = answer
+                    reply = json.loads(line) if line else self._death(key.data)
+                    if not reply["ok"]:
+                        failures[key.data] = reply
                         deadline = min(deadline or float("inf"), time.monotonic() + _GRACE_S)
             silent = sorted(key.data for key in selector.get_map().values())
         if failures or silent:

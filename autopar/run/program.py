@@ -141,7 +141,7 @@ class Program:
         self._processes: Processes | None = None
         self._failure: LaunchError | None = None
         self._closed = False
-        self._opened = 0  # number of opened data sets
+        self._data_sets = 0  # number of opened data sets
         self._seconds: list[float] = []  # seconds of each step of ``train``
 
     # -- training --
@@ -201,14 +201,14 @@ class Program:
         """Run a step and return its record, and whether it ended the data set's epoch."""
         meter.begin()
         data = batch.number if isinstance(batch, Data) else self._inputs(batch)
-        answers = self._answers("train_step", data, on_nan)
-        memory = max(answer["peak_memory_bytes"] for answer in answers)
-        more = {name: answers[0][name] for name in ("gradient_norm", "loss_scale")}
-        record = meter.end(answers[0]["step"], answers[0]["loss"], memory, more)
+        replies = self._results("train_step", data, on_nan)
+        memory = max(reply["peak_memory_bytes"] for reply in replies)
+        more = {name: replies[0][name] for name in ("gradient_norm", "loss_scale")}
+        record = meter.end(replies[0]["step"], replies[0]["loss"], memory, more)
         table = meter.comparison(memory, max(stage.memory.total for stage in self.plan.stages))
         if table and is_rank_0():
             print(table, file=sys.stderr)
-        return record, answers[0]["ends_epoch"]
+        return record, replies[0]["ends_epoch"]
 
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
         """Return the losses of global batches, or of a data set's epoch, by forward passes without updates.
@@ -216,9 +216,9 @@ class Program:
         Raises ``UsageError`` if the model computes something else in evaluation mode, for example because of dropout or batch norm.
         """
         if isinstance(batches, Data):
-            losses: list[float] = self._answers("evaluate", batches.number)[0]
+            losses: list[float] = self._results("evaluate", batches.number)[0]
             return losses
-        return [self._answers("evaluate", self._inputs(batch))[0][0] for batch in batches]
+        return [self._results("evaluate", self._inputs(batch))[0][0] for batch in batches]
 
     def loader(
         self,
@@ -261,8 +261,8 @@ class Program:
         if not _is_rank() and collate is not None:
             by = import_path(collate, "collate function", "a function")
         order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names, "last": last}
-        self._opened += 1
-        return Data(**self._answers("open_data", self._opened, source, order, by)[0])
+        self._data_sets += 1
+        return Data(**self._results("open_data", self._data_sets, source, order, by)[0])
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor]]:
         """Return the loss of a global batch, and the unsharded gradients by the user's parameter names. Parameters aren't updated.
@@ -294,7 +294,7 @@ class Program:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / INITIAL
                 write_file(path, _tensors(state))
-                self._with_files("load_weights", path)
+                self._call_with_path("load_weights", path)
         self._note_outside_program(_tensors(state))
 
     def scaler_state_dict(self) -> dict[str, float | int]:
@@ -319,7 +319,7 @@ class Program:
 
         Raises ``CheckpointError``, for example if the disk is full; training can continue.
         """
-        return Path(self._with_files("save", folder, keep=keep))
+        return Path(self._call_with_path("save", folder, keep=keep))
 
     def load(self, folder: str | os.PathLike[str]) -> int:
         """Resume from a checkpoint, ``folder`` itself or the newest complete one in it, and return its number of steps.
@@ -328,7 +328,7 @@ class Program:
 
         Raises ``CheckpointError`` if the checkpoint is damaged, or belongs to another model, optimizer or scheduler.
         """
-        return int(self._with_files("load", folder))
+        return int(self._call_with_path("load", folder))
 
     def save_weights(self, folder: str | os.PathLike[str]) -> None:
         """Write the parameters and buffers as safetensors, in the model's dtypes, into a new folder that all machines share.
@@ -336,26 +336,26 @@ class Program:
         A large model is split into files of up to 5 GB with an index, as transformers does; each rank writes its shards. Raises
         ``CheckpointError``.
         """
-        self._with_files("save_weights", folder)
+        self._call_with_path("save_weights", folder)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Load the parameters and buffers from a safetensors file, or a folder of them; each rank reads its shards.
 
         Raises ``CheckpointError`` with the names of tensors that are missing, unknown, or have other shapes.
         """
-        self._with_files("load_weights", path)
+        self._call_with_path("load_weights", path)
         self._note_outside_program(Path(path))
 
-    def _with_files(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
-        return self._answers(name, str(Path(path).resolve()), options)[0]
+    def _call_with_path(self, name: str, path: str | os.PathLike[str], **options: Any) -> Any:
+        return self._results(name, str(Path(path).resolve()), options)[0]
 
-    def _answers(self, name: str, *args: Any) -> list[Any]:
+    def _results(self, name: str, *args: Any) -> list[Any]:
         """Return the results of a call by rank (under ``torchrun`` only this rank's), or raise the error of the first rank with one."""
-        answers: list[dict[str, Any]] = self._call_all(name, *args)
-        for answer in answers:
-            if "error" in answer:
-                raise _RUNTIME_ERRORS[answer["error_type"]](answer["error"], answer["hint"])
-        return [answer["result"] for answer in answers]
+        replies: list[dict[str, Any]] = self._call_all(name, *args)
+        for reply in replies:
+            if "error" in reply:
+                raise _RUNTIME_ERRORS[reply["error_type"]](reply["error"], reply["hint"])
+        return [reply["result"] for reply in replies]
 
     # -- the folder --
 
@@ -393,7 +393,7 @@ class Program:
 
         Raises ``LaunchError`` with the first failing rank's error.
         """
-        self._check_here()
+        self._check_devices()
         with tempfile.TemporaryDirectory() as temporary:
             init = []
             if "--init" not in args and "--draw-init" not in args:
@@ -404,9 +404,9 @@ class Program:
             if self._recipe != TrainingRecipe() and not self._recipe.of_folder:
                 self._recipe.check_same_as(folder)
                 folder = Path(temporary) / self.folder.name
-                shutil.copytree(self.folder.resolve(), folder, copy_function=_linked)
+                shutil.copytree(self.folder.resolve(), folder, copy_function=_copy_or_link)
                 self._recipe.write(folder)
-            torchrun(folder, self.plan.device_count, options, port=self._port, env=self._visible())
+            torchrun(folder, self.plan.device_count, options, port=self._port, env=self._visible_devices())
 
     def close(self) -> None:
         """End the worker processes and lose their training state; the program can't train again. Idempotent."""
@@ -456,12 +456,12 @@ class Program:
                 "save() before close() or the end of a with block; a program that is compiled or opened again can load() the checkpoint",
             )
         if _is_rank():
-            return [self._call_here(name, *args)]
+            return [self._call_on_this_rank(name, *args)]
         try:
             if self._processes is None:
-                self._check_here()
-                self._check_optimizer()
-                self._processes = Processes(self.plan.device_count, port=self._port, env=self._visible())
+                self._check_devices()
+                self._check_before_start()
+                self._processes = Processes(self.plan.device_count, port=self._port, env=self._visible_devices())
                 self._open_remotely(self._processes)
             return self._processes.call("autopar.run.remote:call", name, *args)
         except LaunchError as error:
@@ -469,8 +469,8 @@ class Program:
                 self._failure = error
             raise
 
-    def _check_optimizer(self) -> None:
-        """Raise ``UsageError``, before a process starts, if the optimizer would not compute the same updates as on one device."""
+    def _check_before_start(self) -> None:
+        """Raise ``UsageError``, before a process starts, if the plan's NVMe folder or the recipe (``TrainingRecipe.check``) is unusable."""
         if any(layer.strategy.options.on_nvme for layer in self.plan.layers):
             try:
                 nvme_folder(self.plan.nvme_path)
@@ -485,7 +485,7 @@ class Program:
             options = {**self._recipe.options, **self._recipe.import_paths(), "state": state}
             processes.call("autopar.run.remote:open_program", folder, options, self._cluster.kind, self._timeout_s)
 
-    def _call_here(self, name: str, *args: Any) -> Any:
+    def _call_on_this_rank(self, name: str, *args: Any) -> Any:
         count = int(os.environ["WORLD_SIZE"])
         if count != self.plan.device_count:
             raise LaunchError(
@@ -539,7 +539,7 @@ class Program:
             )
         return None if self._initial is None else str(self._initial.resolve())
 
-    def _check_here(self) -> None:
+    def _check_devices(self) -> None:
         """Raise ``LaunchError`` if this machine doesn't have the planned devices."""
         cluster, count = self._cluster, self.plan.device_count
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -554,7 +554,7 @@ class Program:
             "emit the folder and start its train.py there with torchrun, or plan for devices=4 to try it on local processes",
         )
 
-    def _visible(self) -> dict[str, str]:
+    def _visible_devices(self) -> dict[str, str]:
         """Return the environment variables that map local rank ``i`` to the ``i``-th device that the user named."""
         indices = [name.partition(":")[2] for name in self._cluster.devices]
         chosen = self._cluster.kind == "cuda" and indices and all(indices)
@@ -566,7 +566,7 @@ def _is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _linked(source: str, target: str) -> None:
+def _copy_or_link(source: str, target: str) -> None:
     """Copy a Python file; symlink any other file, which may be large."""
     (shutil.copy if source.endswith(".py") else os.symlink)(source, target)
 

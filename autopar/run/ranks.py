@@ -51,7 +51,7 @@ def after_local_rank_0(work: Callable[[], None]) -> None:
     else:
         store.wait([key], datetime.timedelta(days=1))
         if failed := store.get(key).decode():
-            raise AutoparError(failed, "its own message says why")
+            raise AutoparError(failed, "that process's message says why")
 
 
 def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:

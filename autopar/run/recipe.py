@@ -104,12 +104,12 @@ class TrainingRecipe:
             with program_modules(folder):
                 train = import_train(folder)
                 world: Any = _CPU  # ``adamw`` reads nothing but the world's device
-                self._made((optimizer_maker(train, self.lr, world), train.make_scheduler), folder)
-        elif self._is_the_users:
+                self._checked_recipe((optimizer_maker(train, self.lr, world), train.make_scheduler), folder)
+        elif self._is_custom:
             self.import_paths()
-            functions = self._resolved()
+            functions = self._functions()
             with program_modules(folder):
-                self._made(functions, folder)
+                self._checked_recipe(functions, folder)
 
     def check_same_as(self, folder: Path) -> None:
         """Raise ``UsageError`` if the folder's ``train.py`` has a different recipe."""
@@ -118,36 +118,36 @@ class TrainingRecipe:
         own = section_of(folder)
         if own == section_of(_TEMPLATE) or _REFUSED.search(own):
             return
-        functions = self._resolved()
-        with program_modules(folder), _recorded(torch.optim.Optimizer, LRScheduler) as calls:
+        functions = self._functions()
+        with program_modules(folder), _recorded_constructors(torch.optim.Optimizer, LRScheduler) as calls:
             try:
-                made = self._made(functions, folder) if self._is_the_users else None
+                made = self._checked_recipe(functions, folder) if self._is_custom else None
                 mine = self._section(made, functions[1], calls)
             except _UnwritableError:
                 mine = ""
-        if _without_start(mine) != _without_start(own):
+        if _without_init_lines(mine) != _without_init_lines(own):
             raise UsageError(
                 f"{folder / 'train.py'} has a recipe, which differs from the given optimizer, scheduler, lr, max_norm or seed",
                 "leave all of them out to train with the folder's recipe; to change it, edit train.py and open the folder again",
             )
 
     def write(self, folder: Path) -> None:
-        """Write the recipe into the folder's ``train.py``.
+        """Write the recipe into the folder's ``train.py``; with ``of_folder`` only where the initial values are.
 
         Raises ``UsageError`` if a part can't be written as code (the message names it), or if ``check`` would raise.
         """
         train = folder / "train.py"
         before = train.read_text()
         if self.of_folder:
-            train.write_text(_with_start(before, self._start(), train))
+            train.write_text(_with_init_lines(before, self._init_lines(), train))
             return
-        functions = self._resolved()
-        with program_modules(folder), _recorded(torch.optim.Optimizer, LRScheduler) as calls:
-            made = self._made(functions, folder) if self._is_the_users else None
+        functions = self._functions()
+        with program_modules(folder), _recorded_constructors(torch.optim.Optimizer, LRScheduler) as calls:
+            made = self._checked_recipe(functions, folder) if self._is_custom else None
             try:
                 train.write_text(_with_section(before, self._section(made, functions[1], calls), train))
                 if made is not None:
-                    _compare(made, functions[1])
+                    _check_rebuilt(made, functions[1])
             except _UnwritableError as error:
                 train.write_text(before)
                 raise UsageError(
@@ -162,20 +162,20 @@ class TrainingRecipe:
     def refuse(self, folder: Path, why: str) -> None:
         """Make the folder's ``train.py`` exit with ``why``, the reason why it can't have this recipe."""
         train = folder / "train.py"
-        lines = ["", f"REFUSED = {why!r}", *self._numbers(), "", *_DEFAULT_OPTIMIZER, "", "make_scheduler = None", ""]
+        lines = ["", f"REFUSED = {why!r}", *self._defaults(), "", *_DEFAULT_OPTIMIZER, "", "make_scheduler = None", ""]
         train.write_text(_with_section(train.read_text(), "\n".join(lines), train))
 
     @property
-    def _is_the_users(self) -> bool:
+    def _is_custom(self) -> bool:
         return self.optimizer is not None or self.scheduler is not None
 
-    def _resolved(self) -> tuple[Any, Scheduler | None]:
+    def _functions(self) -> tuple[Any, Scheduler | None]:
         """Return the functions; import those given by name. Call outside of ``program_modules``, which may hide the user's modules."""
         lr = _LR if self.lr is None else self.lr
-        make = _resolved(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
-        return make, _resolved(self.scheduler, "scheduler")
+        make = _import_named(self.optimizer, "optimizer") or (lambda params: torch.optim.AdamW(params, lr=lr))
+        return make, _import_named(self.scheduler, "scheduler")
 
-    def _made(self, functions: tuple[Any, Scheduler | None], folder: Path) -> CheckedRecipe:
+    def _checked_recipe(self, functions: tuple[Any, Scheduler | None], folder: Path) -> CheckedRecipe:
         """Call the functions with meta tensors, and check the optimizer. Raises ``UsageError``. Call inside ``program_modules``."""
         program = load(folder)
         try:
@@ -183,7 +183,7 @@ class TrainingRecipe:
         except RefusedOptimizerError as error:
             raise UsageError(error.message, error.hint) from error
         except Exception as error:
-            names = " or ".join(f"the {role} {name}" for role, name in self._shown().items())
+            names = " or ".join(f"the {role} {name}" for role, name in self._labels().items())
             names = names or f"make_optimizer or make_scheduler of {folder / 'train.py'}"
             raise UsageError(
                 f"{names} raised {type(error).__name__}: {error}",
@@ -191,22 +191,22 @@ class TrainingRecipe:
                 "values; the scheduler's function is called with the optimizer",
             ) from error
 
-    def _shown(self) -> dict[str, str]:
+    def _labels(self) -> dict[str, str]:
         functions = {"optimizer": self.optimizer, "scheduler": self.scheduler}
-        return {role: _shown(function) for role, function in functions.items() if function is not None}
+        return {role: _label(function) for role, function in functions.items() if function is not None}
 
     # -- the text --
 
-    def _numbers(self) -> list[str]:
+    def _defaults(self) -> list[str]:
         lr = None if self.optimizer is not None else self.lr
         return [
             f"LR: float | None = {_CodeWriter().text(lr)}  # if --lr is not given; None: the optimizer has its own",
             f"MAX_NORM: float | None = {_CodeWriter().text(self.max_norm)}  # of the gradients, if --clip is not given; None: no clipping",
             f"SEED = {self.seed!r}  # if --seed is not given",
-            *self._start(),
+            *self._init_lines(),
         ]
 
-    def _start(self) -> list[str]:
+    def _init_lines(self) -> list[str]:
         """Return the lines that set ``INIT`` and ``DRAW_INIT``: the source of the initial values."""
         return [
             f"INIT: str | None = {self.init!r}  # if --init is not given; None: initial.safetensors",
@@ -234,7 +234,7 @@ class TrainingRecipe:
         head += [f"import {name}  # beside train.py, in the working folder, or installed" for name in own]
         parts = ["\n".join(head)] if head else []
         parts += [
-            'REFUSED = ""  # why there is no recipe\n' + "\n".join(self._numbers()),
+            'REFUSED = ""  # why there is no recipe\n' + "\n".join(self._defaults()),
             "\n" + "\n".join(optimizer),
             "\n" + "\n".join(scheduler),
         ]
@@ -265,7 +265,7 @@ def _with_section(text: str, section: str, train: Path) -> str:
 
 _TEMPLATE = Path(runtime_files.__file__).parent
 """The folder of the ``train.py`` that is copied into every emitted folder."""
-_START = re.compile(r"^(?:INIT|DRAW_INIT)\b.*$", re.MULTILINE)
+_INIT_LINE = re.compile(r"^(?:INIT|DRAW_INIT)\b.*$", re.MULTILINE)
 _REFUSED = re.compile(r"^REFUSED = (?!(?:''|\"\")(?: |$))", re.MULTILINE)
 _CPU = SimpleNamespace(device=torch.device("cpu"))
 
@@ -280,12 +280,12 @@ def section_of(folder: Path) -> str:
     return text[text.index("\n", begin) : end].strip() if 0 <= begin < end else text
 
 
-def _without_start(section: str) -> str:
-    return _START.sub("", section).strip()
+def _without_init_lines(section: str) -> str:
+    return _INIT_LINE.sub("", section).strip()
 
 
-def _with_start(text: str, lines: list[str], train: Path) -> str:
-    """Replace the lines of ``_start`` in the text of ``train.py``. Raises ``UsageError`` if one is missing."""
+def _with_init_lines(text: str, lines: list[str], train: Path) -> str:
+    """Replace the lines of ``_init_lines`` in the text of ``train.py``. Raises ``UsageError`` if one is missing."""
     for line in lines:
         name = re.match(r"\w+", line)
         assert name is not None
@@ -320,17 +320,17 @@ _Calls = Mapping[int, tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 
 @contextmanager
-def _recorded(*bases: type) -> Iterator[_Calls]:
+def _recorded_constructors(*bases: type) -> Iterator[_Calls]:
     """Record the arguments of the constructors of ``bases`` and their subclasses."""
     calls: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
-    def noting(init: Callable[..., None]) -> Callable[..., None]:
+    def recording(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
-        def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        def record(self: Any, *args: Any, **kwargs: Any) -> None:
             calls.setdefault(id(self), (self, args, kwargs))
             init(self, *args, **kwargs)
 
-        return note
+        return record
 
     classes: set[type] = set()
     waiting: list[Any] = list(bases)
@@ -341,7 +341,7 @@ def _recorded(*bases: type) -> Iterator[_Calls]:
     own = {cls: vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)}
     try:
         for cls, init in own.items():
-            setattr(cls, "__init__", noting(init))  # noqa: B010
+            setattr(cls, "__init__", recording(init))  # noqa: B010
         yield calls
     finally:
         for cls, init in own.items():
@@ -377,18 +377,18 @@ class _CodeWriter:
             self.imports.add("functools")
             return _call("functools.partial", [self.imported(value.func), *self._arguments(value.args, value.keywords)])
         if isinstance(value, LRScheduler):
-            return self._made(value)
+            return self._constructor_call(value)
         if inspect.isfunction(value) or inspect.isclass(value) or inspect.isbuiltin(value):
             return self.imported(value)
-        raise _UnwritableError(f"{_shown(value)} is of the type {type(value).__name__}, which is no plain value")
+        raise _UnwritableError(f"{_label(value)} is of the type {type(value).__name__}, which is not a plain value")
 
     def optimizer(self, model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
         """Return the constructor call of an optimizer, as an expression over the variable ``parameters``."""
         if len(model.param_groups) == 1 and not _extra(model.param_groups[0], model):
             own = [made.names[id(parameter)] for parameter in model.param_groups[0]["params"]]
-            return self._made(model, _selection(own, list(made.names.values())))
+            return self._constructor_call(model, _selection(own, list(made.names.values())))
         groups = [self._group(group, model, made) for group in model.param_groups]
-        return self._made(model, _call("", groups, "[]"))
+        return self._constructor_call(model, _call("", groups, "[]"))
 
     def _group(self, group: Mapping[str, Any], model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
         own = [made.names[id(parameter)] for parameter in group["params"]]
@@ -396,7 +396,7 @@ class _CodeWriter:
         entries += [f"{key!r}: {self.text(value)}" for key, value in _extra(group, model).items()]
         return _call("", entries, "{}")
 
-    def _made(self, value: Any, first: str = "") -> str:
+    def _constructor_call(self, value: Any, first: str = "") -> str:
         """Return the constructor call of an object; ``first`` replaces its first argument."""
         if id(value) not in self.calls:
             raise _UnwritableError(f"nothing says how the {type(value).__name__} was made")
@@ -420,15 +420,15 @@ class _CodeWriter:
                 return f"{home}.{name}"
         top = module.partition(".")[0]
         if module in ("", "__main__") or not name or "<" in name:
-            raise _UnwritableError(f"{_shown(value)} has no name that another Python can import")
+            raise _UnwritableError(f"{_label(value)} has no name that another Python can import")
         if top in ("model", "train", "runtime"):
-            raise _UnwritableError(f"{_shown(value)} is of a module {top}, and the program's folder has its own {top}")
+            raise _UnwritableError(f"{_label(value)} is in a module {top}, which the program's folder shadows")
         try:
             resolved = resolve(f"{module}:{name}")
         except (ImportError, AttributeError, AssertionError):
             resolved = None
         if resolved is not value:
-            raise _UnwritableError(f"{module}.{name} is another object than {_shown(value)}")
+            raise _UnwritableError(f"{module}.{name} is not the same object as {_label(value)}")
         if top == "builtins":
             return name
         self.imports.add(module)
@@ -436,7 +436,7 @@ class _CodeWriter:
 
     def _tensor(self, value: Tensor) -> str:
         if value.is_meta or value.requires_grad or value.numel() > _MOST_ELEMENTS:
-            raise _UnwritableError(f"a tensor of shape {tuple(value.shape)} is no plain value")
+            raise _UnwritableError(f"a tensor of shape {tuple(value.shape)} is not a plain value")
         return f"torch.tensor({self.text(value.tolist())}, dtype={value.dtype})"
 
 
@@ -479,7 +479,7 @@ def _indented(text: str) -> list[str]:
     return [f"    {line}" for line in text.splitlines()]
 
 
-def _compare(made: CheckedRecipe, schedule: Scheduler | None) -> None:
+def _check_rebuilt(made: CheckedRecipe, schedule: Scheduler | None) -> None:
     """Raise ``_UnwritableError`` if the folder's ``train.py`` builds another optimizer or scheduler. Call inside ``program_modules``."""
     train = importlib.import_module("train")
     if train.LR is None:
@@ -506,7 +506,7 @@ def _rates(scheduler: LRScheduler) -> list[Any]:
     return [float(group["lr"]) for group in scheduler.optimizer.param_groups]
 
 
-def _shown(value: Any) -> str:
+def _label(value: Any) -> str:
     """Describe an object for messages; a function by its name, file and line."""
     code = getattr(value, "__code__", None)
     place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
@@ -516,7 +516,7 @@ def _shown(value: Any) -> str:
     return f"{value.__module__}.{name}{place}" if name else repr(value)[:80]
 
 
-def _resolved(function: Callable[..., Any] | str | None, role: str) -> Callable[..., Any] | None:
+def _import_named(function: Callable[..., Any] | str | None, role: str) -> Callable[..., Any] | None:
     """Return ``function``, imported if it is a name. Raises ``UsageError`` if there is none of this name."""
     if not isinstance(function, str):
         return function

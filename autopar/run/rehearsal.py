@@ -46,7 +46,7 @@ class Rehearsal:
     """The result of one rank's rehearsal: predicted and measured bytes and seconds of a step.
 
     ``predicted_s`` counts compute and the optimizer's update, but no communication and no bubbles; ``rounds_s`` has the seconds of each
-    measured step; ``reserved_bytes`` is the caching allocator's peak reservation (0 on a CPU).
+    measured step; ``at_rest_bytes`` are allocated between steps; ``reserved_bytes`` is the caching allocator's peak (0 on a CPU).
     """
 
     rank: int
@@ -110,7 +110,7 @@ def check_ranks(plan: Plan, ranks: Sequence[int]) -> None:
 def random_batch(graph: Graph) -> dict[str, Tensor]:
     """Return a random global batch by input name: normal floats, and integers that are valid for every embedding and loss."""
     generator = torch.Generator().manual_seed(0)
-    count = _valid_integers(graph)
+    count = _integer_limit(graph)
     batch = {}
     for value in graph.inputs:
         if value.dtype.is_floating_point:
@@ -120,8 +120,8 @@ def random_batch(graph: Graph) -> dict[str, Tensor]:
     return batch
 
 
-def _valid_integers(graph: Graph) -> int:
-    """Return the smallest number of rows of an embedding, or of classes of a loss; 2 if the model has neither."""
+def _integer_limit(graph: Graph) -> int:
+    """Return the upper limit (exclusive) of integer inputs: the fewest rows of an embedding or classes of a loss; 2 without either."""
     places = {
         "aten::embedding": 0,
         "aten::cross_entropy_loss": 1,

@@ -19,7 +19,7 @@ from autopar.run.processes import check_count
 def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int, env: Mapping[str, str]) -> None:
     """Run ``train.py`` with ``options`` in ``processes`` processes; ``port`` is that of their rendezvous (0: any free one).
 
-    Raises ``LaunchError`` with the first failing rank's error.
+    Raises ``LaunchError`` with the first failing rank's error, or if the port is taken; ``UsageError`` if there are too many processes.
     """
     check_count(processes)
     rendezvous = ["--standalone"]
@@ -29,8 +29,8 @@ def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int,
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *rendezvous]
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     # a folder with custom ops or opaque modules imports the modules that define them, which are on this process's path
-    own = bool(json.loads((folder / "plan.json").read_text()).get("imports"))
-    path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if own else {}
+    imports = bool(json.loads((folder / "plan.json").read_text()).get("imports"))
+    path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if imports else {}
     status, error = _stream([*command, str(folder / "train.py"), *options], {**os.environ, **threads, **path, **env})
     if status != 0:
         raise LaunchError(f"train.py ended with status {status}: {error}", "the output above says more")

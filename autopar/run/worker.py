@@ -40,7 +40,7 @@ def read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:
     os._exit(0)  # the parent closed the pipe or died; the main thread may be blocked in a collective
 
 
-def _answer(call: dict[str, Any]) -> dict[str, Any]:
+def _reply(call: dict[str, Any]) -> dict[str, Any]:
     try:
         args, kwargs = torch.load(call["args"], weights_only=True)
         result = resolve(call["target"])(*args, **kwargs)
@@ -60,15 +60,15 @@ def main() -> None:
     # Ctrl-C and schedulers send these signals to all processes of the group: the parent handles them and ends this process
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the called functions goes to the log
     # not sys.stdin: the thread below would hold its lock, and a forked data loader, which closes its copy, would wait for that lock forever
     commands = os.fdopen(os.dup(0))
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_calls, args=(commands, calls), daemon=True).start()
     while True:
-        answers.write(json.dumps(_answer(calls.get())) + "\n")
-        answers.flush()
+        replies.write(json.dumps(_reply(calls.get())) + "\n")
+        replies.flush()
         sys.stdout.flush()
 
 

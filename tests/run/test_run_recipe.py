@@ -128,7 +128,7 @@ def test_what_has_no_form_as_code_is_refused_by_name(tmp_path: Path, monkeypatch
     cases = [
         ({"scheduler": recipes.by_lambda}, why),
         ({"optimizer": recipes.local_class}, "local_class.<locals>.Own has no name"),
-        ({"optimizer": recipes.changed_later}, "of the type object, which is no plain value"),
+        ({"optimizer": recipes.changed_later}, "of the type object, which is not a plain value"),
         ({"optimizer": "recipes:nobody"}, "there is no optimizer recipes:nobody"),
     ]
     for number, (given, message) in enumerate(cases):
@@ -142,7 +142,7 @@ def test_what_has_no_form_as_code_is_refused_by_name(tmp_path: Path, monkeypatch
     shutil.copy(recipes.__file__, home / "runtime.py")
     monkeypatch.syspath_prepend(str(home))
     program._recipe = kind(optimizer="runtime:own_class")
-    with pytest.raises(UsageError, match=r"is of a module runtime, and the program's folder has its own runtime"):
+    with pytest.raises(UsageError, match=r"is in a module runtime, which the program's folder shadows"):
         program.emit(tmp_path / "shadowed")
 
 
