@@ -114,8 +114,8 @@ def check_candidate(
     """Execute a candidate on ``n`` ranks; return the largest relative difference or raise like ``check``. ``constants`` get no gradient."""
     torch.manual_seed(0)
     leaf = [_constant if i in constants else _leaf for i in range(len(values))]
-    whole = [_map(make, value) for make, value in zip(leaf, values, strict=True)]
-    expected = _tensors(apply((node.target, node.args, dict(node.kwargs), None), node, whole))  # type: ignore[arg-type]
+    unsharded = [_map(make, value) for make, value in zip(leaf, values, strict=True)]
+    expected = _tensors(apply((node.target, node.args, dict(node.kwargs), None), node, unsharded))  # type: ignore[arg-type]
     shards = [_split(value, t, n) for value, t in zip(values, candidate.operands, strict=True)]
     ranks = [[_map(make, shard[rank]) for make, shard in zip(leaf, shards, strict=True)] for rank in range(n)]
     results = [_on_rank(node, operands, candidate, n, expected[0]) for operands in ranks]
@@ -131,7 +131,7 @@ def check_candidate(
     if not flowing:
         return worst
     cotangents = [torch.randn_like(expected[i]) for i in flowing]
-    reference = _gradients([expected[i] for i in flowing], whole, cotangents)
+    reference = _gradients([expected[i] for i in flowing], unsharded, cotangents)
     parts = [_split(cotangent, candidate.result.dual, n) for cotangent in cotangents]
     local = [
         _gradients([results[rank][i] for i in flowing], ranks[rank], [part[rank] for part in parts])  # type: ignore[misc]

@@ -112,15 +112,15 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     bodies = name_bodies(nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     first_parameter = len(inputs) - len(layer.parameters)
-    states, dims = buffer_paths(layer), batch_dims(layer.cls, layer.sharding.types[0])[0]
+    buffers, dims = buffer_paths(layer), batch_dims(layer.cls, layer.sharding.types[0])[0]
     for index, (node, kind) in enumerate(zip(inputs, layer.kinds, strict=True)):
         if kind == "parameter" and index - first_parameter not in shared:
             path = layer.parameters[index - first_parameter].name
             texts[node] = Text("self." + parameter_paths(layer)[path])
             continue
         position = index - len(layer.cls.activations) - len(layer.cls.inputs)
-        if kind == "constant" and layer.cls.constants[position].name in states:
-            texts[node] = Text("self." + states[layer.cls.constants[position].name])
+        if kind == "constant" and layer.cls.constants[position].name in buffers:
+            texts[node] = Text("self." + buffers[layer.cls.constants[position].name])
             continue
         argument = names.fresh(node.name)
         texts[node] = Text(argument)
@@ -130,7 +130,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
             resident.append(argument)
         described = f"{tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}"
         notes.setdefault(described, []).append(argument)
-    heads = [f"        # {', '.join(several)} {described}" for described, several in notes.items()]
+    comments = [f"        # {', '.join(several)} {described}" for described, several in notes.items()]
     compiled = is_compiled(layer) and not watch
     seeds = [node for node in nodes if node.target is random_seed] if compiled else []
     texts.update({node: Text(f"seeds[{number}]") for number, node in enumerate(seeds)})
@@ -141,24 +141,24 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     if compiled and layer.half is not None:
         decorators = []
         computed, pieces = compiled_pieces(nodes, texts, names)
-        body = [*heads, *computed]
+        body = [*comments, *computed]
     else:
         decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
-        body = [*heads, *statements(nodes, texts, names, watch, compiled)]
+        body = [*comments, *statements(nodes, texts, names, watch, compiled)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"
     body += [line for op, name in bodies.items() for line in body_method(op, name)]
     outer = _outer(layer, arguments, resident, seeds, rows)
     body += pieces
-    computes = returns if layer.half is None else layer.strategy.options.splitting.compute_type
+    compute_type = returns if layer.half is None else layer.strategy.options.splitting.compute_type
     if not outer:
-        return [*decorators, f"    def forward({signature}) -> {computes}:", *body]
+        return [*decorators, f"    def forward({signature}) -> {compute_type}:", *body]
     return [
         f"    def forward({signature}) -> {returns}:",
         *outer,
         "",
         *decorators,
-        f"    def compute({inner}) -> {computes}:",
+        f"    def compute({inner}) -> {compute_type}:",
         *body,
     ]
 

@@ -278,15 +278,15 @@ class _Forward:
             received.append(name)
             self.values[border.value.name] = _Variable(name, border.types, _gradient_dtype(border.value))
         inputs = []
-        whole = (R,) * len(self.mesh)
+        replicated = (R,) * len(self.mesh)
         for name, types in stage.inputs.items():
             self.values[f"input {name}"] = _Variable(self.names.fresh(name), types, None)
             inputs.append(name)
         for name in stage.scalars:
-            self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), whole, None)
+            self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), replicated, None)
             inputs.append(name)
         for name in stage.constants:
-            self.values[f"constant {name}"] = _Variable(f"self.{self.constants[name]}", whole, None)
+            self.values[f"constant {name}"] = _Variable(f"self.{self.constants[name]}", replicated, None)
         layers = list(stage.layers)
         while layers:
             run = self._run(layers)

@@ -20,8 +20,8 @@ from autopar.run.worker import resolve
 class Data:
     """A data set that all ranks of a program have opened; ``program.train`` and ``program.evaluate`` accept it instead of batches.
 
-    ``rows`` is its number of rows, ``batch`` the number of rows in a global batch, ``batches`` (and ``len``) the number of global batches
-    in an epoch.
+    ``number`` identifies it, ``rows`` is its number of rows, ``batch`` the number of rows in a global batch, ``batches`` (and ``len``) the
+    number of global batches in an epoch.
     """
 
     number: int

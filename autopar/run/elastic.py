@@ -81,7 +81,7 @@ class Elastic:
         return self.folder(nodes).is_dir() or self.refusal(nodes).is_file()
 
     def program(self, nodes: int, first: bool) -> Path:
-        """Return the program for the largest number of nodes up to ``nodes`` with a plan, else raise ``LaunchError``; rank 0 emits it."""
+        """Return the program for the most nodes up to ``nodes`` with a plan, else raise ``LaunchError``; rank 0 (``first``) emits it."""
         for count in range(nodes, 0, -1):
             if first and not self.is_known(count):
                 # in a subprocess, so that the search's memory is freed before training begins

@@ -256,8 +256,8 @@ def _open(folder: str, device: str) -> Any:
         generator = torch.Generator(world.device).manual_seed(0)
 
         def drawn(layout: Any) -> Tensor:
-            whole = torch.empty(layout.original_shape, dtype=layout.dtype, device=world.device)
-            return whole.normal_(0, 0.02, generator=generator)
+            values = torch.empty(layout.original_shape, dtype=layout.dtype, device=world.device)
+            return values.normal_(0, 0.02, generator=generator)
 
         trainer = runtime.Trainer(program, world, values=drawn)
     for stage in trainer.stages.values():

@@ -172,8 +172,8 @@ def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
     """Return the conflicts that a technique lists, and those of its values that compute microbatches in parts with values that are
     ``unsplittable``."""
     in_parts = tuple(mode.name for mode in technique.modes if mode.parts > 1)
-    whole = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
-    return (*technique.conflicts, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in whole))
+    pairs = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
+    return (*technique.conflicts, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in pairs))
 
 
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:

@@ -58,7 +58,7 @@ _IN_8_BITS = QuantizedStorage(
 )
 """The format of ``program.activation_storage``."""
 
-_UNSPLIT = "microbatches in parts go with full recomputation"
+_UNSPLIT = "microbatches in parts can be combined with full recomputation, not with selective"
 
 _RECOMPUTED = ("", "part", "all")
 """``Facts.recomputes`` from least to most; ``_RECOMPUTE_PIN`` has the values of the pin ``recompute`` in the same order."""
@@ -236,9 +236,7 @@ class Activations(Technique):
 
     def refused_roles(self, value: str, roles: Sequence[Any]) -> str:
         if value == INT8 and any(role.gathers_parameters for role in roles):
-            return (
-                "saves parameters too that it gathers on a grid of devices, and what is stored in 8 bits is activations"
-            )
+            return "also saves the parameters that it gathers on a grid of devices, and only activations may be stored in 8 bits"
         return ""
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:

@@ -28,7 +28,7 @@ class Overlap(Technique):
     example = "overlap=none"
     default_if_missing = NONE
     under_split = NONE
-    conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves go with schedules of whole backward passes"),)
+    conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves need a schedule with unsplit backward passes"),)
     modules = ("halves", "kernels_overlap")
     former_modules = ("halves_experts",)
     compute_type = "halves.Half"

@@ -54,7 +54,7 @@ MODES = (
 _HOST_KINDS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 """Operations that block the host."""
 
-Key = tuple[Any, ...]
+Key = tuple[Any, ...]  # identifies a communicator: (name,), or for two ranks of a group (name, "pair", rank, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +221,8 @@ class _Rank:
         self._graph, self._rank, self._mode = graph, rank, mode
         self._host = {0: graph.node(rank, "host", [])}  # each thread's last node
         self._streams: dict[int, int] = {}  # each stream's last node
-        self._events: dict[int, int | None] = {}
-        self._ends: dict[int, _Issued] = {}
+        self._events: dict[int, int | None] = {}  # the stream's last node when each event was recorded
+        self._operations: dict[int, _Issued] = {}  # by index
         self._last: dict[Key, int] = {}  # the end of each communicator's last operation
         self._counts: dict[Key, int] = defaultdict(int)
         self._batches: dict[Key, tuple[int, int]] = {}
@@ -259,7 +259,7 @@ class _Rank:
             self._host[thread] = self._graph.node(self._rank, "host", [self._host[thread], node])
 
     def _wait(self, wait: Wait) -> None:
-        issued = self._ends.get(wait.index)
+        issued = self._operations.get(wait.index)
         if issued is None:
             return
         operation = issued.operation
@@ -315,7 +315,7 @@ class _Rank:
             if operation.is_transfer and operation.batch:
                 self._batches[*key, operation.batch] = pair
         issued = _Issued(*pair, operation)
-        self._ends[operation.index] = issued
+        self._operations[operation.index] = issued
         matched = (operation.group.name, "alone") if "alone" in key else key
         self._graph.issued(matched, self._counts[key], self._rank, issued)
         if not operation.is_transfer:
