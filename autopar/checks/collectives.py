@@ -170,8 +170,8 @@ def exchanges(layer: LocalLayer) -> Iterator[IssuedCollective]:
             types = SpmdType.parse(str(source)), SpmdType.parse(str(target))
             yield from _conversion(value, axes, *types, sizes, meta(node)["gradient"])
         elif is_joined(node):
-            value, axes, own = converted_types(node)
-            yield from _conversion(value, axes, own, R, sizes, True, tuple(map(_parameter, weights_of(node))))
+            value, axes, source_type = converted_types(node)
+            yield from _conversion(value, axes, source_type, R, sizes, True, tuple(map(_parameter, weights_of(node))))
         elif node.name in originals and str(getattr(node.target, "__module__", "")).startswith(_KERNELS):
             yield from _kernel(node, originals[node.name], layer.computed.axes)
 
@@ -278,8 +278,8 @@ def _check_types(layer: LocalLayer, name: str) -> None:
             if not node.users:
                 _fail(name, f"nothing reads {value.name} as {target} on {', '.join(axes)}")
         elif is_joined(node):
-            value, axes, own = converted_types(node)
-            read = converted(value, axes, own, R)
+            value, axes, source_type = converted_types(node)
+            read = converted(value, axes, source_type, R)
             for one in results_of(node):
                 current[one.node] = sharding.produced(one.node.name) if one.product else read
                 if one.product and one.weight is not None:

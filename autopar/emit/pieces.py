@@ -59,28 +59,28 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
     """Return the line that calls piece number ``k``, and append the piece's method to ``methods``."""
     inside = set(ops)
     read = dict.fromkeys(operand for node in ops for operand in node.all_input_nodes if operand not in inside)
-    given = [node for node in read if not texts[node].text.startswith("self.")]
+    inputs = [node for node in read if not texts[node].text.startswith("self.")]
     sent = {conversion.args[0] for node in ops for conversion in meta(node).get("issued_after", ())}
-    made = [node for node in ops if node in sent or any(user not in inside for user in node.users)]
-    if not made:
+    outputs = [node for node in ops if node in sent or any(user not in inside for user in node.users)]
+    if not outputs:
         assert not ops, ops
         return []
-    own = Names()
+    local_names = Names()
     local = {node: text for node, text in texts.items() if text.text.startswith("self.")}
-    local |= {node: Text(own.fresh(texts[node].text)) for node in given}
-    arguments = "".join(f", {local[node].text}: torch.Tensor" for node in given)
-    returns = "torch.Tensor" if len(made) == 1 else "tuple[torch.Tensor, ...]"
-    body = statements(ops, local, own, compiled=True)
+    local |= {node: Text(local_names.fresh(texts[node].text)) for node in inputs}
+    arguments = "".join(f", {local[node].text}: torch.Tensor" for node in inputs)
+    returns = "torch.Tensor" if len(outputs) == 1 else "tuple[torch.Tensor, ...]"
+    body = statements(ops, local, local_names, compiled=True)
     methods += [
         "",
         "    @torch.compile(dynamic=False)",
         f"    def piece_{k}(self{arguments}) -> {returns}:",
         *body,
-        f"        return {', '.join(local[node].text for node in made)}",
+        f"        return {', '.join(local[node].text for node in outputs)}",
     ]
-    call = f"self.piece_{k}({', '.join(texts[node].text for node in given)})"
-    texts.update({node: Text(names.fresh(value_name(node))) for node in made})
-    return [f"        {', '.join(texts[node].text for node in made)} = {call}"]
+    call = f"self.piece_{k}({', '.join(texts[node].text for node in inputs)})"
+    texts.update({node: Text(names.fresh(value_name(node))) for node in outputs})
+    return [f"        {', '.join(texts[node].text for node in outputs)} = {call}"]
 
 
 def _last_reader(node: fx.Node, piece_of: dict[fx.Node, int]) -> int:

@@ -214,8 +214,8 @@ def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
     compiled = any(map(is_compiled, program.layers))
     lines = [line for name, line in usual.items() if name in used and not (name == "spmd" and compiled)]
     lines += ["", *(f"import {name}" for name in custom_modules(program.graph))]
-    if own := sorted(used & CALLED | modules):
-        lines += _wrapped(f"from {PACKAGE} import ", own)
+    if imported := sorted(used & CALLED | modules):
+        lines += _wrapped(f"from {PACKAGE} import ", imported)
     lines += [f"from {PACKAGE}.compiled import spmd"] if compiled else []
     lines += _wrapped(f"from {PACKAGE}.spec import ", sorted(name for name in used if name in _RECORDS))
     return "\n".join(lines)

@@ -154,18 +154,18 @@ def write_initial_values(model: nn.Module, init: Initialiser | str | os.PathLike
     parameters; ``UsageError`` if the disk is full.
     """
     copied = _copied(model)
-    first: dict[int, str] = {}
-    others: dict[str, str] = {}
+    name_of: dict[int, str] = {}
+    aliases: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in _state(copied):
-        if first.setdefault(id(tensor), name) == name:
+        if name_of.setdefault(id(tensor), name) == name:
             tensors[name] = tensor
         else:
-            others[name] = first[id(tensor)]
+            aliases[name] = name_of[id(tensor)]
     partial = folder / f"{INITIAL}.partial"
-    places = places_in(partial, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, others)
+    places = places_in(partial, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, aliases)
     try:
-        create(places, others)
+        create(places, aliases)
         file = _Mapped(partial)
         memory = _Memory(file)
         for name, tensor in tensors.items():
@@ -176,7 +176,7 @@ def write_initial_values(model: nn.Module, init: Initialiser | str | os.PathLike
             memory.add(parameter)
         _initialise(copied, init, seed, memory)
         for name, tensor in _state(copied):
-            place = others.get(name, name)
+            place = aliases.get(name, name)
             # an initialiser replaced it, or it never was on meta
             if tensor is not tensors[place] or not tensor.is_meta:
                 _assign(name, memory.stored(tensors[place], places[place]), tensor)
@@ -232,11 +232,11 @@ def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], se
             for module in model.modules():
                 if module in inside:
                     continue
-                if callable(own := getattr(module, "init_weights", None)):
-                    own()
+                if callable(method := getattr(module, "init_weights", None)):
+                    method()
                     inside |= {*module.modules()}
-                elif callable(own := getattr(module, "reset_parameters", None)):
-                    own()
+                elif callable(method := getattr(module, "reset_parameters", None)):
+                    method()
         except AutoparError:
             raise
         except Exception as error:
@@ -260,8 +260,8 @@ class _Mapped:
 
     def tensor(self, place: Stored) -> Tensor:
         """Return a stored tensor as a view of the file."""
-        own = self._bytes[place.begin : place.begin + place.size]
-        return own.view(place.dtype).view(place.shape).data  # .data gives each tensor a version counter of its own
+        part = self._bytes[place.begin : place.begin + place.size]
+        return part.view(place.dtype).view(place.shape).data  # .data gives each tensor a version counter of its own
 
     def use(self, size: int) -> None:
         """Count ``size`` bytes that are about to be used; first drop all pages if the sum would exceed ``_RESIDENT_BYTES``."""

@@ -115,8 +115,8 @@ class TrainingRecipe:
         """Raise ``UsageError`` if the folder's ``train.py`` has a different recipe."""
         if not (folder / "train.py").exists():
             return
-        own = section_of(folder)
-        if own == section_of(_TEMPLATE) or _REFUSED.search(own):
+        current = section_of(folder)
+        if current == section_of(_TEMPLATE) or _REFUSED.search(current):
             return
         functions = self._functions()
         with program_modules(folder), _recorded_constructors(torch.optim.Optimizer, LRScheduler) as calls:
@@ -125,7 +125,7 @@ class TrainingRecipe:
                 mine = self._section(made, functions[1], calls)
             except _UnwritableError:
                 mine = ""
-        if _without_init_lines(mine) != _without_init_lines(own):
+        if _without_init_lines(mine) != _without_init_lines(current):
             raise UsageError(
                 f"{folder / 'train.py'} has a recipe, which differs from the given optimizer, scheduler, lr, max_norm or seed",
                 "leave all of them out to train with the folder's recipe; to change it, edit train.py and open the folder again",
@@ -229,9 +229,9 @@ class TrainingRecipe:
             body = writer.text(scheduled(make, again))
             scheduler = [_SCHEDULER_HEAD, *_indented(f"return {body}")]
         imports = sorted(writer.imports)
-        own = [name for name in imports if name.partition(".")[0] not in {"torch", *sys.stdlib_module_names}]
-        head = [f"import {name}" for name in imports if name not in own]
-        head += [f"import {name}  # beside train.py, in the working folder, or installed" for name in own]
+        others = [name for name in imports if name.partition(".")[0] not in {"torch", *sys.stdlib_module_names}]
+        head = [f"import {name}" for name in imports if name not in others]
+        head += [f"import {name}  # beside train.py, in the working folder, or installed" for name in others]
         parts = ["\n".join(head)] if head else []
         parts += [
             'REFUSED = ""  # why there is no recipe\n' + "\n".join(self._defaults()),
@@ -338,13 +338,13 @@ def _recorded_constructors(*bases: type) -> Iterator[_Calls]:
         cls = waiting.pop()
         classes.add(cls)
         waiting += cls.__subclasses__()
-    own = {cls: vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)}
+    originals = {cls: vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)}
     try:
-        for cls, init in own.items():
+        for cls, init in originals.items():
             setattr(cls, "__init__", recording(init))  # noqa: B010
         yield calls
     finally:
-        for cls, init in own.items():
+        for cls, init in originals.items():
             setattr(cls, "__init__", init)  # noqa: B010
 
 
@@ -385,14 +385,14 @@ class _CodeWriter:
     def optimizer(self, model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
         """Return the constructor call of an optimizer, as an expression over the variable ``parameters``."""
         if len(model.param_groups) == 1 and not _extra(model.param_groups[0], model):
-            own = [made.names[id(parameter)] for parameter in model.param_groups[0]["params"]]
-            return self._constructor_call(model, _selection(own, list(made.names.values())))
+            names = [made.names[id(parameter)] for parameter in model.param_groups[0]["params"]]
+            return self._constructor_call(model, _selection(names, list(made.names.values())))
         groups = [self._group(group, model, made) for group in model.param_groups]
         return self._constructor_call(model, _call("", groups, "[]"))
 
     def _group(self, group: Mapping[str, Any], model: torch.optim.Optimizer, made: CheckedRecipe) -> str:
-        own = [made.names[id(parameter)] for parameter in group["params"]]
-        entries = [f"'params': {_selection(own, list(made.names.values()))}"]
+        names = [made.names[id(parameter)] for parameter in group["params"]]
+        entries = [f"'params': {_selection(names, list(made.names.values()))}"]
         entries += [f"{key!r}: {self.text(value)}" for key, value in _extra(group, model).items()]
         return _call("", entries, "{}")
 
@@ -450,17 +450,17 @@ def _extra(group: Mapping[str, Any], model: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _selection(own: Sequence[str], every: Sequence[str]) -> str:
-    """Return an expression that selects the names ``own`` from ``every``: all, by patterns in the model's order, or one by one."""
-    if list(own) == list(every):
+def _selection(selected: Sequence[str], every: Sequence[str]) -> str:
+    """Return an expression that selects the names ``selected`` from ``every``: all, by patterns in the model's order, or one by one."""
+    if list(selected) == list(every):
         return "list(parameters.values())"
     if not any("*" in name for name in every):
-        stand_ins, chosen = {name: name for name in every}, set(own)
+        stand_ins, chosen = {name: name for name in every}, set(selected)
         fits = functools.cache(lambda pattern: set(select(stand_ins, pattern)) <= chosen)
-        patterns = list(dict.fromkeys(next(filter(fits, patterns_of(name))) for name in own))
-        if select(stand_ins, *patterns) == list(own):
+        patterns = list(dict.fromkeys(next(filter(fits, patterns_of(name))) for name in selected))
+        if select(stand_ins, *patterns) == list(selected):
             return _call("select", ["parameters", *map(repr, patterns)])
-    return "[parameters[name] for name in (" + "".join(f"{name!r}, " for name in own).rstrip() + ")]"
+    return "[parameters[name] for name in (" + "".join(f"{name!r}, " for name in selected).rstrip() + ")]"
 
 
 _WIDTH = 110
@@ -484,10 +484,10 @@ def _check_rebuilt(made: CheckedRecipe, schedule: Scheduler | None) -> None:
     train = importlib.import_module("train")
     if train.LR is None:
         rebuilt: Any = train.make_optimizer(dict(made.stand_ins), 0.0, None)
-        own = list(rebuilt) if isinstance(rebuilt, list) else [rebuilt]
-        if len(own) != len(made.optimizers):
-            raise _UnwritableError(f"{len(own)} optimizers were written, and there are {len(made.optimizers)}")
-        for mine, its in zip(made.optimizers, own, strict=True):
+        optimizers = list(rebuilt) if isinstance(rebuilt, list) else [rebuilt]
+        if len(optimizers) != len(made.optimizers):
+            raise _UnwritableError(f"{len(optimizers)} optimizers were written, and there are {len(made.optimizers)}")
+        for mine, its in zip(made.optimizers, optimizers, strict=True):
             if differs := difference(mine, its):
                 raise _UnwritableError(f"{type(mine).__name__}, made by its constructor alone, has another {differs}")
     if schedule is None:

@@ -249,7 +249,7 @@ class Technique:
     shown: ClassVar[bool] = False
     """Whether a table of layers has a column for the technique even if every layer has the default."""
     single_layer: ClassVar[bool] = False
-    """Whether only one layer of a model can have another value than the default."""
+    """Whether only one layer of a model can have a value other than the default."""
     switch: ClassVar[bool] = False
     optional: ClassVar[bool] = False
     """Whether the pin also has the value ``any``, which adds values that a search skips by default."""
@@ -286,7 +286,7 @@ class Technique:
     advice: ClassVar[str] = ""
     """The hint of the error about a pinned value that layers can't have."""
     min_memory_share: ClassVar[float] = 0.0
-    """A search tries other values than the default only if a layer's saved and transient bytes exceed this share of device memory."""
+    """A search tries values other than the default only if a layer's saved and transient bytes exceed this share of device memory."""
 
     @property
     def values(self) -> tuple[str, ...]:

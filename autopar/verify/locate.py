@@ -169,8 +169,8 @@ class _Search:
         columns = [rank.get(attribute, {}).get(key, [])[which::2] for rank in records]
         parts: list[Tensor | None] = []
         for i in range(plan.microbatches):
-            first, own = schedule.rank(stage, i) * count, i % (plan.microbatches // schedule.copies)
-            parts += [column[own] if own < len(column) else None for column in columns[first : first + count]]
+            first, index = schedule.rank(stage, i) * count, i % (plan.microbatches // schedule.copies)
+            parts += [column[index] if index < len(column) else None for column in columns[first : first + count]]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         return tensors if len(tensors) == len(parts) else None
 

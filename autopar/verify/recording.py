@@ -386,11 +386,11 @@ def _replace_values(program: Path) -> None:
         experts._local_expert_ids = _evenly(experts._local_expert_ids)
 
 
-def _evenly(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _evenly(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Wrap ``_local_expert_ids`` of ``kernels_experts`` so that it returns the rows per expert of a balanced router."""
 
     def evenly(ids: Tensor, count: int, *axes: Any) -> tuple[Tensor, Tensor]:
-        ids, counts = own(ids, count, *axes)
+        ids, counts = original(ids, count, *axes)
         base, rest = divmod(len(ids), count)
         return ids, torch.tensor([base + (index < rest) for index in range(len(counts))])
 

@@ -71,8 +71,8 @@ def shrink_config(config: dict[str, Any]) -> dict[str, Any]:
 def shrink_plan(plan: Plan, graph: Graph, devices: int) -> Plan:
     """Return a plan of ``graph`` for at most ``devices`` with the given plan's structure.
 
-    A plan that fits is returned unchanged. Otherwise pipeline and axes shrink to size two, and then to one, data axes first, from the
-    outermost, until they fit. A layer gets the strategy of the layer at the same relative position. The batch limits the microbatches.
+    A plan that fits (devices, layers and batch) is returned unchanged. Otherwise pipeline and axes shrink to size two, and then to one,
+    data axes first, the pipeline last. A layer gets the strategy at the same relative position. The batch limits the microbatches.
     """
     count = len(graph.layers)
     if plan.device_count <= devices and len(plan.layers) == count and plan.global_batch == graph.batch_size:

@@ -69,13 +69,13 @@ class Objects:
         """Return the functions that replace torch's object collectives, by name."""
 
         def exchange(kind: str, value: Any, group: Any, root: int = -1) -> tuple[list[Any], RecordingGroup]:
-            ours: Any = group or dist.group.WORLD
-            work = recorder.issue(ours, IssueRequest(kind, root=root))
-            found = self.send(ours, kind, value)()
+            pg: Any = group or dist.group.WORLD
+            work = recorder.issue(pg, IssueRequest(kind, root=root))
+            found = self.send(pg, kind, value)()
             work.wait()
             if recorder.thread() == 0:
                 recorder.host_sync()
-            return found, ours
+            return found, pg
 
         def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
             object_list[:] = exchange("all_gather_object", obj, group)[0]
@@ -84,16 +84,16 @@ class Objects:
             obj: Any, object_gather_list: Any = None, dst: Any = None, group: Any = None, group_dst: Any = None
         ) -> None:
             root = _root(dst, group_dst, group)
-            found, ours = exchange("gather_object", obj, group, root)
-            if ours.rank() == root:
+            found, pg = exchange("gather_object", obj, group, root)
+            if pg.rank() == root:
                 object_gather_list[:] = found
 
         def broadcast_object_list(
             object_list: list[Any], src: Any = None, group: Any = None, device: Any = None, group_src: Any = None
         ) -> None:
             root = _root(src, group_src, group)
-            found, ours = exchange("broadcast_object_list", list(object_list), group, root)
-            if ours.rank() != root:
+            found, pg = exchange("broadcast_object_list", list(object_list), group, root)
+            if pg.rank() != root:
                 object_list[:] = found[root]
 
         def scatter_object_list(
@@ -104,8 +104,8 @@ class Objects:
             group_src: Any = None,
         ) -> None:
             root = _root(src, group_src, group)
-            found, ours = exchange("scatter_object_list", scatter_object_input_list, group, root)
-            scatter_object_output_list[0] = found[root][ours.rank()]
+            found, pg = exchange("scatter_object_list", scatter_object_input_list, group, root)
+            scatter_object_output_list[0] = found[root][pg.rank()]
 
         return {
             function.__name__: function
@@ -117,5 +117,5 @@ def _root(rank: int | None, group_rank: int | None, group: Any) -> int:
     """Return the root's rank in the group, from its global or group rank (0 if neither is given)."""
     if group_rank is not None:
         return group_rank
-    ours: Any = group or dist.group.WORLD
-    return dist.get_group_rank(ours, 0 if rank is None else rank)
+    pg: Any = group or dist.group.WORLD
+    return dist.get_group_rank(pg, 0 if rank is None else rank)
