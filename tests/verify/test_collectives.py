@@ -131,6 +131,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory, workers: Workers) -> dict[in
 def test_the_distinct_ranks_of_a_plan() -> None:
     assert GRID.samples() == [0, 1, 4, 7, 8, 9, 12, 15]
     assert all(GRID.rank(GRID.coordinates(rank)) == rank for rank in range(16))
+    assert Grid(32, (("data", 1),)).samples() == list(range(32))  # a pipeline alone
 
 
 def test_distinct_ranks_stand_for_all_where_they_do_the_same(
@@ -151,7 +152,8 @@ def test_ranks_of_one_position_may_have_other_alignments(clean: dict[int, RankTr
         return replace(event, operands=tuple(replace(operand, offset=8) for operand in event.operands))
 
     traces = clean | {7: replace(clean[7], events=tuple(map(moved, clean[7].events)))}
-    assert len(unaligned(traces)) > 0
+    found = unaligned(traces)
+    assert len(found) > 0 and all("begins 8 bytes after" in finding.sentence for finding in found)
     assert check_distinct(traces, GRID) == []
 
 

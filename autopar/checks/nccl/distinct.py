@@ -54,7 +54,7 @@ class Grid:
         zeros = (0,) * len(self.axes)
         inner = {zeros}
         for number, (_, size) in enumerate(self.axes):
-            inner |= {(*zeros[:number], index, *zeros[number + 1 :]) for index in (1, size - 1)}
+            inner |= {(*zeros[:number], index, *zeros[number + 1 :]) for index in (1 % size, size - 1)}
         inner.add(tuple(size - 1 for _, size in self.axes))
         inner.add(tuple(size // 2 for _, size in self.axes))
         several = {0, self.positions - 1}

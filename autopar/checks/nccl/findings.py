@@ -78,8 +78,8 @@ def unaligned(traces: Mapping[int, RankTrace]) -> tuple[CollectiveFinding, ...]:
     found: dict[tuple[str, str], CollectiveFinding] = {}
     for rank, trace in traces.items():
         for operation in trace.operations:
-            if any(operand.offset for operand in operation.operands):
-                sentence = f"{operation} at {operation.place} begins {operation.operands[0].offset} bytes after an aligned address"
+            if offset := next((operand.offset for operand in operation.operands if operand.offset), 0):
+                sentence = f"{operation} at {operation.place} has an operand that begins {offset} bytes after an aligned address"
                 where = str(operation.group), operation.place
                 found.setdefault(where, CollectiveFinding(UNALIGNED, sentence, (rank,), *where))
     return tuple(found.values())
