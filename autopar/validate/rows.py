@@ -238,8 +238,8 @@ def _copies(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
     flags = data.get("flags")
     if not isinstance(flags, list) or not any(str(flag).endswith("within_a_node_only") for flag in flags):
         return 1
-    here = _integer(data, "gpus_per_node", default=8, least=1) // inner
-    return data_ranks // here if here > 1 and data_ranks % here == 0 else 1
+    shard_ranks = _integer(data, "gpus_per_node", default=8, least=1) // inner
+    return data_ranks // shard_ranks if shard_ranks > 1 and data_ranks % shard_ranks == 0 else 1
 
 
 def _zero(data: Mapping[str, Any]) -> int:
