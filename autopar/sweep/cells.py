@@ -124,7 +124,7 @@ def sweep(
     """Plan every cell, one graph after the other; ``prices`` has the price of a GPU hour by kind (see ``read_prices``).
 
     Raises:
-        AutoparError: the model can't be captured.
+        AutoparError: the model can't be captured, a GPU is unknown, or a number of devices doesn't fill its nodes.
         BatchError: the model supports none of the combinations of sequence length and batch.
     """
     found: list[Cell] = []
