@@ -129,7 +129,7 @@ def _sections(found: Explanation) -> list[RenderableType]:
     ]
     parts += ["", Text("the value of more and of less of each resource", "bold")]
     parts += [Text(f"  {price.text}") for price in found.prices]
-    parts += ["", _families(found, step), "", _alternatives(found, step), "", _end(found)]
+    parts += ["", _families(found, step), "", _alternatives(found, step), "", _closing_line(found)]
     return parts
 
 
@@ -161,7 +161,7 @@ def _alternatives(found: Explanation, step: float) -> Table:
     return table
 
 
-def _end(found: Explanation) -> Text:
+def _closing_line(found: Explanation) -> Text:
     left = "" if found.alternatives.complete else "; there was no time to search every configuration"
     return Text(f"explained in {seconds(found.wall_time_s)}{left}", "dim")
 

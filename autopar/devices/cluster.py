@@ -280,7 +280,7 @@ class Cluster:
         size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
         views = []
         for i, touched in enumerate(self._parts_by_stage(pipeline)):
-            view = self._view(touched, across=False)
+            view = self._joined_parts(touched, across=False)
             inside = (i * size - starts[touched[0]]) % self.parts[touched[0]].linked_gpus if touched else 0
             views.append(replace(view, first=inside) if inside else view)
         return tuple(views)
@@ -289,7 +289,7 @@ class Cluster:
         """Return the part, or the joined parts, with the devices of each pair of adjacent stages. These send over its ``inter`` link, or
         over its ``intra`` link inside a node."""
         touched = self._parts_by_stage(pipeline)
-        return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
+        return tuple(self._joined_parts(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 
     def _parts_by_stage(self, pipeline: int) -> list[tuple[int, ...]]:
         """Return, for each stage, the indices of the parts that its devices belong to."""
@@ -300,7 +300,7 @@ class Cluster:
             for first in range(0, size * pipeline, size)
         ]
 
-    def _view(self, parts: tuple[int, ...], across: bool) -> Cluster:
+    def _joined_parts(self, parts: tuple[int, ...], across: bool) -> Cluster:
         if not parts:
             return self
         chosen = [self.parts[i] for i in parts]

@@ -80,8 +80,8 @@ _FORMS = (
 )
 MOST = 2**20
 """Maximum number of devices; a search over many more takes too long."""
-_MOST_BYTES = 2**20
-_MOST_GROUPS = 64
+_MAX_BYTES = 2**20
+_MAX_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
 _NUMBERS = (
     "memory_gb",
@@ -271,10 +271,10 @@ def _from_list(spec: Sequence[Any]) -> Cluster:
 def _from_file(path: Path) -> Cluster:
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
             raise DeviceError(
-                f"{path} has more than {_MOST_BYTES:,} bytes", "a cluster file has a few lines for each kind of device"
+                f"{path} has more than {_MAX_BYTES:,} bytes", "a cluster file has a few lines for each kind of device"
             )
         data = tomllib.loads(content.decode("utf-8"))
     except OSError as error:
@@ -294,9 +294,9 @@ def _from_file(path: Path) -> Cluster:
     groups = data["group"]
     if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
         raise DeviceError(f"{path}: group is not a list of tables", "write [[group]] above the keys of each")
-    if len(groups) > _MOST_GROUPS:
+    if len(groups) > _MAX_GROUPS:
         raise DeviceError(
-            f"{path} has {len(groups):,} groups, and may have {_MOST_GROUPS}",
+            f"{path} has {len(groups):,} groups, and may have {_MAX_GROUPS}",
             "put equal nodes into one group, with nodes = N",
         )
     _check(path, {key: value for key, value in data.items() if key != "group"}, _KEYS_ABOVE_GROUPS, named=False)

@@ -25,11 +25,11 @@ from autopar.run import remote
 
 _BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a warm-up
 _SAMPLES = (3, 40)  # minimum and maximum number per measurement
-_LEAST_SHARE = 0.1  # a difference of two noisy times counts as at least this fraction of the longer one
+_MIN_SHARE = 0.1  # a difference of two noisy times counts as at least this fraction of the longer one
 # Shorter runs are repeated back to back and timed as one sample. Processes that share a core get time slices of some milliseconds: a sample
 # within one slice would show the speed of a process that runs alone.
 _BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
-_MOST_BACK_TO_BACK = 10_000
+_MAX_BACK_TO_BACK = 10_000
 _BEYOND_CACHES = 1 << 26  # bytes of the operands of rotating copies: more than a core's caches
 _COPIES = 64  # maximum copies of an op
 _SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # compute before a collective; collectives in one sample; samples
@@ -79,7 +79,7 @@ def _seconds(
     if group_size > 1:
         once = _all_reduced(once, dist.ReduceOp.MAX)
     kind = _device.type
-    inner = max(1, min(_MOST_BACK_TO_BACK, round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
+    inner = max(1, min(_MAX_BACK_TO_BACK, round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
     least, most = _SAMPLES
     samples = []
     for _ in range(max(least, min(most, int(_BUDGET_S[kind] / max(once * inner, 1e-7))))):
@@ -313,7 +313,7 @@ def _sharded(members: int, width: int) -> Figures:
     time_once()
     found = [time_once() for _ in range(_BLOCKS)]
     gathers = [gathered for gathered, _, _ in found]
-    reduces = [max(hooks - gathered - without, _LEAST_SHARE * hooks) for gathered, hooks, without in found]
+    reduces = [max(hooks - gathered - without, _MIN_SHARE * hooks) for gathered, hooks, without in found]
     size = {"members": float(members), "bytes": 4.0 * width * width}
     return [
         _figure("wire", gathers, size, "sharded all_gather"),
@@ -382,7 +382,7 @@ def _call(members: int) -> Figures:
     dist.barrier()
     slowdown = statistics.median(_seconds(without_collective)) / autograd_s if _device.type == "cpu" else 1.0
     typed_s = _seconds(typed, members, clock=clock)
-    samples = [slowdown * max((s - autograd_s) / 2 - plain_s, _LEAST_SHARE * s / 2) for s in typed_s]
+    samples = [slowdown * max((s - autograd_s) / 2 - plain_s, _MIN_SHARE * s / 2) for s in typed_s]
     return [_figure("call", samples, {"members": float(members)})]
 
 
