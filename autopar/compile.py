@@ -164,13 +164,13 @@ def start_program(
     home = Path(folder) if folder is not None and lasting else Path(tempfile.mkdtemp(prefix="autopar-program-"))
     # processes that read a temporary folder get the values from this process
     emit_program(graph, plan, home, progress, type_check=request.type_check, state=state if lasting else None)
-    first: Mapping[str, Tensor] | str | Path | None = state
+    initial: Mapping[str, Tensor] | str | Path | None = state
     if init is not None:
         report(progress, "emit", f"values: {init}")
-        first = initial_values(model, init, training.seed, home, folder)
+        initial = initial_values(model, init, training.seed, home, folder)
     report(progress, "run")
     # the program was type-checked when it was emitted
-    program = Program(plan, home, graph, cluster=cluster, state=first, type_check=False, **as_keywords(training))
+    program = Program(plan, home, graph, cluster=cluster, state=initial, type_check=False, **as_keywords(training))
     if lasting:
         # this process can train with a recipe that can't be written as code; the folder's ``train.py`` then raises the error
         with contextlib.suppress(UsageError):

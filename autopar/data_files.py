@@ -37,22 +37,22 @@ def parse_json(content: bytes | str) -> Any:
     or has an infinite number, a NaN or a lone surrogate."""
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse, parse_float=_finite)
-        if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # the only way to write a lone surrogate
+        found = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse, parse_float=_finite)
+        if "\\ud" in text or "\\uD" in text or isinstance(content, str):  # else it has no lone surrogate
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except RecursionError as error:
         raise MalformedFileError(f"it is nested deeper than {MAX_LEVELS} levels") from error
     except UnicodeDecodeError as error:
         raise MalformedFileError(f"byte {error.start} is not UTF-8") from error
     except UnicodeEncodeError as error:
-        raise MalformedFileError("it has half of a surrogate pair, which is no character") from error
+        raise MalformedFileError("it has half of a surrogate pair, which is not a character") from error
     except json.JSONDecodeError as error:
         raise MalformedFileError(f"line {error.lineno} is not JSON: {error.msg}") from error
     except MalformedFileError:
         raise
     except ValueError as error:  # an integer of more digits than Python converts
         raise MalformedFileError("it has a whole number of thousands of digits") from error
-    if isinstance(found, dict | list) and _deeper(found, MAX_LEVELS):
+    if isinstance(found, dict | list) and _nests_deeper(found, MAX_LEVELS):
         raise MalformedFileError(f"it is nested deeper than {MAX_LEVELS} levels")
     return found
 
@@ -71,7 +71,7 @@ def _short() -> reprlib.Repr:
 _SHORT = _short()
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -90,7 +90,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _deeper(value: Any, levels: int) -> bool:
+def _nests_deeper(value: Any, levels: int) -> bool:
     """Return whether objects and lists are nested deeper than ``levels``."""
     within = [value]
     for _ in range(levels):

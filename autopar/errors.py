@@ -63,7 +63,7 @@ class ModelError(UsageError):
 
 
 class BatchError(UsageError):
-    """The batch does not fit the graph that was captured."""
+    """The batch, or a requested batch size or sequence length, is invalid or does not fit the model or the program."""
 
 
 class RuleError(UsageError):
@@ -82,7 +82,7 @@ OPAQUE_HINT = "wrap the module in autopar.opaque(module), which runs it as one o
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits. The message names the stage, the layer and the bytes; the hint names the smallest change with which a plan fits.
+    """No plan fits. The message names what does not: a stage with its layers and bytes, or a layer; the hint, if any, a change that helps.
 
     ``changes`` are alternative changes of the request with which a search finds a plan that fits.
     """

@@ -21,7 +21,7 @@ from torch import fx, nn
 from autopar.plan import MICROBATCH_STATISTICS
 
 F = TypeVar("F", bound=Callable[..., Any])
-_emptied: list[Callable[[], None]] = []
+_cache_clearers: list[Callable[[], None]] = []
 
 
 def cached_for_graphs(maxsize: int) -> Callable[[F], F]:
@@ -37,12 +37,12 @@ def cached_for_graphs(maxsize: int) -> Callable[[F], F]:
 
 def forgotten_with_graphs(clear: Callable[[], None]) -> None:
     """Register ``clear`` to be called by ``forget_graphs``."""
-    _emptied.append(clear)
+    _cache_clearers.append(clear)
 
 
 def forget_graphs() -> None:
     """Clear the caches of functions of graphs, so that a process that compiles repeatedly doesn't leak them."""
-    for clear in _emptied:
+    for clear in _cache_clearers:
         clear()
 
 
@@ -248,22 +248,22 @@ class Graph:
     @cached_property
     def chains(self) -> dict[str, int]:
         """The maximum number of layers per recomputed segment, by class: the longest run in which each layer passes its only output to the
-        next. It is 1 if some adjacent layers exchange other values, which would have to be saved, too."""
+        next. It is 1 if adjacent layers exchange other values, have different inputs, share parameters, or update buffers."""
         readers = Counter(name for layer in self.layers for name in layer.activations)
         longest = dict.fromkeys(self.classes, 1)
         broken, run = set(), 1
         for before, this in itertools.pairwise(self.layers):
             run = run + 1 if this.cls == before.cls else 1
             longest[this.cls] = max(longest[this.cls], run)
-            if run > 1 and not self._hands_on(before, this, readers):
+            if run > 1 and not self._can_share_segment(before, this, readers):
                 broken.add(this.cls)
         return longest | dict.fromkeys(broken, 1)
 
-    def _hands_on(self, before: GraphLayer, this: GraphLayer, readers: Counter[str]) -> bool:
-        alone = len(before.outputs) == 1 and readers[before.outputs[0]] == 1 and this.activations == before.outputs
-        alike = (this.inputs, this.constants, this.scalars) == (before.inputs, before.constants, before.scalars)
-        own = not any(name in self.shared_parameters for name in (*before.parameters, *this.parameters))
-        return alone and alike and own and not self.classes[this.cls].updates
+    def _can_share_segment(self, before: GraphLayer, this: GraphLayer, readers: Counter[str]) -> bool:
+        chained = len(before.outputs) == 1 and readers[before.outputs[0]] == 1 and this.activations == before.outputs
+        same_inputs = (this.inputs, this.constants, this.scalars) == (before.inputs, before.constants, before.scalars)
+        unshared = not any(name in self.shared_parameters for name in (*before.parameters, *this.parameters))
+        return chained and same_inputs and unshared and not self.classes[this.cls].updates
 
     @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:

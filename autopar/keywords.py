@@ -75,7 +75,7 @@ def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, dict[str
 
 
 def as_keywords(record: Request | Training) -> dict[str, Any]:
-    """Return the fields of a record with their values."""
+    """Return the values of the fields by name."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 

@@ -51,8 +51,8 @@ def compare(
         got, want = gradients[name].double(), gradients0[name].double()
         if got.shape != want.shape:
             return Error(float("inf"), f"{name} (shape {tuple(got.shape)}, not {tuple(want.shape)})")
-        own = ROUNDINGS * (rounding or {}).get(name, 0.0) / EXACT
-        scale = max(float(want.abs().max()), floor * largest, own)
+        rounding_scale = ROUNDINGS * (rounding or {}).get(name, 0.0) / EXACT
+        scale = max(float(want.abs().max()), floor * largest, rounding_scale)
         error = Error(float((got - want).abs().max()) / scale if scale else 0.0, name)
         if not error.value <= worst.value:  # a NaN is the worst
             worst = error

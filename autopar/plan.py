@@ -81,7 +81,7 @@ DEGREES = {
     "ulysses": (Role.ULYSSES,),
     "ring": (Role.RING,),
 }
-"""The parallel degrees of a layer by name, with the roles whose axes' sizes multiply to each degree."""
+"""The parallel degrees of a layer by name; each is the product of the sizes of the axes with one of these roles."""
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)

@@ -28,8 +28,8 @@ MAX_ROWS = 2**32
 MAX_ACTIONS = 2**22
 """Maximum number of forward actions per step: stages times microbatches."""
 _MAX_AXES = 21  # more would exceed MAX_DEVICES, or have axes of size 1
-_BYTES = 2**60
-_TAKEN = frozenset({"pipeline", "mirror", "microbatch"})  # axes of every program
+_MAX_BYTES = 2**60
+_RESERVED_AXES = frozenset({"pipeline", "mirror", "microbatch"})  # axes of every program
 
 
 class FieldKind(Protocol):
@@ -116,7 +116,7 @@ class Pinned:
             raise MalformedFileError(f"{where} is {shown(value)}, not {pin.choices}")
         if isinstance(value, str):
             TextField().check(where, value)
-        elif not -_BYTES < value < _BYTES:
+        elif not -_MAX_BYTES < value < _MAX_BYTES:
             raise MalformedFileError(f"{where} is {shown(value)}, not {pin.choices}")
         try:
             pin.checked(where, value)
@@ -132,7 +132,7 @@ class PinValue:
         if isinstance(value, str):
             TextField().check(where, value)
         elif not isinstance(value, bool):
-            Whole(0, _BYTES).check(where, value)
+            Whole(0, _MAX_BYTES).check(where, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +170,10 @@ class Fields:
     def check(self, where: str, value: Any) -> None:
         name = where or "it"
         if not isinstance(value, dict):
-            raise MalformedFileError(f"{name} is {shown(value)}, not an object" if where else "it is no JSON object")
+            raise MalformedFileError(f"{name} is {shown(value)}, not an object" if where else "it is not a JSON object")
         for key in value:
             if key not in self.kinds:
-                raise MalformedFileError(f"{name} has {shown(key)}, which is no field of a plan")
+                raise MalformedFileError(f"{name} has {shown(key)}, which is not a field of a plan")
         for key, kind in self.kinds.items():
             if key in value:
                 kind.check(f"{where}.{key}" if where else key, value[key])
@@ -182,7 +182,7 @@ class Fields:
 
 
 _SECONDS = Number(1e12)
-_SIZE = Whole(0, _BYTES)
+_SIZE = Whole(0, _MAX_BYTES)
 _COUNT = Whole(1, MAX_DEVICES)
 _AXIS_NAME = TextField(64, r"[A-Za-z][A-Za-z0-9_+]*", "a letter, then letters, digits, _ or +")
 _MODULE_NAME = TextField(200, r"[^\W\d]\w*(\.[^\W\d]\w*)*", "the dotted name of a Python module")
@@ -318,8 +318,8 @@ def _check_mesh(mesh: Sequence[Mapping[str, Any]]) -> None:
     """Check that axes have unique names and row-major strides."""
     names = [axis["name"] for axis in mesh]
     for name in names:
-        if name in _TAKEN or names.count(name) > 1:
-            why = "which every program has itself" if name in _TAKEN else "twice"
+        if name in _RESERVED_AXES or names.count(name) > 1:
+            why = "which every program has itself" if name in _RESERVED_AXES else "twice"
             raise MalformedFileError(f"mesh has the axis {name!r}, {why}")
     if (devices := _product(mesh)) > MAX_DEVICES:
         raise MalformedFileError(f"mesh has {devices:,} devices, and a plan has at most {MAX_DEVICES:,}")
@@ -405,7 +405,7 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
     copies = [axis["size"] for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
     wrong = {
         f"replicate {replicate} without ZeRO": replicate > 1 and not zero,
-        f"replicate {replicate}, which is no product of its outermost data axes {copies}": replicate
+        f"replicate {replicate}, which is not a product of its outermost data axes {copies}": replicate
         not in {math.prod(copies[:n]) for n in range(len(copies) + 1)},
     }
     for technique in LAYER:

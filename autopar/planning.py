@@ -137,14 +137,14 @@ def capture_model(workload: Workload, progress: Progress | None = None) -> Graph
     return graph
 
 
-def compared_graph(workload: Workload, wanted: bool = True, progress: Progress | None = None) -> Graph:
-    """Run stage ``capture``, and compare the graph with the model if ``wanted``; one of the graph's notes has the result."""
+def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
+    """Run stage ``capture``; on rank 0, compare the graph with the model (unless ``compare`` is false), and note the result."""
     graph = capture_model(workload, progress)
     if not ranks.is_rank_0():
         return graph
     note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
     note = "; ".join((note, *(sentence for sentence, _ in graph.assumed)))
-    if wanted:
+    if compare:
         report(progress, "capture", "comparing the graph with the model")
         model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
         note = check_capture(graph, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)
@@ -238,13 +238,13 @@ def _search_device_subsets(
 ) -> tuple[Plan, Cluster]:
     """Return the fastest plan on the cluster or on a part of it, and the devices that it uses."""
     deadline = time.monotonic() + options.time_limit_s
-    whole: Plan | None = None
+    full_plan: Plan | None = None
     refused: InfeasibleError | None = None
     try:
-        whole = search(graph, cluster, pricer, options, shared)
+        full_plan = search(graph, cluster, pricer, options, shared)
     except InfeasibleError as error:
         refused = error
-    best, devices = whole, cluster
+    best, devices = full_plan, cluster
     for fewer in cluster.smaller_clusters() if may_be_idle else ():
         left_s = deadline - time.monotonic()
         if best is None:  # find any plan, even beyond the time limit
@@ -263,8 +263,8 @@ def _search_device_subsets(
         return best, cluster
     because = (
         "no plan that uses all of them fits"
-        if whole is None
-        else f"with all of them it takes {whole.prediction.step_time_s:.4g} s"
+        if full_plan is None
+        else f"with all of them it takes {full_plan.prediction.step_time_s:.4g} s"
     )
     note = f"{cluster.count - devices.count} of the {cluster.count} devices are idle: {because}"
     return dataclasses.replace(best, notes=(*best.notes, note)), devices

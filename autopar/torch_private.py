@@ -176,7 +176,7 @@ def patch_backward(refuse: Callable[[str], None], engine: Callable[..., Any]) ->
     from torch._functorch import eager_transforms, vmap
     from torch.autograd import forward_ad
 
-    ways = {
+    entry_points = {
         "forward-mode derivatives": (forward_ad, "make_dual"),
         "torch.vmap": (vmap, "vmap_increment_nesting"),
         "torch.func.grad or a Jacobian": (eager_transforms, "grad_increment_nesting"),
@@ -184,7 +184,7 @@ def patch_backward(refuse: Callable[[str], None], engine: Callable[..., Any]) ->
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", engine))
-        for name, (owner, function) in ways.items():
+        for name, (owner, function) in entry_points.items():
             stack.enter_context(mock.patch.object(owner, function, lambda *_, _name=name, **__: refuse(_name)))
         yield
 
@@ -236,7 +236,7 @@ def without_mask_detection() -> Iterator[None]:
     """
     from torch.nn.modules import transformer
 
-    looking = transformer._detect_is_causal_mask
+    original = transformer._detect_is_causal_mask
 
     def detect(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
@@ -245,7 +245,7 @@ def without_mask_detection() -> Iterator[None]:
     try:
         yield
     finally:
-        transformer._detect_is_causal_mask = looking
+        transformer._detect_is_causal_mask = original
 
 
 @contextmanager
@@ -277,8 +277,8 @@ def traceable_averages() -> Iterator[None]:
 
 
 @contextmanager
-def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``found`` with every tensor that an ATen op returns. (torch 2.11, 2.13)"""
+def results_of_ops(visit: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``visit`` with every tensor that an ATen op returns. (torch 2.11, 2.13)"""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -286,7 +286,7 @@ def results_of_ops(found: Callable[[torch.Tensor], None]) -> Iterator[None]:
             result = func(*args, **(kwargs or {}))
             for value in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(value, torch.Tensor):
-                    found(value)
+                    visit(value)
             return result
 
     with Mode():
@@ -322,7 +322,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def without_kept_sources() -> Iterator[None]:
-    """Delete at the end the sources of graph modules created in this context, which torch keeps for tracebacks. (torch 2.11, 2.13)"""
+    """On exit, delete the sources, kept for tracebacks, of the graph modules that were created in this context. (torch 2.11, 2.13)"""
     import linecache
 
     from torch.fx import graph_module
@@ -361,7 +361,7 @@ def dtensor_as_placed() -> Iterator[None]:
 
     dispatcher = DTensor._op_dispatcher
     if not hasattr(dispatcher, "redistribute_local_args"):
-        raise RuntimeError("this torch dispatches DTensor ops in another way")
+        raise RuntimeError("this torch has no redistribute_local_args in DTensor's dispatcher")
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RedistributionRefusedError

@@ -43,7 +43,7 @@ class Workload:
         """Return the graph of layers, completed by ``shard.annotate``.
 
         Raises:
-            ModelError: the model isn't a module.
+            ModelError: the model isn't a module, or has parameters made under ``torch.inference_mode``.
             UsageError: an unknown precision, or a loss that isn't callable.
             CaptureError: the model can't be exported.
         """
@@ -84,7 +84,7 @@ class Workload:
     def resized(
         self, *, seq: int | None = None, global_batch: int | None = None, precision: str | None = None
     ) -> Graph:
-        """Capture the model with the example batch sliced or repeated to other sizes; the parameters don't change."""
+        """Capture the model with the example batch sliced or repeated. Raises ``BatchError`` if it or the batch doesn't allow the sizes."""
         batch = resize_batch(self.batch, seq, global_batch)
         try:
             return dataclasses.replace(self, batch=batch, precision=precision or self.precision).capture()
@@ -162,9 +162,9 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    _mapped(value, note)
+    _mapped(value, collect)
     return found

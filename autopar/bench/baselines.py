@@ -72,7 +72,7 @@ class HandTunedRecipe:
     def __post_init__(self) -> None:
         assert self.schedule in _SCHEDULES, f"{self.schedule!r} is none of {', '.join(_SCHEDULES)}"
         assert self.pipeline > 1 or (self.schedule, self.chunks) == (ONE_F_ONE_B, 1), (
-            "no pipeline, so no schedule of one"
+            "without a pipeline there is no schedule"
         )
         assert self.schedule not in SPLIT or self.data == 1, (
             f"{self.schedule} skips the hooks of DDP and FSDP: gradients are wrong"
@@ -137,10 +137,10 @@ class HandTuned:
         assert isinstance(module, Stack)
         if recipe.tensor > 1:
             _shard_tensors(module, self.mesh["tensor"])
-        self._numbers = recipe.stages(self.place["pipeline"])
+        self._stages = recipe.stages(self.place["pipeline"])
         count = recipe.pipeline * recipe.chunks
-        parts = [_stage_of(module, number, count) for number in self._numbers] if recipe.pipeline > 1 else [module]
-        self.modules = nn.ModuleList(self._spread(part) for part in parts)
+        parts = [_stage_of(module, number, count) for number in self._stages] if recipe.pipeline > 1 else [module]
+        self.modules = nn.ModuleList(self._data_parallel(part) for part in parts)
         self.optimizer = torch.optim.AdamW(self.modules.parameters(), lr=lr, fused=device == "cuda" or None)
         if recipe.compiled:
             for part in self.modules:
@@ -155,7 +155,7 @@ class HandTuned:
         self.optimizer.zero_grad(set_to_none=True)  # free them now: dozens of these programs are in memory
         return loss
 
-    def _spread(self, module: nn.Module) -> nn.Module:
+    def _data_parallel(self, module: nn.Module) -> nn.Module:
         recipe = self.recipe
         if recipe.data == 1:
             return module
@@ -163,7 +163,7 @@ class HandTuned:
             group = self.mesh.get_group("data")
             return DistributedDataParallel(module, process_group=group, bucket_cap_mb=recipe.bucket_mb)
         shard = functools.partial(fully_shard, mesh=self.mesh["data"], reshard_after_forward=recipe.sharding == "fsdp")
-        blocks = [shard(block) for block in _children(module)]
+        blocks = [shard(block) for block in _blocks_of(module)]
         for before, after in itertools.pairwise(blocks):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
@@ -200,7 +200,7 @@ class HandTuned:
         count, device = recipe.pipeline * recipe.chunks, torch.device(self.device)
         stages: list[Any] = [
             PipelineStage(module, number, count, device, group=group)
-            for number, module in zip(self._numbers, self.modules, strict=True)
+            for number, module in zip(self._stages, self.modules, strict=True)
         ]
         given = stages[0] if recipe.schedule == ONE_F_ONE_B else stages
         return _SCHEDULES[recipe.schedule](given, recipe.microbatches, loss_fn=self.subject.loss_fn)
@@ -213,7 +213,7 @@ class HandTuned:
         return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else float("nan")
 
 
-def _children(module: nn.Module) -> list[nn.Module]:
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
     return [block for block in module.modules() if type(block).__name__.endswith("Block")]
 
 

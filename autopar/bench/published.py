@@ -100,11 +100,11 @@ def _cell(bench: Bench, name: str, rows: Sequence[tuple[int, Mapping[str, Any]]]
     if len(measured) < 2:
         return None
     possible = [pair for pair in priced if pair[1].within_plan_limit] or priced
-    least = min(o.step_s for _, o in possible if o.step_s is not None)
+    fastest_s = min(o.step_s for _, o in possible if o.step_s is not None)
     found: list[MeasuredLayout] = []
     for row, outcome in possible:
         assert outcome.step_s is not None
-        if outcome.step_s <= HOPELESS * least:
+        if outcome.step_s <= HOPELESS * fastest_s:
             step = automatic_s(bench, row)
             if step is not None:
                 found.append(MeasuredLayout(outcome.id, step, outcome.measured.step_s))

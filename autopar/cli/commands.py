@@ -110,7 +110,7 @@ def make_plan(
         options = replace(options, pin_time_s=options.time_limit_s / 2)
     with Messages() as messages:
         workload = load(request, cluster, messages, device or "meta")
-        if device is None and _worth_values(workload):
+        if device is None and _can_get_random_values(workload):
             workload = load(request, cluster, messages, "cpu")
         graph, plan = plan_model(
             workload,
@@ -124,7 +124,7 @@ def make_plan(
     return workload, cluster, graph, replace(plan, request=plan.request or recorded_options(request))
 
 
-def _worth_values(workload: Workload) -> bool:
+def _can_get_random_values(workload: Workload) -> bool:
     """Return whether the model is on meta and small enough for random initial values."""
     tensors = list(workload.model.state_dict().values())
     on_meta = any(tensor.is_meta for tensor in tensors)

@@ -18,10 +18,10 @@ def doctor_command(quick: bool, as_json: bool) -> None:
         found = list(examine(lambda text: messages("doctor", text), trials=not quick))
     broken = [finding.name for finding in found if finding.status == BROKEN]
     data = {"version": autopar.__version__, "works": not broken, "findings": [finding.to_json() for finding in found]}
-    said = (
+    verdict = (
         f"broken, and needed by every run: {', '.join(broken)}" if broken else "everything that every run needs works"
     )
-    show(as_json, data, _table(found), f"autopar {autopar.__version__}: {said}")
+    show(as_json, data, _table(found), f"autopar {autopar.__version__}: {verdict}")
     if broken:
         raise SystemExit(1)
 

@@ -43,8 +43,8 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
 
 def devices_of(elastic: Elastic, nodes: int) -> str:
     """Return the value of ``--devices`` for ``nodes`` nodes."""
-    own = str(elastic.request["devices"])
-    return str(nodes * elastic.ranks) if own.isdigit() else f"{nodes}x{own}"
+    per_node = str(elastic.request["devices"])
+    return str(nodes * elastic.ranks) if per_node.isdigit() else f"{nodes}x{per_node}"
 
 
 def write_program(elastic: Elastic, nodes: int) -> None:

@@ -59,13 +59,13 @@ def missing_options(request: PlanRequest, written: Plan | None) -> tuple[str, st
 
     The reason completes a sentence that begins with the file's name.
     """
-    lacks = [option for option in ("model", "devices") if not getattr(request, option)]
-    if not lacks:
+    missing = [option for option in ("model", "devices") if not getattr(request, option)]
+    if not missing:
         return None
-    code = factory_of(written) if lacks[0] == "model" else ""
-    options = [f"--{option} {shlex.quote(code)}" if code and option == "model" else f"--{option}" for option in lacks]
+    code = factory_of(written) if missing[0] == "model" else ""
+    options = [f"--{option} {shlex.quote(code)}" if code and option == "model" else f"--{option}" for option in missing]
     why = f"names the model {code}, which is code, and autopar runs no code that a plan file names"
-    return why if code else f"does not name its {' and '.join(lacks)}", " and ".join(options)
+    return why if code else f"does not name its {' and '.join(missing)}", " and ".join(options)
 
 
 def _read(target: str) -> Plan | None:
@@ -127,9 +127,9 @@ def _sections(found: Explanation) -> list[RenderableType]:
     parts += [Text(f"  {binding.text}") for binding in found.bindings] or [
         Text("  none of the resources that were tried")
     ]
-    parts += ["", Text("what more of each resource would save, and less cost", "bold")]
+    parts += ["", Text("the value of more and of less of each resource", "bold")]
     parts += [Text(f"  {price.text}") for price in found.prices]
-    parts += ["", _families(found, step), "", _alternatives(found, step), "", _end(found)]
+    parts += ["", _families(found, step), "", _alternatives(found, step), "", _closing_line(found)]
     return parts
 
 
@@ -161,7 +161,7 @@ def _alternatives(found: Explanation, step: float) -> Table:
     return table
 
 
-def _end(found: Explanation) -> Text:
+def _closing_line(found: Explanation) -> Text:
     left = "" if found.alternatives.complete else "; there was no time to search every configuration"
     return Text(f"explained in {seconds(found.wall_time_s)}{left}", "dim")
 

@@ -110,7 +110,7 @@ def _command(cluster: Cluster, script: Path) -> str:
 def _script(model: str, cluster: Cluster, workload: Workload, sizes: SizeOptions) -> str:
     """Return the text of the script, which makes the model and the batch, calls ``autopar.compile``, and trains."""
     modules, own, make, keywords = (
-        _factory(model, sizes) if ":" in model else _described(model, default_precision(cluster), workload)
+        _factory_parts(model, sizes) if ":" in model else _config_parts(model, default_precision(cluster), workload)
     )
     return _SCRIPT.format(
         title=workload.name or model,
@@ -128,7 +128,7 @@ _Parts = tuple[list[str], list[str], list[str], str]
 ``batch``, keywords of ``autopar.compile``."""
 
 
-def _factory(model: str, sizes: SizeOptions) -> _Parts:
+def _factory_parts(model: str, sizes: SizeOptions) -> _Parts:
     """Return the script's parts for a factory."""
     result, arguments = call_factory(model, sizes)
     count = len(result) if isinstance(result, (tuple, list)) else 1
@@ -147,7 +147,7 @@ def _factory(model: str, sizes: SizeOptions) -> _Parts:
     return ["sys"] if path else [], own, [f"{names} = make({given})"], keywords
 
 
-def _described(model: str, precision: str, workload: Workload) -> _Parts:
+def _config_parts(model: str, precision: str, workload: Workload) -> _Parts:
     """Return the script's parts for a zoo or configuration model, which is on meta and has a random batch."""
     batch: dict[str, Any] = workload.batch
     shape = next(iter(batch.values())).shape

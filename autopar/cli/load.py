@@ -56,7 +56,7 @@ def load_model(
 
     Raises:
         ModelError: no model has that name, or the user's code raised (with the file and line).
-        BatchError: the model doesn't support the sizes, or a factory returns no batch.
+        BatchError: the model doesn't support the sizes, or a factory returns no batch for a module that isn't of transformers.
     """
     precision = default_precision if sizes.precision is None else normalise(sizes.precision)
     if ":" in model:
@@ -183,9 +183,9 @@ def _guarded(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
 def _arguments(function: Callable[..., Any], sizes: SizeOptions) -> dict[str, Any]:
     """Return those ``sizes`` that the factory has parameters for, by name, without ``None``."""
     parameters = inspect.signature(function).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     given = {"seq": sizes.seq, "global_batch": sizes.global_batch, "precision": sizes.precision}
-    return {k: v for k, v in given.items() if v is not None and (anything or k in parameters)}
+    return {k: v for k, v in given.items() if v is not None and (takes_any or k in parameters)}
 
 
 def _unpack(model: str, result: Any) -> Workload:
@@ -207,13 +207,13 @@ def _unpack(model: str, result: Any) -> Workload:
     return Workload(module, batch, loss_fn, _title(model, module))
 
 
-_PLAIN = ("model", "net", "network", "module", "factory", "main", "build", "make", "get", "create", "load")
+_GENERIC_NAMES = ("model", "net", "network", "module", "factory", "main", "build", "make", "get", "create", "load")
 
 
 def _title(model: str, module: nn.Module) -> str:
-    """Return the model's name: the factory's unless it is generic (``_PLAIN``), else the class's unless it is torch's, else the file's."""
+    """Return the name: the factory's unless its words are all in ``_GENERIC_NAMES``, else the class's unless torch's, else the module's."""
     source, _, factory = model.rpartition(":")
-    if any(part and part not in _PLAIN for part in factory.split("_")):
+    if any(part and part not in _GENERIC_NAMES for part in factory.split("_")):
         return factory
     if not type(module).__module__.startswith("torch."):
         return type(module).__name__

@@ -95,11 +95,11 @@ def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
-def option(names: str, metavar: str, help: str, **how: Any) -> Callable[[Any], Any]:
+def option(names: str, metavar: str, help: str, **settings: Any) -> Callable[[Any], Any]:
     """Return an option with a value; ``names`` has the option's names and, if it differs, the parameter's name, separated by spaces."""
-    if how.get("default") is not None:
-        how["show_default"] = True
-    return click.option(*names.split(), metavar=metavar, help=help, **how)
+    if settings.get("default") is not None:
+        settings["show_default"] = True
+    return click.option(*names.split(), metavar=metavar, help=help, **settings)
 
 
 def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
@@ -238,7 +238,7 @@ written_options = joined(
 
 
 def check_file(model: str) -> None:
-    """Raise ``ModelError`` if MODEL is a factory whose file doesn't exist."""
+    """Raise ``ModelError`` if MODEL names a Python file that doesn't exist, or nothing before its colon."""
     source = model.rpartition(":")[0] if ":" in model else model
     if not source or (source.endswith(".py") and not Path(source).is_file()):
         raise ModelError(

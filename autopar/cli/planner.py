@@ -99,14 +99,14 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
-    news = os.fdopen(os.dup(1), "w")
+    progress_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the model's code prints goes to the terminal, not into the stream of progress
     calls: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=read_calls, args=(os.fdopen(os.dup(0)), calls), daemon=True).start()
 
     def say(**line: Any) -> None:
-        news.write(json.dumps(line) + "\n")
-        news.flush()
+        progress_stream.write(json.dumps(line) + "\n")
+        progress_stream.flush()
 
     planner = Planner(lambda stage, text: say(stage=stage, text=text))
     while True:

@@ -31,7 +31,7 @@ from autopar.techniques import LAYER
 from autopar.trainers.flags import MICROBATCH, SEQUENCE, read_flags
 from autopar.units import seconds, size
 
-_NOTHING = 1e-9  # seconds; smaller values of differences, such as the bubble, are rounding errors
+_NEGLIGIBLE = 1e-9  # seconds below this are the rounding error of a difference (the bubble is one)
 
 
 def price_command(
@@ -84,8 +84,8 @@ def compare_command(first: str, second: str, as_json: bool) -> None:
     rows = compared(read_plan(first), read_plan(second))
     table = plain_table(None, ("",), (Path(first).name, Path(second).name, "second / first"))
     for figure, a, b, form in rows:
-        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NOTHING
-        table.add_row(figure, _form(a, form), _form(b, form), f"{b / a:.2f}" if numbers and form else "")
+        numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NEGLIGIBLE
+        table.add_row(figure, _formatted(a, form), _formatted(b, form), f"{b / a:.2f}" if numbers and form else "")
     show(as_json, [{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], table)
 
 
@@ -123,9 +123,9 @@ def _counted(values: Counter[str]) -> str:
     return next(iter(values)) if len(values) == 1 else ", ".join(f"{v} {n}" for v, n in values.most_common())
 
 
-def _form(value: Any, unit: str) -> str:
+def _formatted(value: Any, unit: str) -> str:
     if unit == "s":
-        return seconds(value if value > _NOTHING else 0.0)
+        return seconds(value if value > _NEGLIGIBLE else 0.0)
     if unit == "B":
         return size(value)
     return f"{100 * value:.1f} %" if unit == "%" else str(value)

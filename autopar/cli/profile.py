@@ -12,7 +12,7 @@ from autopar.errors import UsageError
 from autopar.profile import profile
 from autopar.run.processes import check_count
 
-_ARITHMETIC_S = 5e-3
+_COMPUTE_S = 5e-3
 """The table shows waits after this compute time: they grow with the square root of the time since the last synchronisation."""
 
 
@@ -49,13 +49,13 @@ def _counts(text: str) -> list[int]:
 def _table(calibration: Calibration) -> Table:
     """Return the main figures, one column per device and number of processes."""
     columns = dict.fromkeys((f.device, f.processes) for f in calibration.figures)
-    table = plain_table(None, ("median, all processes at work",), [f"{n} x {device}" for device, n in columns])
+    table = plain_table(None, ("median, all processes busy",), [f"{n} x {device}" for device, n in columns])
     rows: dict[str, dict[tuple[str, int], str]] = {}
     for f in calibration.figures:
         row = None
         side = "backward" if f.backward else "forward"
         if f.name == "launch":
-            row = f"start of an op, {side}", f"{f.median * 1e6:.1f} us"
+            row = f"launch of an op, {side}", f"{f.median * 1e6:.1f} us"
         elif f.name == "product":
             shape = "x".join(str(int(f.size[key])) for key in ("rows", "inner", "columns"))
             row = f"product {shape} {f.variant}, {side}", f"{f.size['flops'] / f.median / 1e9:.1f} GFLOP/s"
@@ -74,9 +74,9 @@ def _table(calibration: Calibration) -> Table:
         elif f.name == "call":
             row = "a collective's call", f"{f.median * 1e6:.0f} us"
         elif f.name == "wait":
-            wait_s = f.median * math.sqrt(_ARITHMETIC_S / f.size["seconds"])
+            wait_s = f.median * math.sqrt(_COMPUTE_S / f.size["seconds"])
             row = (
-                f"waiting for the slowest of {int(f.size['members'])}, {_ARITHMETIC_S * 1e3:.0f} ms after synchronisation",
+                f"waiting for the slowest of {int(f.size['members'])}, {_COMPUTE_S * 1e3:.0f} ms after synchronisation",
                 f"{wait_s * 1e6:,.0f} us",
             )
         elif f.name == "overlap":

@@ -88,23 +88,23 @@ def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
 def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> PlanFigures:
     """Return the figures of a plan's page; if the model or the devices are unknown, only those of the plan's file."""
     name = Path(file).name
-    found = with_recorded_options(plan, request)
-    if (lacks := missing_options(found, plan)) is not None:
+    completed = with_recorded_options(plan, request)
+    if (lacking := missing_options(completed, plan)) is not None:
         why = (
-            f"The plan's file {lacks[0]}. With {lacks[1]}, this page also shows the timeline, the costs of layers, the "
+            f"The plan's file {lacking[0]}. With {lacking[1]}, this page also shows the timeline, the costs of layers, the "
             "traffic and the sources of all figures."
         )
         return PlanFigures(name, plan, missing=(why,))
-    step, cluster = _predicted(plan, found)
-    said = []
+    step, cluster = _predicted(plan, completed)
+    warnings = []
     if not same_prices(plan, step.step_time_s):
-        said.append(
+        warnings.append(
             f"The plan's file predicts {seconds(plan.prediction.step_time_s)} a step, today's cost model {seconds(step.step_time_s)}: "
             "other version, calibration or model. The timeline, costs of layers and traffic are today's; totals and peak memory "
             "are the file's."
         )
-    explanation = explained(found, plan).to_json() if explain else None
-    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(said))
+    explanation = explained(completed, plan).to_json() if explain else None
+    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(warnings))
 
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:

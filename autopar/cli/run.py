@@ -105,24 +105,24 @@ def _train(
         if done < steps:
             if done > begun and done % checkpoints.every:
                 checkpoints.save(program, done, done)
-            said = f"{stop.asked}: training stops after {done} of {steps} steps; --resume continues from there"
+            message = f"{stop.asked}: training stops after {done} of {steps} steps; --resume continues from there"
             with contextlib.suppress(OSError):
-                print(said, file=sys.stderr, flush=True)
+                print(message, file=sys.stderr, flush=True)
     if lock is not None:
         os.environ.pop(PARENT, None)
         lock.close()
 
 
 class Stop:
-    """A context in which, if ``heeds``, a termination signal only sets ``asked`` to its name. A second Ctrl-C ends the process at once."""
+    """A context in which, if ``enabled``, a termination signal only sets ``asked`` to its name; a second Ctrl-C ends the process."""
 
-    def __init__(self, heeds: bool) -> None:
+    def __init__(self, enabled: bool) -> None:
         self.asked = ""
-        self._heeds = heeds
+        self._enabled = enabled
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
-        if self._heeds:
+        if self._enabled:
             self._handlers = {number: signal.signal(number, self._receive) for number in heeded()}
         return self
 
@@ -138,7 +138,7 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """Writes checkpoints into ``folder`` every ``every`` steps, and keeps the newest ``keep``."""
+    """Writes checkpoints into ``folder`` if any, every ``every`` steps, keeps the newest ``keep``, and with ``resume`` loads the newest."""
 
     folder: str | None
     every: int

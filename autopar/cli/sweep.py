@@ -31,12 +31,12 @@ def sweep_command(
     gpus = tuple(part.strip() for part in gpu.split(",") if part.strip())
     if not gpus:
         raise UsageError("--gpu names no GPU", "`autopar help hardware` lists them")
-    there = Range(numbers(counts, "--devices"), gpus, _sizes(lengths, "--seq"), _sizes(batches, "--global-batch"))
+    ranges = Range(numbers(counts, "--devices"), gpus, _sizes(lengths, "--seq"), _sizes(batches, "--global-batch"))
     first, options = cluster_and_options(request := replace(request, devices=f"1x1x{gpus[0]}"))
     precision = normalise(request.precision) if request.precision else default_precision(first)
     options = replace(options, precision=precision, memory_limit_bytes=first.memory_override_bytes)
-    with progress_bar(request.model, there.cells) as progress:
-        cells = sweep(recapture(request, first), there, options, prices=prices, progress=progress)
+    with progress_bar(request.model, ranges.cells) as progress:
+        cells = sweep(recapture(request, first), ranges, options, prices=prices, progress=progress)
     if picture:
         plot(cells, picture, request.model)
     show(as_json, {"model": request.model, "cells": [cell.to_json() for cell in cells]}, table(cells))

@@ -41,7 +41,7 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 def timeline_table(devices: Timeline) -> Table:
     """Return a table with the memory curve of each device, on a common scale, and the action at which it peaks."""
-    numbers = ("device", "most at", "activations", "transients", "total")
+    numbers = ("device", "peak at", "activations", "transients", "total")
     table = plain_table("memory through one step", numbers=numbers)
     table.add_column("from the first action to the last", no_wrap=True)
     most = max(moment.memory.total for moments in devices for moment in moments)

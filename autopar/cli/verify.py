@@ -48,7 +48,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
     with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as progress:  # the model's code may print
         notes: list[str] = []
         if collectives and plan is not None:
-            graph = _real(request.model, plan, request.seq)
+            graph = _full_size_graph(request.model, plan, request.seq)
             check_model(plan, graph)
             report = verify_plan_collectives(graph, plan, progress=progress)
         else:
@@ -59,12 +59,12 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
             if collectives:
                 report = verify_collectives(workload, processes, allow=allow, progress=progress)
             else:
-                real = _real(request.model, plan, request.seq) if plan is not None and notes else None
+                real = _full_size_graph(request.model, plan, request.seq) if plan is not None and notes else None
                 report = verify_workload(
                     workload, processes, plan=plan, real=real, memory_limit_bytes=limit, allow=allow, progress=progress
                 )
     data = report.to_json()
-    parts = [Text(part) if isinstance(part, str) else part for part in _shown(report, notes)]
+    parts = [Text(part) if isinstance(part, str) else part for part in _report_parts(report, notes)]
     show(as_json, data | {"notes": [*notes, *data.get("notes", ())]}, *parts)
     if not (report.clean if isinstance(report, CollectivesReport) else report.agrees):
         sys.exit(1)
@@ -86,7 +86,7 @@ def _load(model: str, devices: int, sizes: SizeOptions) -> tuple[Workload, list[
     ]
 
 
-def _real(model: str, plan: Plan, seq: int | None) -> Graph:
+def _full_size_graph(model: str, plan: Plan, seq: int | None) -> Graph:
     """Return the graph of the full-size model for which the plan was made, captured on meta."""
 
     def again(*, global_batch: int | None = None, **_: Any) -> Graph:
@@ -96,7 +96,7 @@ def _real(model: str, plan: Plan, seq: int | None) -> Graph:
     return with_numerics(again(global_batch=plan.global_batch), again, Numerics.of(plan))
 
 
-def _shown(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:
+def _report_parts(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:
     """Yield the table of a report, its findings, the kinds of plans that were skipped, notes, and the verdict."""
     if isinstance(report, CollectivesReport):
         table = plain_table(words=("plan",), numbers=("ranks", "operations", "found"))

@@ -29,8 +29,8 @@ from autopar.errors import DeviceError
 
 VERSION = 1
 VARIABLE = "AUTOPAR_CALIBRATION"
-_AGAIN = "`autopar profile` measures this machine and writes the file anew"
-_LEAST = 0.2  # minimum fraction of a measurement that counts as compute once the op's launch is subtracted
+_RERUN = "`autopar profile` measures this machine and writes the file anew"
+_MIN_COMPUTE_SHARE = 0.2  # minimum fraction of a measurement that counts as compute once the op's launch is subtracted
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,18 @@ def read(path: Path) -> Calibration:
     try:
         data = read_json(path)
         if not isinstance(data, dict):
-            raise MalformedFileError("it is no JSON object")
+            raise MalformedFileError("it is not a JSON object")
         if (version := data.get("version")) != VERSION:
-            raise DeviceError(f"{path} is a calibration of version {shown(version)}, this is version {VERSION}", _AGAIN)
+            raise DeviceError(f"{path} is a calibration of version {shown(version)}, this is version {VERSION}", _RERUN)
         _check_content(data)
         figures = tuple(Figure(**figure) for figure in data["figures"])
         if not figures or not all(_is_valid(figure) for figure in figures):
-            raise MalformedFileError("figures that are no positive numbers")
+            raise MalformedFileError("figures that are not positive numbers")
         _check_complete(figures)
     except OSError as error:
-        raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _AGAIN) from error
+        raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _RERUN) from error
     except MalformedFileError as error:
-        raise DeviceError(f"{path} holds no calibration ({error})", _AGAIN) from error
+        raise DeviceError(f"{path} holds no calibration ({error})", _RERUN) from error
     return Calibration(data["machine"], data["measured_at"], figures)
 
 
@@ -124,7 +124,7 @@ def _check_content(data: Mapping[str, Any]) -> None:
     for where, values, fields in checked:
         if not isinstance(values, dict) or (odd := sorted(values.keys() ^ fields.keys())):
             raise MalformedFileError(
-                f"{where} {'is no object' if not isinstance(values, dict) else f'lacks, or should not have, {shown(odd[0])}'}"
+                f"{where} {'is not an object' if not isinstance(values, dict) else f'lacks, or should not have, {shown(odd[0])}'}"
             )
         for name, kind in fields.items():
             value = values[name]
@@ -132,7 +132,7 @@ def _check_content(data: Mapping[str, Any]) -> None:
                 raise MalformedFileError(f"{where}.{name} is {shown(value)}")
     machine = data["machine"]
     if not isinstance(machine.get("gpu", ""), str) or not isinstance(machine.get("gpu_memory_bytes") or 0, int):
-        raise MalformedFileError("machine.gpu is no name, or machine.gpu_memory_bytes no number")
+        raise MalformedFileError("machine.gpu is not text, or machine.gpu_memory_bytes not a number")
 
 
 _SIZES = {
@@ -147,17 +147,17 @@ _SIZES = {
 
 
 def _check_complete(figures: Sequence[Figure]) -> None:
-    """Raise ``MalformedFileError`` if a figure lacks a size, or the figures of some number of processes lack a required one."""
+    """Raise ``MalformedFileError`` if a figure lacks a size, or if a required figure is missing for a number of processes."""
     for figure in figures:
-        if lacks := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
-            raise MalformedFileError(f"a figure {shown(figure.name)} has no {lacks[0]}")
+        if missing := [size for size in _SIZES.get(figure.name, ()) if not figure.size.get(size)]:
+            raise MalformedFileError(f"a figure {shown(figure.name)} has no {missing[0]}")
     for device, count in sorted({(figure.device, figure.processes) for figure in figures}):
         here = {(f.name, f.variant, f.backward) for f in figures if (f.device, f.processes) == (device, count)}
         names = {(name, backward) for name, _, backward in here}
         needed = {"launch": {("launch", False), ("launch", True)} <= names, "update": ("update", False) in names}
         needed["move"] = ("move", POINTWISE, False) in here
-        if lacks := [name for name, is_there in needed.items() if not is_there]:
-            raise MalformedFileError(f"the figures of {count} {device} processes lack {lacks[0]}")
+        if missing := [name for name, is_there in needed.items() if not is_there]:
+            raise MalformedFileError(f"the figures of {count} {device} processes lack {missing[0]}")
 
 
 def machine_mismatch(found: Calibration) -> str:
@@ -169,7 +169,7 @@ def machine_mismatch(found: Calibration) -> str:
     return f"was measured on another machine ({there}; here: {', '.join(f'{k} {v}' for k, v in here.items())})"
 
 
-def _on_other_gpus(found: Calibration, cluster: Cluster) -> str:
+def _gpu_mismatch(found: Calibration, cluster: Cluster) -> str:
     """Return how the measured GPU differs from the cluster's, or an empty string if they are equal or the measured GPU is unknown."""
     name, memory = str(found.machine.get("gpu", "")), found.machine.get("gpu_memory_bytes")
     if cluster.kind != "cuda" or not name or memory is None:
@@ -195,8 +195,8 @@ def _is_number(value: Any) -> bool:
 def apply_calibration(cluster: Cluster, path: Path | None) -> Cluster:
     """Return ``cluster`` with the measurements in the file ``path``; if it is ``None``, with those in the file at the default path, if any.
 
-    The default file applies to this machine's devices only. A file that the user names (``path``) also gives the op times of GPUs in
-    other machines if it was measured on that kind of GPU.
+    The default file applies to this machine's devices only; if it was measured on others, it is ignored, and a note says so. A file that
+    the user names (``path``) also gives the op times of GPUs in other machines if it was measured on that kind of GPU.
 
     Raises ``DeviceError`` if ``path`` was measured on other devices, or if the file can't be read.
     """
@@ -207,13 +207,13 @@ def apply_calibration(cluster: Cluster, path: Path | None) -> Cluster:
             return cluster
     found = read(path)
     if not cluster.local:
-        return _of_kind(cluster, found, path)
+        return _for_same_kind(cluster, found, path)
     counts = found.processes(cluster.kind)
-    reason = machine_mismatch(found) or _on_other_gpus(found, cluster)
+    reason = machine_mismatch(found) or _gpu_mismatch(found, cluster)
     if not reason and cluster.count not in counts:
         measured = " and ".join(map(str, counts)) or "no"
         reason = f"was measured with {measured} {cluster.kind} processes, not with {cluster.count}"
-    name = _short(path)
+    name = _tilde(path)
     if reason:
         text = f"{name} {reason}"
         if given:
@@ -224,7 +224,7 @@ def apply_calibration(cluster: Cluster, path: Path | None) -> Cluster:
     return _calibrated(cluster, figures, (*cluster.notes, note), name)
 
 
-def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
+def _for_same_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
     """Return ``cluster``, which isn't this machine, with the op times that were measured on one GPU of the same kind."""
     figures = [f for f in found.figures if f.device == "cuda" and f.processes == 1]
     name = str(found.machine.get("gpu", ""))
@@ -240,11 +240,11 @@ def _of_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
             f"{path} was measured on {name} ({kind}), and {cluster.name} has {cluster.gpu.name}",
             "calibrate with a GPU of the kind that is planned for",
         )
-    note = f"prices of ops use measurements of one {name}: {_short(path)}, {found.measured_at}; links are not measured"
-    return dataclasses.replace(cluster, gpu=_measured_gpu(cluster, figures, _short(path)), notes=(*cluster.notes, note))
+    note = f"prices of ops use measurements of one {name}: {_tilde(path)}, {found.measured_at}; links are not measured"
+    return dataclasses.replace(cluster, gpu=_measured_gpu(cluster, figures, _tilde(path)), notes=(*cluster.notes, note))
 
 
-def _short(path: Path) -> str:
+def _tilde(path: Path) -> str:
     """Return the path as plans show it: with ``~`` in place of the user's home, because plans are shared."""
     try:
         return f"~/{path.resolve().relative_to(Path.home()).as_posix()}"
@@ -299,7 +299,7 @@ def _ops(figures: Iterable[Figure], launch: Mapping[bool, float]) -> Ops:
         if f.name not in points:
             continue
         # the cost model adds launches separately
-        seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _LEAST * f.median)
+        seconds = max(f.median - launch[f.backward] * f.size.get("ops", 1.0), _MIN_COMPUTE_SHARE * f.median)
         flops, moved = f.size.get("flops", 0.0), f.size.get("bytes", 0.0)
         point = {
             "product": (flops / max(moved, 1.0), flops / seconds),

@@ -246,7 +246,7 @@ class Cluster:
     @property
     def host_link_bytes_per_s(self) -> float:
         """Bytes per second between a device and its host, per direction, while all devices of the node copy: the minimum of its link and
-        its share of host memory bandwidth."""
+        half its share of host memory bandwidth."""
         assert self.host is not None
         memory = self.host.bytes_per_s * constants.MEMORY_EFFICIENCY.value / self.gpus_per_node
         return min(self.host.link_bytes_per_s * constants.HOST_LINK_EFFICIENCY.value, memory / 2)
@@ -279,8 +279,8 @@ class Cluster:
         number of devices. For a stage on several parts, these are joined, with their worst figures."""
         size, starts = self.count // pipeline, [0, *itertools.accumulate(part.count for part in self.parts)]
         views = []
-        for i, touched in enumerate(self._touched(pipeline)):
-            view = self._view(touched, across=False)
+        for i, touched in enumerate(self._parts_by_stage(pipeline)):
+            view = self._joined_parts(touched, across=False)
             inside = (i * size - starts[touched[0]]) % self.parts[touched[0]].linked_gpus if touched else 0
             views.append(replace(view, first=inside) if inside else view)
         return tuple(views)
@@ -288,10 +288,10 @@ class Cluster:
     def borders(self, pipeline: int) -> tuple[Cluster, ...]:
         """Return the part, or the joined parts, with the devices of each pair of adjacent stages. These send over its ``inter`` link, or
         over its ``intra`` link inside a node."""
-        touched = self._touched(pipeline)
-        return tuple(self._view(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
+        touched = self._parts_by_stage(pipeline)
+        return tuple(self._joined_parts(tuple(sorted({*a, *b})), across=True) for a, b in itertools.pairwise(touched))
 
-    def _touched(self, pipeline: int) -> list[tuple[int, ...]]:
+    def _parts_by_stage(self, pipeline: int) -> list[tuple[int, ...]]:
         """Return, for each stage, the indices of the parts that its devices belong to."""
         size, ends = self.count // pipeline, list(itertools.accumulate(part.count for part in self.parts))
         starts = [0, *ends[:-1]]
@@ -300,7 +300,7 @@ class Cluster:
             for first in range(0, size * pipeline, size)
         ]
 
-    def _view(self, parts: tuple[int, ...], across: bool) -> Cluster:
+    def _joined_parts(self, parts: tuple[int, ...], across: bool) -> Cluster:
         if not parts:
             return self
         chosen = [self.parts[i] for i in parts]

@@ -35,16 +35,16 @@ def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
     """Return the source of the peak of ``dtype``: that in the file of the GPU kind, or the constant from which the peak is derived;
     ``None`` if there is neither, as for 16-bit dtypes."""
     own, ratio = _RATES.get(dtype, ("", ""))
-    return sources.get(own) or (_of(ratio) if ratio and "bf16" in sources else None)
+    return sources.get(own) or (_cite(ratio) if ratio and "bf16" in sources else None)
 
 
 def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     gpu, host, network = cluster.gpu, cluster.host, cluster.network
     sources = dict(gpu.sources)
     # a calibration or a user's cluster file is the source of all figures of a device
-    whole = "; ".join(sources[key] for key in ("measured", "file") if key in sources)
-    memory = sources.get("hbm") or sources.get("memory") or whole
-    peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or whole
+    overall = "; ".join(sources[key] for key in ("measured", "file") if key in sources)
+    memory = sources.get("hbm") or sources.get("memory") or overall
+    peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or overall
     known, usual = "bfloat16" in gpu.peak_flops, gpu.matmul_efficiency == constants.MATMUL_EFFICIENCY.value
     rows = [
         ("memory", gpu.memory_bytes, "bytes", memory),
@@ -55,18 +55,18 @@ def _devices(cluster: Cluster) -> list[dict[str, Any]]:
                     "sustained products",
                     gpu.flops_per_s("bfloat16"),
                     "FLOP/s, bfloat16",
-                    sources.get("sustained") or whole or _of("MATMUL_EFFICIENCY" if usual else "SUSTAINED"),
+                    sources.get("sustained") or overall or _cite("MATMUL_EFFICIENCY" if usual else "SUSTAINED"),
                 ),
-                ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _of("ATTENTION_EFFICIENCY")),
+                ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _cite("ATTENTION_EFFICIENCY")),
             ]
             if known
             else ()
         ),
         ("memory bandwidth", gpu.memory_bytes_per_s, "bytes/s, peak", memory),
-        ("sustained copies", gpu.bytes_per_s, "bytes/s", whole or _of("MEMORY_EFFICIENCY")),
+        ("sustained copies", gpu.bytes_per_s, "bytes/s", overall or _cite("MEMORY_EFFICIENCY")),
         ("link in a node", cluster.intra.bytes_per_s, "bytes/s", cluster.intra.source),
         *(
-            [("NVLink domain", cluster.nvlink_domain, "GPUs", sources.get("nvlink_domain") or whole)]
+            [("NVLink domain", cluster.nvlink_domain, "GPUs", sources.get("nvlink_domain") or overall)]
             if cluster.nvlink_domain
             else ()
         ),
@@ -98,5 +98,5 @@ def constant_figures() -> list[dict[str, Any]]:
     return [{"figure": name} | asdict(constant) for name, constant in found.items()]
 
 
-def _of(name: str) -> str:
+def _cite(name: str) -> str:
     return f"{name}: {getattr(constants, name).source}"

@@ -268,7 +268,7 @@ def match_device(device_name: str, memory_bytes: int) -> str:
     pcie = [name for name in family if ("PCIE" in name) == ("PCIE" in words)] or family
     if not pcie:
         raise DeviceError(
-            f"this machine's GPU, {device_name!r}, is not in the table of known GPUs",
+            f"the GPU {device_name!r} is not in the table of known GPUs",
             "describe it in a TOML file with gpu, memory_gb, memory_gb_per_s, peak_bf16_tflops and local = true",
         )
     return min(pcie, key=lambda name: abs(table()[name]["hbm_gb"] * c.GIB_PER_VENDOR_GB.value - memory_bytes))

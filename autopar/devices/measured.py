@@ -71,20 +71,20 @@ class Ops:
         """Return the seconds of each op, without its launch (see ``Gpu.seconds``)."""
         found = np.zeros_like(flops)
         for kind in np.unique(kinds):
-            here = kinds == kind
+            mask = kinds == kind
             if kind in (PRODUCT, PRODUCT8):
-                numbers = "float8" if kind == PRODUCT8 else dtype
-                rate = self._of(self.products, numbers, backward).at(flops[here] / np.maximum(moved[here], 1.0))
-                found[here] = flops[here] / rate
+                precision = "float8" if kind == PRODUCT8 else dtype
+                rate = self._curve(self.products, precision, backward).at(flops[mask] / np.maximum(moved[mask], 1.0))
+                found[mask] = flops[mask] / rate
             elif kind == ATTENTION:
-                found[here] = flops[here] / self._of(self.attention, dtype, backward).at(flops[here])
+                found[mask] = flops[mask] / self._curve(self.attention, dtype, backward).at(flops[mask])
             else:
                 name = str(kind) if (str(kind), backward) in self.moves else POINTWISE
-                found[here] = moved[here] / self.moves[name, backward].at(moved[here])
+                found[mask] = moved[mask] / self.moves[name, backward].at(moved[mask])
         return found
 
     @staticmethod
-    def _of(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
+    def _curve(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
         # a dtype that wasn't measured uses the curve of a similar one, such as the other 16-bit format
         for name in (dtype, "bfloat16" if dtype in ("float16", "float8") else dtype, "float32"):
             if (name, backward) in curves:

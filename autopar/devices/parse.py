@@ -54,7 +54,7 @@ A cluster of different devices, or of parts with a slow link between them, has a
     nodes = 7                    # one is missing
     gpu = "A100-80GB-SXM"
 
-torch is only imported for an integer or a list.
+torch is only imported for a number or a list of devices.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _FORMS = (
 )
 MOST = 2**20
 """Maximum number of devices; a search over many more takes too long."""
-_MOST_BYTES = 2**20
-_MOST_GROUPS = 64
+_MAX_BYTES = 2**20
+_MAX_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
 _NUMBERS = (
     "memory_gb",
@@ -100,7 +100,7 @@ _NUMBERS = (
 _NVME = ("nvme_gb", "nvme_read_gb_per_s", "nvme_write_gb_per_s")
 _KEYS = ("name", "gpu", "local", *_INTEGERS, *_NUMBERS, *_NVME, "nvme_path")
 _BETWEEN = ("between_gb_per_s", "between_latency_us")
-_KEYS_OF_ALL = ("name", *_BETWEEN)  # of a file with groups, above the groups
+_KEYS_ABOVE_GROUPS = ("name", *_BETWEEN)  # keys of the file itself, if it has groups
 _KEYS_OF_GROUP = ("gpu", *_INTEGERS, *_NUMBERS, *_NVME, "nvme_path")
 _KEYS_OF_CPU = ("name", "gpu", "gpus_per_node", "local", "memory_limit_gb", *_NVME, "nvme_path")
 
@@ -271,10 +271,10 @@ def _from_list(spec: Sequence[Any]) -> Cluster:
 def _from_file(path: Path) -> Cluster:
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
             raise DeviceError(
-                f"{path} has more than {_MOST_BYTES:,} bytes", "a cluster file has a few lines for each kind of device"
+                f"{path} has more than {_MAX_BYTES:,} bytes", "a cluster file has a few lines for each kind of device"
             )
         data = tomllib.loads(content.decode("utf-8"))
     except OSError as error:
@@ -290,20 +290,20 @@ def _from_file(path: Path) -> Cluster:
         ) from error
     if "group" not in data:
         _check(path, data, _KEYS)
-        return _processors(path, data) if data["gpu"].lower() == "cpu" else _part(path, data)
+        return _cpu_cluster(path, data) if data["gpu"].lower() == "cpu" else _gpu_cluster(path, data)
     groups = data["group"]
     if not (isinstance(groups, list) and groups and all(isinstance(group, dict) for group in groups)):
         raise DeviceError(f"{path}: group is not a list of tables", "write [[group]] above the keys of each")
-    if len(groups) > _MOST_GROUPS:
+    if len(groups) > _MAX_GROUPS:
         raise DeviceError(
-            f"{path} has {len(groups):,} groups, and may have {_MOST_GROUPS}",
-            "give like nodes one group, with nodes = N",
+            f"{path} has {len(groups):,} groups, and may have {_MAX_GROUPS}",
+            "put equal nodes into one group, with nodes = N",
         )
-    _check(path, {key: value for key, value in data.items() if key != "group"}, _KEYS_OF_ALL, named=False)
+    _check(path, {key: value for key, value in data.items() if key != "group"}, _KEYS_ABOVE_GROUPS, named=False)
     parts = []
     for group in groups:
         _check(path, group, _KEYS_OF_GROUP)
-        parts.append(_part(path, group))
+        parts.append(_gpu_cluster(path, group))
     name = data.get("name", path.stem)
     inter_part = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
     if "between_gb_per_s" in data:
@@ -314,7 +314,7 @@ def _from_file(path: Path) -> Cluster:
     return joined(name, parts, inter_part)
 
 
-def _processors(path: Path, data: dict[str, Any]) -> Cluster:
+def _cpu_cluster(path: Path, data: dict[str, Any]) -> Cluster:
     """Return the cluster of ``gpus_per_node`` processes on this machine's CPU."""
     if others := [key for key in data if key not in _KEYS_OF_CPU]:
         raise DeviceError(
@@ -337,13 +337,13 @@ def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
     if missing := [key for key in _NVME if key not in data]:
         raise DeviceError(
             f"{path} has {given[0]}, and not {missing[0]}",
-            "NVMe has a capacity and two rates, all of a node: the sum over its drives of what their data sheet says",
+            "give the capacity and both rates of a node: each is the sum of its drives' figures in the data sheet",
         )
     capacity, read, write = (data[key] * 1e9 for key in _NVME)
     return Nvme(int(capacity), read, write, data.get("nvme_path", ""), str(path))
 
 
-def _part(path: Path, data: dict[str, Any]) -> Cluster:
+def _gpu_cluster(path: Path, data: dict[str, Any]) -> Cluster:
     """Return the cluster of GPUs that a file, or one of its groups, describes."""
     nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.GPUS_PER_NODE)
     device = _gpu(path, data)

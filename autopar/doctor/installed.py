@@ -76,12 +76,12 @@ def _package(name: str, least: str, extra: str) -> Finding:
     try:
         importlib.import_module(_IMPORTED_AS.get(name, name))
     except Exception as error:  # a broken package may raise anything
-        said = f"{version}, and its import fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Finding(PART, name, WARNING if extra else BROKEN, said, f"pip install --force-reinstall {name}", figures)
+        text = f"{version}, and its import fails: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Finding(PART, name, WARNING if extra else BROKEN, text, f"pip install --force-reinstall {name}", figures)
     if _numbers(version) < _numbers(least):
-        said = f"{version} is too old: {least} or later is needed"
+        text = f"{version} is too old: {least} or later is needed"
         return Finding(
-            PART, name, WARNING if extra else BROKEN, said, f"pip install --upgrade '{name}>={least}'", figures
+            PART, name, WARNING if extra else BROKEN, text, f"pip install --upgrade '{name}>={least}'", figures
         )
     return Finding(PART, name, OK, version, figures=figures)
 
@@ -95,8 +95,8 @@ def _compiler() -> Finding:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     path = next((found for name in names if (found := shutil.which(name.split()[0]))), None)
     if path is None:
-        said = f"none of {', '.join(names)} found: torch.compile needs one"
+        text = f"none of {', '.join(names)} found: torch.compile needs one"
         return Finding(
-            PART, "C++ compiler", WARNING, said, "install one (`apt-get install g++`), or run with --pin compile=none"
+            PART, "C++ compiler", WARNING, text, "install one (`apt-get install g++`), or run with --pin compile=none"
         )
     return Finding(PART, "C++ compiler", OK, path)

@@ -17,7 +17,7 @@ from autopar.errors import DeviceError
 from autopar.units import size
 
 PART, GPUS = "machine", "GPUs"
-_LITTLE_BYTES = 4 * 10**9
+_LOW_MEMORY_BYTES = 4 * 10**9
 _SHARED_BYTES = 10**9  # shared memory for NCCL and for data loader workers; a container's default is 64 MiB
 PORTS = {29500: "torchrun", 29400: "`autopar run --elastic`"}
 """Default ports, and the programs that use them."""
@@ -28,16 +28,16 @@ def machine() -> Iterator[Finding]:
     yield Finding(PART, "cores", OK, f"{cores} available to this process", figures={"cores": cores})
     yield _memory()
     yield _temporary_folder()
-    yield _any_port()
+    yield _local_ports()
     for port, user in PORTS.items():
         free = _is_free(port)
-        said = "free" if free else f"in use (the default port of {user})"
+        value = "free" if free else f"in use (the default port of {user})"
         option = "--meet HOST:PORT" if port == 29400 else "torchrun --master-port PORT"
         yield Finding(
             PART,
             f"port {port}",
             OK if free else WARNING,
-            said,
+            value,
             "" if free else f"choose another port: {option}",
             {"port": port, "free": free},
         )
@@ -47,12 +47,12 @@ def machine() -> Iterator[Finding]:
 def _memory() -> Finding:
     total, free = hardware.machine_memory_bytes(), _available_bytes()
     free = min(free, total)
-    little = free < _LITTLE_BYTES
+    is_low = free < _LOW_MEMORY_BYTES
     hint = (
-        "planning a large model takes up to several GB: end other programs, or use a larger machine" if little else ""
+        "planning a large model takes up to several GB: end other programs, or use a larger machine" if is_low else ""
     )
     figures = {"total_bytes": total, "available_bytes": free}
-    return Finding(PART, "memory", WARNING if little else OK, f"{size(free)} free of {size(total)}", hint, figures)
+    return Finding(PART, "memory", WARNING if is_low else OK, f"{size(free)} free of {size(total)}", hint, figures)
 
 
 def _available_bytes() -> int:
@@ -68,8 +68,8 @@ def _temporary_folder() -> Finding:
             file.flush()
         free = shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
-        said = f"cannot be written: {error.strerror or error}"
-        return Finding(PART, "folder for programs", BROKEN, said, "set TMPDIR to a writable folder with free space")
+        value = f"cannot be written: {error.strerror or error}"
+        return Finding(PART, "folder for programs", BROKEN, value, "set TMPDIR to a writable folder with free space")
     return Finding(
         PART,
         "folder for programs",
@@ -79,15 +79,15 @@ def _temporary_folder() -> Finding:
     )
 
 
-def _any_port() -> Finding:
+def _local_ports() -> Finding:
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             probe.listen()
     except OSError as error:
-        said = f"cannot listen on 127.0.0.1: {error.strerror or error}"
+        value = f"cannot listen on 127.0.0.1: {error.strerror or error}"
         return Finding(
-            PART, "local ports", BROKEN, said, "processes connect over 127.0.0.1: allow that (sandbox, loopback)"
+            PART, "local ports", BROKEN, value, "processes connect over 127.0.0.1: allow that (sandbox, loopback)"
         )
     return Finding(PART, "local ports", OK, "127.0.0.1 has free ports")
 
@@ -115,17 +115,17 @@ def _calibration() -> Finding:
     if other := calibration.machine_mismatch(found):
         return Finding(PART, name, WARNING, f"{path} {other}", hint)
     counts = {device: found.processes(device) for device in ("cpu", "cuda")}
-    said = ", ".join(f"{'/'.join(map(str, n))} x {device}" for device, n in counts.items() if n)
-    return Finding(PART, name, OK, f"{said}, {found.measured_at}", figures={"path": str(path), "processes": counts})
+    value = ", ".join(f"{'/'.join(map(str, n))} x {device}" for device, n in counts.items() if n)
+    return Finding(PART, name, OK, f"{value}, {found.measured_at}", figures={"path": str(path), "processes": counts})
 
 
 def gpus(torch: Any) -> Iterator[Finding]:
     """Check each CUDA device (memory, capability, kind), NCCL, and the shared memory that NCCL needs. ``torch`` is the module."""
     if not torch.cuda.is_available():
         driver = shutil.which("nvidia-smi")
-        said = "no CUDA device: you can plan for remote GPUs; programs run on the CPU"
+        value = "no CUDA device: you can plan for remote GPUs; programs run on the CPU"
         if driver is None:
-            yield Finding(GPUS, "CUDA", ABSENT, said)
+            yield Finding(GPUS, "CUDA", ABSENT, value)
             return
         build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         hint = "install the torch build for this driver (https://pytorch.org/get-started/locally); `nvidia-smi` shows the driver"
@@ -153,14 +153,14 @@ def gpus(torch: Any) -> Iterator[Finding]:
 def _gpu(torch: Any, index: int, built: set[str]) -> Finding:
     seen = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    said = f"{seen.name}, {size(total)} ({size(free)} free), capability {seen.major}.{seen.minor}"
+    value = f"{seen.name}, {size(total)} ({size(free)} free), capability {seen.major}.{seen.minor}"
     figures = {"name": seen.name, "memory_bytes": total, "free_bytes": free, "capability": [seen.major, seen.minor]}
     name = f"cuda:{index}"
     if built and not any(re.fullmatch(rf"(sm|compute)_{seen.major}\d+[af]?", one) for one in built):
         hint = "install a torch build that has kernels for this GPU (https://pytorch.org/get-started/locally)"
-        return Finding(GPUS, name, WARNING, f"{said}: torch has kernels for {', '.join(sorted(built))}", hint, figures)
+        return Finding(GPUS, name, WARNING, f"{value}: torch has kernels for {', '.join(sorted(built))}", hint, figures)
     try:
         kind = hardware.match_device(seen.name, total)
     except DeviceError as error:
-        return Finding(GPUS, name, WARNING, f"{said}: not a known kind", error.hint or "", figures | {"kind": None})
-    return Finding(GPUS, name, OK, f"{said}: planned as {kind}", figures=figures | {"kind": kind})
+        return Finding(GPUS, name, WARNING, f"{value}: not a known kind", error.hint or "", figures | {"kind": None})
+    return Finding(GPUS, name, OK, f"{value}: planned as {kind}", figures=figures | {"kind": kind})

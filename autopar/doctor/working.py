@@ -12,8 +12,8 @@ from autopar.run.pool import START_S, WorkerPool
 from autopar.run.processes import Processes
 
 PART = "works"
-_TRY_S = 120.0
-_CLOSE = 1e-3
+_TIMEOUT_S = 120.0
+_TOLERANCE = 1e-3
 
 
 def gloo() -> Finding:
@@ -36,8 +36,8 @@ def nccl() -> Finding:
     count = torch.cuda.device_count()
     workers = Processes(count)
     try:
-        workers.call("autopar.run.remote:join", "cuda", _TRY_S, timeout_s=START_S)
-        sums = workers.call("autopar.doctor.remote:sum_of_ranks", "cuda", timeout_s=_TRY_S)
+        workers.call("autopar.run.remote:join", "cuda", _TIMEOUT_S, timeout_s=START_S)
+        sums = workers.call("autopar.doctor.remote:sum_of_ranks", "cuda", timeout_s=_TIMEOUT_S)
     except LaunchError as error:
         hint = (
             "NCCL_P2P_DISABLE=1 tells whether direct access between GPUs is at fault; a container needs shared memory"
@@ -48,9 +48,9 @@ def nccl() -> Finding:
     expected = [count * (count + 1) / 2] * count
     right = sums == expected
     works = f"all-reduce works on {count} GPU{'s' if count > 1 else ''}"
-    said = works if right else f"all-reduce over {count} GPUs returned {sums}, not {expected}"
+    value = works if right else f"all-reduce over {count} GPUs returned {sums}, not {expected}"
     hint = "" if right else "NCCL_P2P_DISABLE=1 tells whether direct access between GPUs is at fault (ACS in the BIOS)"
-    return Finding(PART, "nccl", OK if right else WARNING, said, hint, {"processes": count})
+    return Finding(PART, "nccl", OK if right else WARNING, value, hint, {"processes": count})
 
 
 def compiler() -> Finding:
@@ -59,14 +59,14 @@ def compiler() -> Finding:
     hint = "install a C++ compiler (`apt-get install g++`) and Python's headers, or run with --pin compile=none"
     workers = Processes(1)
     try:
-        (error,) = workers.call("autopar.doctor.remote:compiled", device, timeout_s=_TRY_S + START_S)
+        (error,) = workers.call("autopar.doctor.remote:compiled", device, timeout_s=_TIMEOUT_S + START_S)
     except LaunchError as failure:
         return Finding(PART, "torch.compile", WARNING, " ".join(failure.message.split("\n")[:2]), hint)
     finally:
         workers.close()
-    good = error < _CLOSE
-    said = f"compiled a function for {device}" if good else f"a compiled function is off by {error:.2g}"
-    return Finding(PART, "torch.compile", OK if good else WARNING, said, "" if good else hint)
+    good = error < _TOLERANCE
+    value = f"compiled a function for {device}" if good else f"a compiled function is off by {error:.2g}"
+    return Finding(PART, "torch.compile", OK if good else WARNING, value, "" if good else hint)
 
 
 def working(tell: Callable[[str], None]) -> Iterator[Finding]:

@@ -85,12 +85,12 @@ def _by_bound(study: Study, deadline: float) -> tuple[list[tuple[Schedule, float
     configurations could be priced before ``deadline``; the others are left out."""
     options = dataclasses.replace(study.options, progress=None)
     prices = Prices(study.graph, study.cluster, study.pricer(), options)
-    least: dict[Schedule, float] = {}
+    bounds: dict[Schedule, float] = {}
     complete = True
     for config in configurations(study.graph, study.cluster.count, options, prices.pins):
         if time.monotonic() >= deadline:
             complete = False
             break
         if (instance := prices.instance(config)) is not None:
-            least[config.schedule] = min(cheap_bound(instance), least.get(config.schedule, math.inf))
-    return sorted(least.items(), key=lambda item: item[1]), complete
+            bounds[config.schedule] = min(cheap_bound(instance), bounds.get(config.schedule, math.inf))
+    return sorted(bounds.items(), key=lambda item: item[1]), complete

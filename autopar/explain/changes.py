@@ -104,27 +104,27 @@ def _change(kind: str, text: str, plan: Plan, free: tuple[str, ...] = (), **requ
 def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
     """Yield each pin whose removal makes the request feasible, or all pins together if no single one suffices."""
     pins = study.options.pins
-    alone = 0
+    sufficient = 0
     for key, value in pins.items():
         if value == ANY:  # such a pin decides nothing
             continue
-        plan = feasible(study, deadline, asked=study.options.without(key))
+        plan = feasible(study, deadline, base=study.options.without(key))
         if plan is not None:
-            alone += 1
+            sufficient += 1
             technique = OWNERS.get(key.rpartition(".")[2])
             kind = technique.name if technique is not None else "pin"
             yield _change(kind, f"remove the pin {key}={value}", plan, (key,))
-    if not alone and len(pins) > 1:
+    if not sufficient and len(pins) > 1:
         free = study.options
         for key in pins:
             free = free.without(key)
-        plan = feasible(study, deadline, asked=free)
+        plan = feasible(study, deadline, base=free)
         if plan is not None:
             yield _change("pins", f"remove the pins {', '.join(pins)}", plan, tuple(pins))
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield each technique that makes the request feasible by offloading to host memory, or all together if no single one suffices."""
+    """Yield each technique whose offload to host memory suffices, or all together if none does alone; nothing if a pin decides one."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -141,13 +141,13 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
     if not parts:
         return
     together = " and ".join(title for title, _ in parts), {k: v for _, pins in parts for k, v in pins.items()}
-    alone = 0
+    sufficient = 0
     for title, pins in (*parts, *([together] if len(parts) > 1 else [])):
-        if (len(pins) > 1 and alone) or time.process_time() > deadline:
+        if (len(pins) > 1 and sufficient) or time.process_time() > deadline:
             break
         plan = feasible(study, deadline, **pins)
         if plan is not None:
-            alone += 1
+            sufficient += 1
             flags = " ".join(f"--pin {name}={value}" for name, value in pins.items())
             yield _change("offload", f"put {title} ({flags})", plan, (), **pins)
 
@@ -164,7 +164,7 @@ def _batch(study: Study, deadline: float) -> Iterator[Change]:
     rows = study.graph.batch_size
     if study.recapture is None or rows == 1:
         return
-    fits = _least(rows - 1, deadline, lambda less: _resized(study, deadline, global_batch=rows - less))
+    fits = _smallest(rows - 1, deadline, lambda less: _resized(study, deadline, global_batch=rows - less))
     if fits is not None:
         less, plan = fits
         yield _change("batch", f"use --global-batch {rows - less} in place of {rows}", plan, global_batch=rows - less)
@@ -176,7 +176,7 @@ def _sequence(study: Study, deadline: float) -> Iterator[Change]:
     step = SEQ_STEP if study.seq >= 2 * SEQ_STEP else 1
     seq = study.seq // step * step
     top = seq - step if seq == study.seq else seq
-    fits = _least(top // step, deadline, lambda k: _resized(study, deadline, seq=top - (k - 1) * step))
+    fits = _smallest(top // step, deadline, lambda k: _resized(study, deadline, seq=top - (k - 1) * step))
     if fits is not None:
         k, plan = fits
         short = top - (k - 1) * step
@@ -201,7 +201,7 @@ def _devices(study: Study, deadline: float) -> Iterator[Change]:
     def attempt(k: int) -> Plan | None:
         return feasible(study, deadline, cluster=grown(study.cluster, counts[k - 1]))
 
-    fits = _least(len(counts), deadline, attempt)
+    fits = _smallest(len(counts), deadline, attempt)
     if fits is not None:
         k, plan = fits
         cluster = grown(study.cluster, counts[k - 1])
@@ -278,7 +278,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
             return
 
 
-def _least(most: int, deadline: float, attempt: Callable[[int], Plan | None]) -> tuple[int, Plan] | None:
+def _smallest(most: int, deadline: float, attempt: Callable[[int], Plan | None]) -> tuple[int, Plan] | None:
     """Return the smallest ``n`` up to ``most`` that doubling and bisection find such that ``attempt`` returns a plan, and the plan."""
     n, below, plan = 1, 0, None
     while True:

@@ -104,17 +104,17 @@ def _memory(study: Study, plan: Plan, sign: int) -> Price:
     change = f"{size} {'more' if sign > 0 else 'less'} memory per device"
     name = "more_memory" if sign > 0 else "less_memory"
     if sign < 0 and memory_bytes(plan) <= study.limit_bytes - step:
-        return _worth(name, change, plan, plan, plan)  # the plan also fits in less memory, so it is still the best
+        return _price_of(name, change, plan, plan, plan)  # the plan also fits in less memory, so it is still the best
     try:
         best = study.solve(memory_limit_bytes=study.limit_bytes + sign * step)
     except InfeasibleError as error:
         text = f"with {change} no plan would fit: {error.message}"
         return Price(name, change, None, None, None, "", text)
-    return _worth(name, change, plan, plan if sign > 0 else best, best)
+    return _price_of(name, change, plan, plan if sign > 0 else best, best)
 
 
 def _faster(study: Study, plan: Plan, name: str, change: str, cluster: Cluster) -> Price:
-    return _worth(name, change, plan, study.reprice(plan, cluster), study.solve(cluster=cluster))
+    return _price_of(name, change, plan, study.reprice(plan, cluster), study.solve(cluster=cluster))
 
 
 def _batch(study: Study, plan: Plan) -> Price | None:
@@ -130,10 +130,10 @@ def _batch(study: Study, plan: Plan) -> Price | None:
         prediction=dataclasses.replace(best.prediction, step_time_s=best.prediction.step_time_s / 2),
         bound_s=best.bound_s / 2,
     )
-    return _worth("batch", "twice the global batch", plan, half, half, per=" per token")
+    return _price_of("batch", "twice the global batch", plan, half, half, per=" per token")
 
 
-def _worth(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: str = "") -> Price:
+def _price_of(name: str, change: str, plan: Plan, possible: Plan, best: Plan, per: str = "") -> Price:
     """Return the value of a change. ``possible`` is a plan that fits after the change, ``best`` the result of a search after the change,
     both with prices after the change."""
     before = plan.prediction.step_time_s

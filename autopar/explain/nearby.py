@@ -11,7 +11,7 @@ from autopar.progress import Progress, report
 from autopar.units import seconds
 
 NEARBY = 0.05
-"""Maximum relative change of the batch, which few trainings would notice."""
+"""Maximum relative change of the global batch: too small to affect most training runs."""
 WORTH = 0.01
 """Minimum relative speed-up per row worth reporting."""
 

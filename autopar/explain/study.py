@@ -62,10 +62,10 @@ class Study:
         *,
         graph: Graph | None = None,
         cluster: Cluster | None = None,
-        asked: SearchOptions | None = None,
+        base: SearchOptions | None = None,
         **options: Any,
     ) -> Plan:
-        """Search with another graph, cluster or options; ``options`` has fields of ``SearchOptions``, which override those of ``asked``.
+        """Search with another graph, cluster or options; ``options`` has fields of ``SearchOptions``, which override those of ``base``.
 
         Raises:
             InfeasibleError: no plan fits.
@@ -73,8 +73,8 @@ class Study:
         """
         graph, cluster = graph or self.graph, cluster or self.cluster
         common = {"time_limit_s": min(self.limit_s, self.options.time_limit_s), "progress": None}
-        asked = dataclasses.replace(asked or self.options, **(common | options))
-        return search(graph, cluster, self.pricer(graph, cluster), asked)
+        base = dataclasses.replace(base or self.options, **(common | options))
+        return search(graph, cluster, self.pricer(graph, cluster), base)
 
     def reprice(self, plan: Plan, cluster: Cluster) -> Plan:
         """Return ``plan`` with its prediction on other devices."""

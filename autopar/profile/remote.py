@@ -24,12 +24,12 @@ from autopar.program.collectives import ShardedReduceScatter, all_gather, backen
 from autopar.run import remote
 
 _BUDGET_S = {"cpu": 0.1, "cuda": 0.06}  # of one measurement, after a warm-up
-_SAMPLES = (3, 40)
-_LEAST_SHARE = 0.1  # a difference of two noisy times counts as at least this fraction of the longer one
+_SAMPLES = (3, 40)  # minimum and maximum number per measurement
+_MIN_SHARE = 0.1  # a difference of two noisy times counts as at least this fraction of the longer one
 # Shorter runs are repeated back to back and timed as one sample. Processes that share a core get time slices of some milliseconds: a sample
 # within one slice would show the speed of a process that runs alone.
 _BACK_TO_BACK_S = {"cpu": 2e-2, "cuda": 2e-4}
-_MOST_BACK_TO_BACK = 10_000
+_MAX_BACK_TO_BACK = 10_000
 _BEYOND_CACHES = 1 << 26  # bytes of the operands of rotating copies: more than a core's caches
 _COPIES = 64  # maximum copies of an op
 _SEGMENT_S, _SEGMENTS, _BLOCKS = 5e-3, 10, 8  # compute before a collective; collectives in one sample; samples
@@ -77,9 +77,9 @@ def _seconds(
     _wait()
     once = time.perf_counter() - start
     if group_size > 1:
-        once = _over_all(once, dist.ReduceOp.MAX)
+        once = _all_reduced(once, dist.ReduceOp.MAX)
     kind = _device.type
-    inner = max(1, min(_MOST_BACK_TO_BACK, round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
+    inner = max(1, min(_MAX_BACK_TO_BACK, round(_BACK_TO_BACK_S[kind] / max(once, 1e-7))))
     least, most = _SAMPLES
     samples = []
     for _ in range(max(least, min(most, int(_BUDGET_S[kind] / max(once * inner, 1e-7))))):
@@ -91,7 +91,7 @@ def _seconds(
     return samples
 
 
-def _over_all(value: float, op: Any = dist.ReduceOp.SUM) -> float:
+def _all_reduced(value: float, op: Any = dist.ReduceOp.SUM) -> float:
     """Return ``value`` reduced over all ranks, in a tensor on the device, as NCCL requires."""
     tensor = torch.tensor([value], dtype=torch.float64, device=_device)
     dist.all_reduce(tensor, op=op)
@@ -199,10 +199,10 @@ def _move(kind: str, elements: int) -> Figures:
     width = min(512 if _device.type == "cpu" else 4096, elements // 4)
     rows = elements // width
     sizes = tuple({"elements": float(elements), "bytes": 4.0 * n * rows * width} for n in MOVES[kind] if n)
-    return _forward_backward("move", kind, lambda: _moved(kind, rows, width), sizes)
+    return _forward_backward("move", kind, lambda: _move_op(kind, rows, width), sizes)
 
 
-def _moved(kind: str, rows: int, width: int) -> Op:
+def _move_op(kind: str, rows: int, width: int) -> Op:
     x = torch.randn(rows, width, device=_device, requires_grad=True)
     y = torch.randn_like(x, requires_grad=True)
     scale, target = torch.ones(width, device=_device), torch.zeros(rows, dtype=torch.long, device=_device)
@@ -288,9 +288,9 @@ def _sharded(members: int, width: int) -> Figures:
         modules.append(layer)
     x = torch.ones(1, width, device=_device, requires_grad=True)
 
-    def step(of: nn.Module) -> None:
-        of(x).sum().backward()
-        for parameter in of.parameters():
+    def step(model: nn.Module) -> None:
+        model(x).sum().backward()
+        for parameter in model.parameters():
             parameter.grad = None
 
     def gather() -> None:
@@ -299,7 +299,7 @@ def _sharded(members: int, width: int) -> Figures:
         for module in modules:
             module.reshard()
 
-    def visit() -> tuple[float, float, float]:
+    def time_once() -> tuple[float, float, float]:
         """Return the seconds per module of an all-gather, of a step with FSDP's hooks, and of a step without them."""
         seconds = []
         for run in (gather, lambda: step(sharded), lambda: step(plain)):
@@ -310,10 +310,10 @@ def _sharded(members: int, width: int) -> Figures:
             seconds.append((time.perf_counter() - start) / depth)
         return seconds[0], seconds[1], seconds[2]
 
-    visit()
-    found = [visit() for _ in range(_BLOCKS)]
+    time_once()
+    found = [time_once() for _ in range(_BLOCKS)]
     gathers = [gathered for gathered, _, _ in found]
-    reduces = [max(hooks - gathered - without, _LEAST_SHARE * hooks) for gathered, hooks, without in found]
+    reduces = [max(hooks - gathered - without, _MIN_SHARE * hooks) for gathered, hooks, without in found]
     size = {"members": float(members), "bytes": 4.0 * width * width}
     return [
         _figure("wire", gathers, size, "sharded all_gather"),
@@ -325,7 +325,7 @@ def _straggler_wait(members: int) -> Figures:
     """Measure how long a collective after ``_SEGMENT_S`` seconds of compute waits for the slowest rank of its group."""
     a, b = torch.randn(256, 256, device=_device), torch.randn(256, 256, device=_device)
     small, group = torch.zeros(1, device=_device), _groups[members]
-    once = _over_all(statistics.median(_seconds(lambda: a @ b)), dist.ReduceOp.MAX)
+    once = _all_reduced(statistics.median(_seconds(lambda: a @ b)), dist.ReduceOp.MAX)
     count = max(1, round(_SEGMENT_S / once))
 
     def arithmetic() -> None:
@@ -343,7 +343,7 @@ def _straggler_wait(members: int) -> Figures:
         for _ in range(_SEGMENTS):
             run()
         _wait()
-        return _over_all((time.perf_counter() - start) / _SEGMENTS) / dist.get_world_size()
+        return _all_reduced((time.perf_counter() - start) / _SEGMENTS) / dist.get_world_size()
 
     samples, segments = [], []
     for _ in range(_BLOCKS):
@@ -373,16 +373,16 @@ def _call(members: int) -> Figures:
     def typed() -> None:
         spmd.all_reduce(x, group, src=spmd.P, dst=spmd.R).backward(gradient)
 
-    def alone() -> None:
+    def without_collective() -> None:
         (x * 1.0).backward(gradient)
 
     clock = time.thread_time if _device.type == "cpu" else time.perf_counter
-    twice = statistics.median(_seconds(lambda: dist.all_reduce(plain, group=group), members, clock=clock))
-    around = statistics.median(_seconds(alone, clock=clock))
+    plain_s = statistics.median(_seconds(lambda: dist.all_reduce(plain, group=group), members, clock=clock))
+    autograd_s = statistics.median(_seconds(without_collective, clock=clock))
     dist.barrier()
-    shared = statistics.median(_seconds(alone)) / around if _device.type == "cpu" else 1.0
+    slowdown = statistics.median(_seconds(without_collective)) / autograd_s if _device.type == "cpu" else 1.0
     typed_s = _seconds(typed, members, clock=clock)
-    samples = [shared * max((s - around) / 2 - twice, _LEAST_SHARE * s / 2) for s in typed_s]
+    samples = [slowdown * max((s - autograd_s) / 2 - plain_s, _MIN_SHARE * s / 2) for s in typed_s]
     return [_figure("call", samples, {"members": float(members)})]
 
 
@@ -393,9 +393,9 @@ def _overlap(members: int) -> Figures:
     a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)
     wire_s = statistics.median(_seconds(lambda: dist.all_reduce(whole, group=group), members))
     product_s = statistics.median(_seconds(lambda: a @ b))
-    reached = torch.tensor([wire_s / product_s], dtype=torch.float64)
-    dist.all_reduce(reached)
-    count = max(1, round(float(reached) / dist.get_world_size()))
+    ratio = torch.tensor([wire_s / product_s], dtype=torch.float64)
+    dist.all_reduce(ratio)
+    count = max(1, round(float(ratio) / dist.get_world_size()))
 
     def arithmetic() -> None:
         for _ in range(count):

@@ -30,12 +30,12 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
     tell = progress or (lambda text, done, total: None)
     kinds = {count: _device(device, count) for count in counts}
     plans = [(count, kind, tasks(count, kind)) for count, kind in kinds.items()]
-    total, done = sum(len(found) for _, _, found in plans), 0
+    total, done = sum(len(planned) for _, _, planned in plans), 0
     figures: list[Figure] = []
-    for count, kind, found in plans:
+    for count, kind, planned in plans:
         workers = Processes(count)
         try:
-            for task, made in zip(found, measured(workers, kind, found), strict=True):
+            for task, made in zip(planned, measured(workers, kind, planned), strict=True):
                 figures += made
                 done += 1
                 tell(f"{count} processes: {task.title}", done, total)
@@ -45,10 +45,10 @@ def profile(processes: Iterable[int], device: str | None = None, progress: Progr
     return calibration(figures)
 
 
-def measured(workers: Processes, device: str, found: Iterable[Task]) -> Iterator[list[Figure]]:
+def measured(workers: Processes, device: str, planned: Iterable[Task]) -> Iterator[list[Figure]]:
     """Yield the figures of each task, measured on ``workers``, which must be freshly started."""
     workers.call("autopar.profile.remote:join", device, timeout_s=_TIMEOUT_S)
-    for task in found:
+    for task in planned:
         answers = workers.call("autopar.profile.remote:measure", task.function, task.arguments, timeout_s=_TIMEOUT_S)
         yield [_figure(of_ranks, device, workers.count) for of_ranks in zip(*answers, strict=True)]
 

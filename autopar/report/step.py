@@ -133,8 +133,8 @@ def _actions(
             for m in own
         ]
         # the pipeline is empty: no activations or transients
-        rest = Memory(found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0)
-        yield (*found, Action(ONCE, -1, -1, end_s, end_s + once[rank], rest))
+        at_end = Memory(found[-1].memory.parameters, found[-1].memory.gradients, found[-1].memory.optimizer, 0, 0)
+        yield (*found, Action(ONCE, -1, -1, end_s, end_s + once[rank], at_end))
 
 
 def _sends(graph: Graph, pricer: Pricer, plan: Plan, seconds: list[float]) -> dict[tuple[bool, int], Send]:
@@ -159,13 +159,13 @@ def _traffic(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan, sends: 
             total[i] += value / plan.pipeline
 
     for s, stage in enumerate(plan.stages):
-        here = pricer.on(views[schedule.rank_of_stage[s]])
+        stage_pricer = pricer.on(views[schedule.rank_of_stage[s]])
         for i in range(stage.start, stage.stop):
             strategy = plan.layers[i].strategy
-            own = here.collectives(plan.layers[i].cls, plan.mesh, strategy, plan.microbatches)
+            own = stage_pricer.collectives(plan.layers[i].cls, plan.mesh, strategy, plan.microbatches)
             before = plan.layers[i - 1].strategy
-            into = here.edge_collectives(i - 1, plan.mesh, before, strategy, plan.microbatches) if i else ()
-            for one in (*own, *into):
+            on_entry = stage_pricer.edge_collectives(i - 1, plan.mesh, before, strategy, plan.microbatches) if i else ()
+            for one in (*own, *on_entry):
                 count = one.count * schedule.copies
                 add(_key(one), one.sent_bytes * count, one.seconds * count, count)
     for stage in plan.stages[:-1]:

@@ -14,7 +14,7 @@ from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, Event, ac
 from autopar.report.step import ONCE, PredictedStep
 
 _MAX_BYTES = 512 * 2**20
-_FIRST = 1_000_000
+_FIRST_PREDICTED = 1_000_000
 """The process id of the first predicted pipeline rank in a trace. The process ids of measured ranks are rank + 1."""
 
 
@@ -23,7 +23,7 @@ def predicted_events(step: PredictedStep) -> Iterator[Event]:
     of them), its sends on the communication track, and a counter of memory by part."""
     for rank, actions in enumerate(step.actions):
         first, count = step.devices[rank]
-        number = _FIRST + rank
+        number = _FIRST_PREDICTED + rank
         yield from process(number, f"pipeline rank {rank} (devices {first} to {first + count - 1}), predicted", rank, 0)
         for a in actions:
             sent_s = 0.0 if a.send is None else a.send.seconds
@@ -45,7 +45,7 @@ def read_trace(path: str | Path) -> list[Event]:
         events = data.get("traceEvents") if isinstance(data, dict) else None
         if not isinstance(events, list) or not all(map(_is_event, events)):
             raise MalformedFileError("it has no list of traceEvents")
-        found: list[Event] = [one for one in events if one["pid"] < _FIRST]
+        found: list[Event] = [one for one in events if one["pid"] < _FIRST_PREDICTED]
         if not any(_is_action(one) for one in found):
             raise MalformedFileError("it has no actions")
     except OSError as error:

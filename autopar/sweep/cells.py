@@ -124,7 +124,7 @@ def sweep(
     """Plan every cell, one graph after the other; ``prices`` has the price of a GPU hour by kind (see ``read_prices``).
 
     Raises:
-        AutoparError: the model can't be captured.
+        AutoparError: the model can't be captured, a GPU is unknown, or a number of devices doesn't fill its nodes.
         BatchError: the model supports none of the combinations of sequence length and batch.
     """
     found: list[Cell] = []
@@ -169,7 +169,7 @@ def _planned(
     return dataclasses.replace(cell, **_figures(plan, graph, cluster, price))
 
 
-def _figures(plan: Plan, graph: Graph, cluster: Cluster, hour: float | None) -> dict[str, Any]:
+def _figures(plan: Plan, graph: Graph, cluster: Cluster, hour_price: float | None) -> dict[str, Any]:
     step = plan.prediction.step_time_s
     rate = graph.tokens / step
     return {
@@ -178,6 +178,6 @@ def _figures(plan: Plan, graph: Graph, cluster: Cluster, hour: float | None) -> 
         "mfu": plan.prediction.mfu,
         "memory_bytes": memory_bytes(plan),
         "gap": plan.gap,
-        "cost_per_billion_tokens": None if hour is None else hour / HOUR_S * cluster.count / rate * BILLION,
+        "cost_per_billion_tokens": None if hour_price is None else hour_price / HOUR_S * cluster.count / rate * BILLION,
         "summary": describe(plan),
     }

@@ -47,9 +47,9 @@ def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> Op
     Backward: a product writes their gradient, dropout reads and writes, softmax reads twice and writes, two products read.
     """
     probabilities, *dropped = _scores(node)
-    n, more = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
-    forward = 4 * n + (n + more if dropped else 0.0)
-    backward = (7 * n + (n + more if dropped else 0.0)) if differentiable else 0.0
+    n, dropout_bytes = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
+    forward = 4 * n + (n + dropout_bytes if dropped else 0.0)
+    backward = (7 * n + (n + dropout_bytes if dropped else 0.0)) if differentiable else 0.0
     return OpSlot(index, INTERNAL, node.name, forward, backward, 2 * n if differentiable else 0.0, n)
 
 

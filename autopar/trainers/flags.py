@@ -13,7 +13,7 @@ MICROBATCH, SEQUENCE = "microbatch", "sequence"
 """Names of two values that aren't pins: the number of sequences per microbatch, and whether to use Megatron-LM's sequence parallelism."""
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if not text.isdigit():
         raise UsageError(f"{text!r} is not a whole number", "degrees and sizes are whole numbers")
     return int(text)
@@ -21,33 +21,33 @@ def _whole(text: str) -> int:
 
 def _zero_stage(text: str) -> int:
     """Return the ZeRO stage of torchtitan's shard degree: 3 above one, because torchtitan shards parameters, gradients and states."""
-    return 3 if _whole(text) > 1 else 0
+    return 3 if _integer(text) > 1 else 0
 
 
 # Maps a flag to the name of a pin or of another value, and to that value: a function of the flag's text, or a constant for a flag without
 # text. A technique reads the texts of all its flags together.
 FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
-    "--tensor-model-parallel-size": ("tensor", _whole),
-    "--pipeline-model-parallel-size": ("pipeline", _whole),
-    "--context-parallel-size": ("ring", _whole),
-    "--expert-model-parallel-size": ("expert", _whole),
-    "--micro-batch-size": (MICROBATCH, _whole),
-    "--global-batch-size": ("global_batch", _whole),
-    "--seq-length": ("seq", _whole),
+    "--tensor-model-parallel-size": ("tensor", _integer),
+    "--pipeline-model-parallel-size": ("pipeline", _integer),
+    "--context-parallel-size": ("ring", _integer),
+    "--expert-model-parallel-size": ("expert", _integer),
+    "--micro-batch-size": (MICROBATCH, _integer),
+    "--global-batch-size": ("global_batch", _integer),
+    "--seq-length": ("seq", _integer),
     "--sequence-parallel": (SEQUENCE, True),
     "--use-distributed-optimizer": ("zero", 1),
-    "--num-virtual-stages-per-pipeline-rank": ("chunks", _whole),
+    "--num-virtual-stages-per-pipeline-rank": ("chunks", _integer),
     "--bf16": ("precision", "bfloat16"),
     "--fp16": ("precision", "float16"),
-    "--parallelism.tensor_parallel_degree": ("tensor", _whole),
-    "--parallelism.pipeline_parallel_degree": ("pipeline", _whole),
-    "--parallelism.context_parallel_degree": ("ring", _whole),
-    "--parallelism.expert_parallel_degree": ("expert", _whole),
+    "--parallelism.tensor_parallel_degree": ("tensor", _integer),
+    "--parallelism.pipeline_parallel_degree": ("pipeline", _integer),
+    "--parallelism.context_parallel_degree": ("ring", _integer),
+    "--parallelism.expert_parallel_degree": ("expert", _integer),
     "--parallelism.data_parallel_shard_degree": ("zero", _zero_stage),
-    "--parallelism.data_parallel_replicate_degree": ("replicate", _whole),
-    "--training.local_batch_size": (MICROBATCH, _whole),
-    "--training.global_batch_size": ("global_batch", _whole),
-    "--training.seq_len": ("seq", _whole),
+    "--parallelism.data_parallel_replicate_degree": ("replicate", _integer),
+    "--training.local_batch_size": (MICROBATCH, _integer),
+    "--training.global_batch_size": ("global_batch", _integer),
+    "--training.seq_len": ("seq", _integer),
     **{flag: (flag, str) for technique in LAYER for flag in technique.flags},
 }
 

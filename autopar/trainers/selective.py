@@ -59,12 +59,12 @@ def select_published(
         recomputed = [node.name in attention for node in ops]
     else:
         products = [node for node in ops if cost.model_flops(node) and node.name not in attention]
-        second = products[::2]
-        found += [Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in second]
-        results = {run.storage[n.name] for n in (*second, *(n for n in ops if n.name in attention))}
+        every_second = products[::2]
+        found += [Saved(run.storage[n.name], n.name, OUTPUT, *run.extent[run.storage[n.name]]) for n in every_second]
+        results = {run.storage[n.name] for n in (*every_second, *(n for n in ops if n.name in attention))}
         may_save = [e.storage in results or (e.operand == INTERNAL and e.node in attention) for e in found]
-        quiet = attention | {n.name for n in second}
-        recomputed = [node.name not in quiet for node in ops]
+        not_recomputed = attention | {n.name for n in every_second}
+        recomputed = [node.name not in not_recomputed for node in ops]
     return tuple(found), PublishedSelection(
         np.array(may_save, dtype=bool),
         np.array(recomputed, dtype=bool),

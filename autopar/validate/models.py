@@ -81,12 +81,12 @@ def textbook(a: Architecture) -> Architecture:
     A published run has its trainer's layout at any size, but with longer sequences or wider blocks the optimum can differ from it.
     """
     width = min(a.hidden // a.heads, _HEAD_DIM)
-    inner, odd = divmod(a.ffn * width * a.heads, a.hidden)
+    inner, remainder = divmod(a.ffn * width * a.heads, a.hidden)
     return dataclasses.replace(
         a,
         layers=min(a.layers, _CAPTURED),
         hidden=a.heads * width,
-        ffn=a.ffn if odd else inner,
+        ffn=a.ffn if remainder else inner,
         seq=min(a.seq, _TOKENS),
     )
 
@@ -104,8 +104,8 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
         if {node.name for node in cls.graph.graph.nodes if node.op != "output"} <= found.produced.keys():
             return found
         # a long sequence is captured with other constants: then only the parameters take their types from ``plain``
-        there = parameter_nodes(plain.classes[plain.layers[at].cls])
-        stored = [found.produced[node.name] for node in there]
+        plain_nodes = parameter_nodes(plain.classes[plain.layers[at].cls])
+        stored = [found.produced[node.name] for node in plain_nodes]
         names = [node.name for node in parameter_nodes(cls)]
         return solve_class(cls, role, size, tuple(sorted(zip(names, stored, strict=True))))
 
@@ -120,7 +120,7 @@ def deepen(graph: Graph, blocks: int) -> Graph:
     middle = len(graph.layers) - _CAPTURED  # the layers are embedding, three blocks, head: this is the second block
     kinds = [layer.cls for layer in graph.layers]
     if len(kinds) != _CAPTURED + 2 or kinds[middle] not in (kinds[middle - 1], kinds[middle + 1]):
-        raise RowError(f"the model's blocks are not alike: {', '.join(kinds)}")
+        raise RowError(f"the model's blocks differ: {', '.join(kinds)}")
     pattern = graph.layers[middle]
     if len(pattern.activations) != 1 or len(pattern.outputs) != 1:
         raise RowError(f"{pattern.name} has several inputs or outputs, so it can't be repeated")

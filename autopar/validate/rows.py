@@ -109,8 +109,8 @@ _FACTS = {
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
 _PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
-_LARGEST = 2**40  # the largest allowed number in a row
-_DEEPEST = 10_000  # the largest allowed number of layers
+_MAX_INTEGER = 2**40  # the largest allowed number in a row
+_MAX_LAYERS = 10_000  # the largest allowed number of layers
 _PRECISIONS = SPELLINGS | {TF32: TF32} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
 
 
@@ -131,7 +131,7 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
 
 def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
     """Return the integer under the first of ``keys`` that the row has. Raises ``RowError`` if it is not an integer from ``least`` to
-    ``_LARGEST``, or if the row has none of the keys and there is no ``default``."""
+    ``_MAX_INTEGER``, or if the row has none of the keys and there is no ``default``."""
     for key in keys:
         value = data.get(key)
         if value is None:
@@ -140,8 +140,8 @@ def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, le
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not float(value).is_integer():
             raise RowError(f"{key} = {value!r} is not a whole number")
-        if not least <= value <= _LARGEST:
-            raise RowError(f"{key} = {value:g} is not between {least} and {_LARGEST:g}")
+        if not least <= value <= _MAX_INTEGER:
+            raise RowError(f"{key} = {value:g} is not between {least} and {_MAX_INTEGER:g}")
         return int(value)
     if default is None:
         raise RowError(f"{keys[0]} is missing")
@@ -168,8 +168,8 @@ def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
     if heads % kv_heads:
         raise RowError(f"n_heads = {heads} does not divide into n_kv_heads = {kv_heads}")
     layers = _integer(model, "n_layers", "num_hidden_layers", least=1)
-    if layers > _DEEPEST:
-        raise RowError(f"n_layers = {layers} is more than {_DEEPEST}")
+    if layers > _MAX_LAYERS:
+        raise RowError(f"n_layers = {layers} is more than {_MAX_LAYERS}")
     vocabulary = _integer(model, "vocab", "vocab_size", least=1)
     if vocabulary % setting.tensor:  # pad it, as Megatron does
         part = 128 * setting.tensor
@@ -226,11 +226,11 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         global_batch=batch,
         microbatch=microbatch,
         facts=facts,
-        replicate=_copies(data, degree * context, tensor * context),
+        replicate=_hsdp_replicas(data, degree * context, tensor * context),
     )
 
 
-def _copies(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
+def _hsdp_replicas(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
     """Return the number of HSDP replicas: one, or the number of nodes if the row's flags say that FSDP shards only within a node.
 
     Each data-parallel rank has ``inner`` devices, for tensor and context parallelism.
@@ -238,8 +238,8 @@ def _copies(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
     flags = data.get("flags")
     if not isinstance(flags, list) or not any(str(flag).endswith("within_a_node_only") for flag in flags):
         return 1
-    here = _integer(data, "gpus_per_node", default=8, least=1) // inner
-    return data_ranks // here if here > 1 and data_ranks % here == 0 else 1
+    shard_ranks = _integer(data, "gpus_per_node", default=8, least=1) // inner
+    return data_ranks // shard_ranks if shard_ranks > 1 and data_ranks % shard_ranks == 0 else 1
 
 
 def _zero(data: Mapping[str, Any]) -> int:

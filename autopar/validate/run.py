@@ -23,7 +23,7 @@ _ROWS = 8  # batch size of the small graph that determines the op-level layouts
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """A row's measurements, and its predictions or the ``reason`` why there are none."""
+    """A row's measurements, and its predictions. Without predictions, ``reason`` or ``refused`` says why."""
 
     id: str
     source: str

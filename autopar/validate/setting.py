@@ -112,24 +112,24 @@ def is_fsdp(s: Setting) -> bool:
 
 def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
     """Return the cost model of the row's trainer: from the row's facts, or else the usual one for its precision."""
-    old = s.precision == "float16"
-    early = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
-    megatron = old or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
+    fp16_era = s.precision == "float16"
+    before_flash = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
+    megatron = fp16_era or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)
     fsdp = is_fsdp(s)
-    alone = "overlap off" in s.facts
-    if old:
+    overlap_off = "overlap off" in s.facts
+    if fp16_era:
         overlap_data = int(s.pipeline == 1)
     else:  # the pipeline's cool-down hides communication, too
-        overlap_data = s.pipeline if not alone and (s.chunks > 1 or "overlapped gradients" in s.facts) else 0
-    if old or alone or (fsdp and "overlapped tensor" not in s.facts):
+        overlap_data = s.pipeline if not overlap_off and (s.chunks > 1 or "overlapped gradients" in s.facts) else 0
+    if fp16_era or overlap_off or (fsdp and "overlapped tensor" not in s.facts):
         overlap_tensor = 0.0
     else:
-        every = s.chunks > 1 or "overlapped tensor" in s.facts
-        overlap_tensor = 1.0 if every else figures.TENSOR_OVERLAP.value
+        hides_all = s.chunks > 1 or "overlapped tensor" in s.facts
+        overlap_tensor = 1.0 if hides_all else figures.TENSOR_OVERLAP.value
     return OtherTrainer(
         fused="eager" not in s.facts and (megatron or "compiled" in s.facts or s.precision == "float8"),
-        flash="flash attention" in s.facts or not (old or early or "unfused attention" in s.facts),
-        gathers_by_parameter=old,
+        flash="flash attention" in s.facts or not (fp16_era or before_flash or "unfused attention" in s.facts),
+        gathers_by_parameter=fp16_era,
         gradient_bytes=_gradient_bytes(s, megatron, fsdp),
         fresh_bytes=0 if megatron or fsdp or "DeepSpeed" in s.facts else int(figures.FRESH_GRADIENT_BYTES.value),
         fsdp=fsdp,

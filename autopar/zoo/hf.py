@@ -1,7 +1,7 @@
 """Builds a model from a configuration (of transformers or of ``zoo.modules``), by default on the meta device, with a global batch for it.
 
-Of the model, only the parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with
-their real values, because an emitted program needs these.
+Only the model's parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with
+their real values, because an emitted program needs them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _on_meta() -> Iterator[_MetaParameters]:
         handle.remove()
 
 
-def _unified(model: nn.Module, moved: _MetaParameters) -> nn.Module:
+def _with_tied_parameters(model: nn.Module, moved: _MetaParameters) -> nn.Module:
     """Replace parameters over the same elements (``head.weight.data = embedding.weight.data``) by one parameter; return the model.
 
     Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them in another shape.
@@ -329,7 +329,7 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
             "its sizes may be inconsistent: check whether transformers alone can build the model",
         ) from error
-    return _placed(_unified(model, moved), device)
+    return _placed(_with_tied_parameters(model, moved), device)
 
 
 def _build_from_zoo(
@@ -354,7 +354,7 @@ def _build_from_zoo(
             f"the configuration does not fit the module {config['module']}: {error}",
             "its keys are the module's arguments",
         ) from error
-    for parameter in _unified(module, moved).parameters():
+    for parameter in _with_tied_parameters(module, moved).parameters():
         parameter.data = parameter.data.to(dtype)
     return _placed(module, device), batch
 

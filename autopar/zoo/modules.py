@@ -258,7 +258,7 @@ STEPS = 1000  # the number of DiT's diffusion steps
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes random tensors with ``rows`` rows: ``below`` makes integers, on the CPU; ``normal`` normal numbers, on meta if ``meta``."""
+    """Makes random tensors with ``rows`` rows: ``integers`` below ``high``, on the CPU; ``normal`` normal numbers, on meta if ``meta``."""
 
     config: dict[str, Any]
     rows: int
@@ -272,7 +272,7 @@ class _Maker:
             return torch.empty((self.rows, *sizes), dtype=self.dtype, device="meta")
         return torch.randn((self.rows, *sizes), generator=self.generator).to(self.dtype)
 
-    def below(self, high: int, *sizes: int) -> Tensor:
+    def integers(self, high: int, *sizes: int) -> Tensor:
         return torch.randint(high, (self.rows, *sizes), generator=self.generator)
 
 
@@ -281,7 +281,7 @@ Batch = dict[str, Tensor]
 
 def _unet_batch(make: _Maker) -> Batch:
     size = make.config["image_size"]
-    return {"pixel_values": make.normal(3, size, size), "labels": make.below(make.config["num_labels"], size, size)}
+    return {"pixel_values": make.normal(3, size, size), "labels": make.integers(make.config["num_labels"], size, size)}
 
 
 def _dit_batch(make: _Maker) -> Batch:
@@ -289,19 +289,19 @@ def _dit_batch(make: _Maker) -> Batch:
     return {
         "latents": make.normal(4, size, size),
         "noise": make.normal(4, size, size),
-        "steps": make.below(STEPS),
-        "labels": make.below(make.config["num_labels"]),
+        "steps": make.integers(STEPS),
+        "labels": make.integers(make.config["num_labels"]),
     }
 
 
 def _text_batch(make: _Maker) -> Batch:
-    tokens = make.below(make.config["vocab_size"], make.seq + 1)
+    tokens = make.integers(make.config["vocab_size"], make.seq + 1)
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
 def _pairs_batch(make: _Maker) -> Batch:
     many = make.config["num_embeddings"]
-    return {"users": make.below(many), "items": make.below(many), "labels": make.below(2).to(make.dtype)}
+    return {"users": make.integers(many), "items": make.integers(many), "labels": make.integers(2).to(make.dtype)}
 
 
 MODULES: dict[str, tuple[Callable[..., nn.Module], Callable[[_Maker], Batch]]] = {

@@ -119,7 +119,7 @@ def test_a_file_that_holds_no_plan_is_named_with_the_reason(capsys, tmp_path):
     )
     whole = {**plan.to_json(), **asdict(Prediction(1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 1.0))}
     odd = {
-        "[1, 2]": "it is no JSON object",
+        "[1, 2]": "it is not a JSON object",
         json.dumps({"feasible": False, "error": "nothing fits"}): "it says that nothing fits",
         json.dumps(whole | {"step_time_s": float("nan")}): "NaN is not a number",
         json.dumps(whole | {"compute_s": "much"}): "compute_s is 'much', not a number",

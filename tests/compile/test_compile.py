@@ -175,7 +175,7 @@ def test_a_plan_with_the_former_fields_of_recomputation_is_refused(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     with pytest.raises(
-        UsageError, match=r"holds no plan \(layers\[0\] has '(recompute|selective|segment)', which is no field"
+        UsageError, match=r"holds no plan \(layers\[0\] has '(recompute|selective|segment)', which is not a field"
     ):
         read_plan(path)
 

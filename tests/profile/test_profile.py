@@ -150,9 +150,9 @@ def test_the_default_place(tmp_path, monkeypatch):
         ("not json", "holds no calibration"),
         ("[]", "holds no calibration"),
         (json.dumps({"version": VERSION + 1}), "version"),
-        (json.dumps({"version": VERSION, "machine": {}, "measured_at": "", "figures": []}), "no positive numbers"),
+        (json.dumps({"version": VERSION, "machine": {}, "measured_at": "", "figures": []}), "not positive numbers"),
         (dataclasses.replace(calibration(), machine={"processor": "Z80", "cores": 1}).dumps(), "another machine"),
-        (calibration().dumps().replace('"median": 1e-06', '"median": -1.0'), "no positive numbers"),
+        (calibration().dumps().replace('"median": 1e-06', '"median": -1.0'), "not positive numbers"),
     ],
 )
 def test_bad_files_are_explained(tmp_path, text, words):
