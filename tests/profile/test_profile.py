@@ -213,6 +213,28 @@ def test_everything_is_measured(workers2: WorkerPool, case):
         assert figures and all(sample > 0 for figure in figures for sample in figure["samples"])
 
 
+def test_the_overlap_sends_tensors_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor of the CPU."""
+    sent: set[str] = set()
+
+    def all_reduce(tensor: torch.Tensor, **_: Any) -> Any:
+        sent.add(tensor.device.type)
+        return mock.Mock()
+
+    def seconds(run: Any, *_: Any) -> list[float]:
+        run()
+        return [1.0]
+
+    monkeypatch.setattr(remote, "_device", torch.device("meta"))
+    monkeypatch.setattr(remote, "_groups", {2: None})
+    monkeypatch.setattr(remote, "_seconds", seconds)
+    monkeypatch.setattr(remote, "_all_reduced", lambda value: value)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert remote._overlap(2)
+    assert sent == {"meta"}
+
+
 def over_a_slow_link() -> float:
     """In a worker: the own cost of a typed collective whose messages take a tenth of a second longer than the plain one's."""
     all_reduce = remote.spmd.all_reduce
