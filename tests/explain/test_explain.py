@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.search import SearchOptions
 from autopar.units import seconds
-from autopar.workload import Workload, resize_batch, sequence_length
+from autopar.workload import Workload, resize_batch, sequence_length, without_inference
 
 
 def model(batch: int) -> Graph:
@@ -223,6 +223,11 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
     assert kinds & {"pin", "batch", "sequence"} and ("offload" in kinds) == ("zero" in options), kinds
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    labels: Any
+
+
 def test_batches_are_cut_and_repeated() -> None:
     batch = {"tokens": torch.arange(12).view(3, 4), "image": torch.rand(3, 4, 2), "flag": None}
     cut = resize_batch(batch, 2, 5)
@@ -230,6 +235,16 @@ def test_batches_are_cut_and_repeated() -> None:
     assert cut["image"].shape == (5, 2, 2) and cut["flag"] is None
     with pytest.raises(BatchError, match="no single sequence dim"):
         resize_batch({"image": torch.rand(2, 3)}, 2, None)
+
+
+def test_named_tuples_stay_named_tuples() -> None:
+    batch = Pair(torch.zeros(2, 3), (torch.zeros(2), [torch.zeros(2), None]))
+    wider = resize_batch(batch, None, 5)
+    assert isinstance(wider, Pair) and wider.x.shape == (5, 3)
+    assert type(wider.labels) is tuple and len(wider.labels[1][0]) == 5 and wider.labels[1][1] is None
+    with torch.inference_mode():
+        inference = Pair(torch.zeros(2, 3), None)
+    assert without_inference(batch) is batch and not without_inference(inference).x.is_inference()
 
 
 def test_larger_clusters() -> None:
