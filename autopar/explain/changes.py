@@ -124,7 +124,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield each technique whose offload to host memory suffices, or all together if none does alone; nothing if a pin decides one."""
+    """Yield each technique whose offload to host memory suffices, or all together if none does alone, except those that a pin decides."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -134,7 +134,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
                 continue
             names = (technique.name, *(pin.name for pin in technique.former_pins))
             if any(study.options.of(name) is not None for name in names):
-                return
+                continue
             free = technique.candidates(Context(nvme=study.cluster.has_nvme))
             if not any(technique.mode(value).offload_tier for value in free):
                 parts.append((title, dict(pins)))

@@ -17,7 +17,7 @@ from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
 from autopar.explain import Study, describe, explain, nearby_batch, suggest
 from autopar.explain.alternatives import alternatives
-from autopar.explain.changes import _other_devices, feasible, grown, larger_counts, spec_of
+from autopar.explain.changes import _offload, _other_devices, feasible, grown, larger_counts, spec_of
 from autopar.explain.families import satisfies
 from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.graph import Graph
@@ -258,6 +258,23 @@ def test_larger_clusters() -> None:
             assert larger.count == count and larger.memory_override_bytes == cluster.memory_override_bytes
             spec = spec_of(larger)
             assert spec is not None and same(parse(spec), larger), (spec, larger)
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({}, [{"states": "host"}, {"offload": "activations"}, {"states": "host", "offload": "activations"}]),
+        ({"recompute": False}, [{"states": "host"}]),
+        ({"states": "device"}, [{"offload": "activations"}]),
+    ],
+)
+def test_a_pin_leaves_other_techniques_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], tried: list[dict[str, Any]]
+) -> None:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr("autopar.explain.changes.feasible", lambda study, deadline, **pins: found.append(pins))
+    assert not list(_offload(study(**options), math.inf))
+    assert sorted(found, key=str) == sorted(tried, key=str)
 
 
 @pytest.mark.parametrize(("devices", "spec"), [("1x8xH100-80GB", "2x4xGB200"), ("1x6xH100-80GB", "1x6xMI300X")])
