@@ -12,8 +12,8 @@ of at most two layers. On a CPU the copies are made too, but save no memory.
 *In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` consecutive elements: one float32 scale per block, its largest
 magnitude / 127. So zeros stay zeros, and the error is at most 1/254 of the block's largest magnitude. Sharding does not change the
 rounding if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or +infinity
-every number becomes NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements are not rounded. Tensors that share
-memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
+every number becomes NaN. The layer's arguments, integers, and tensors of fewer than ``MIN_ELEMENTS`` elements are not rounded. Tensors that
+share memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
 ``allow={"int8_activations"}`` permits that.
 
 This file has not run on a GPU yet.
@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812  torch's own convention
 
 BLOCK = 64
-LEAST = 1024
+MIN_ELEMENTS = 1024
 CHUNK = 2**22
 """Without ``fused``, at most this many elements are rounded or restored at a time, which limits the temporary tensors."""
 
@@ -239,7 +239,7 @@ def in_8_bits(layer: nn.Module, *resident: Tensor, fused: bool = False) -> Abstr
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
 
     def store(tensor: Tensor, view: StorageView) -> _Rounded | None:
-        if not tensor.is_floating_point() or (stored := view.stored(tensor)).numel() < LEAST:
+        if not tensor.is_floating_point() or (stored := view.stored(tensor)).numel() < MIN_ELEMENTS:
             return None
         if view.key not in known or known[view.key][0].expired():  # a new tensor may be at this address
             known[view.key] = StorageWeakRef(tensor.untyped_storage()), _Rounded(stored, fused)

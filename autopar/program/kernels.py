@@ -1,7 +1,7 @@
-"""Kernels: functions in place of calls that are correct on shards, but that the type checker cannot follow.
+"""Kernels: replacements of calls that are correct on shards, but whose result types the type checker cannot derive.
 
-Each kernel checks the types of its operands, runs its body in a local region and declares the types of its result, so that a program
-typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
+Most kernels check the types of their operands, run in a local region and declare the types of their results, so that a program typed
+with ``typecheck(local=False)`` stays typed through them. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
 process group. A *partition* names, for every dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``.
 """
 
@@ -80,7 +80,7 @@ def _nontrivial(axes: Axes) -> list[Axis]:
 
 
 def _slice_start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
-    """Return the first index of this rank's slice, if slices have ``extent`` elements: a tensor ``[1]``, so that the host doesn't wait."""
+    """Return the first index of this rank's slice of ``extent`` elements, as a tensor ``[1]``: the host doesn't wait for it."""
     start = torch.zeros(1, dtype=torch.long, device=device)
     for axis in reversed(axes):
         starts = torch.arange(0, _size(axis) * extent, extent, device=device)
@@ -317,7 +317,7 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
 
 
 def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes`` has the ``axes`` of ``seed`` for each op."""
+    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes[op]`` is the argument ``axes`` of ``seed`` for each op."""
     numbers = [seed(key, layer, op, each) for op, each in enumerate(axes)]
     with spmd.no_typecheck():
         return tuple(torch.tensor(number, device="cpu") for number in numbers)

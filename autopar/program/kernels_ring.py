@@ -13,7 +13,7 @@ rank *r* computes chunks *r* and *2n - 1 - r*, so that every step costs every ra
 the kernel: operands and results are exchanged on entry and on exit, and the rest of the program is unaffected. If the local length is odd,
 the original order is kept.
 
-An axis may be several axes, outermost first: blocks then go around the inner ring before they move on the outer.
+Several axes (outermost first) form one ring: blocks go around the inner axis before they move along the outer one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .mesh_axes import group_of
 from .spmd import spmd
 
 SCORES = 2**26
-"""The largest number of scores in memory at once: queries are processed in runs of rows with at most so many scores."""
+"""The maximum number of scores in memory at once: queries are processed in runs of rows that have at most this many scores."""
 
 
 @torch.compiler.disable  # its sends and receives overlap its own arithmetic
@@ -213,7 +213,7 @@ def _received(arrival: Arrival) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _ChunkOrder:
-    """The chunks of the sequence that each rank of the ring computes, ascending."""
+    """The chunks of the sequence that each rank of the ring has inside the kernel, in ascending order."""
 
     ring: Ring
     chunks: tuple[tuple[int, ...], ...]

@@ -86,7 +86,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 def test_the_price_has_the_runtimes_numbers() -> None:
     assert (NARROW.block, NARROW.min_elements, NARROW.chunk) == (
         activation_storage.BLOCK,
-        activation_storage.LEAST,
+        activation_storage.MIN_ELEMENTS,
         activation_storage.CHUNK,
     )
     held = activation_storage._Rounded(torch.randn(1001), False)
@@ -170,7 +170,7 @@ MUTATIONS = {
     "arguments are rounded": ("(*layer.parameters(), *layer.buffers(), *resident)", "(*layer.parameters(), *layer.buffers())"),
     "a tensor is rounded twice": ("if view.key not in known or", "if True or view.key not in known or"),
     "restored for each reader": ("if self.result is None:", "if True:"),
-    "small tensors are rounded": ("LEAST = 1024", "LEAST = 1"),
+    "small tensors are rounded": ("MIN_ELEMENTS = 1024", "MIN_ELEMENTS = 1"),
     "an address that is used again": ("or known[view.key][0].expired()", ""),
 }  # fmt: skip
 
