@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
         "data 2, zero 1", ("state_places.py", r"whole\.first \+ start, offloaded", "whole.first, offloaded"),
     ),
     "shards' pieces get the first gradients": (
-        "data 2, zero 3", ("fsdp.py", r"whole\.view\(-1\)\[piece\]", "whole.view(-1)[: master.tensor.numel()]"),
+        "data 2, zero 3", ("fsdp.py", r"shard\.view\(-1\)\[piece\]", "shard.view(-1)[: master.tensor.numel()]"),
     ),
 }  # fmt: skip
 

@@ -184,8 +184,8 @@ def test_a_checkpoint_that_is_being_removed_has_no_final_name(tmp_path: Path, mo
         (tmp_path / f"step-{step}").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", lambda *_, **__: None)
-        checkpoint_files._forget(tmp_path / "step-3", 1)
+        checkpoint_files._remove_old(tmp_path / "step-3", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.removed", "step-2.removed", "step-3"]
     assert checkpoint_files.has_any(tmp_path) and [p.name for p in checkpoint_files._steps(tmp_path)] == ["step-3"]
-    checkpoint_files._forget(tmp_path / "step-3", 1)
+    checkpoint_files._remove_old(tmp_path / "step-3", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
