@@ -116,7 +116,7 @@ def change_candidates(instance: Instance, solution: Solution, deadline: float = 
 
 
 def _better(instance: Instance, solution: Solution, step_s: float, most: int) -> tuple[Solution, float] | None:
-    """Return the best solution that fits after one change, and its step time; at most ``most`` changes are simulated."""
+    """Return the fastest solution found after one change, and its step time; ``None`` if none is faster. At most ``most`` are simulated."""
     now = _evaluate(instance, solution)
     changes = list(itertools.islice(now.changes(), most))
     steps = now.after(changes) if changes else np.zeros(0)
