@@ -26,10 +26,10 @@ from autopar.search.prices import Prices
 from autopar.search.problem import Configuration, PriceSource, SequencePin, context_of, may_split
 from autopar.search.tables import Instance
 
-NEAR = 0.05
+NEARLY_CLOSED = 0.05
 """Sequence parallelism in all layers may be opened once open configurations can shorten the step by at most this share."""
 
-TO_OPEN = 0.15
+OPENING_SHARE = 0.15
 """The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
 
 SMALL_LAYERS = 16
@@ -121,8 +121,8 @@ class State:
 
     @property
     def nearly_closed(self) -> bool:
-        """Whether open configurations can improve the incumbent by at most ``NEAR``."""
-        return self.bound_s >= self.step_s * (1 - NEAR)
+        """Whether open configurations can improve the incumbent by at most ``NEARLY_CLOSED``."""
+        return self.bound_s >= self.step_s * (1 - NEARLY_CLOSED)
 
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
@@ -187,7 +187,7 @@ class State:
         """Open and price configurations as needed and as time permits; return the one with the lowest bound, if below ``cutoff_s``."""
         while self.left_s() > 0:
             worth_s = min(self.cutoff_s, self._lowest_s(), self._unpriced_s())
-            late = worth_s == self.cutoff_s or self.left_s() < TO_OPEN * self.options.time_limit_s
+            late = worth_s == self.cutoff_s or self.left_s() < OPENING_SHARE * self.options.time_limit_s
             if self.deferred and (late or self.deferred[0].estimate_s < worth_s):
                 self._open_next()
             elif self._unpriced_s() < min(self.cutoff_s, self._lowest_s()):

@@ -55,10 +55,10 @@ PRECISION = 1e-4
 GLOP = "use_dual_simplex: true use_preprocessing: false"
 """Rows are added to a solved program, and the dual simplex continues from its basis."""
 
-LARGEST = 2_000
+MAX_RUN_STAGES = 2_000
 """Maximum number of runs of equal layers times stages for which the program is solved."""
 
-CUT_ACTIONS = 40_000
+MAX_PATH_ACTIONS = 40_000
 """Maximum number of microbatches times stages for which paths are searched, action by action in Python."""
 
 
@@ -211,7 +211,7 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
     """Return the bound of the linear program, with rows of whole layers from ``whole``; store the program's mean cuts in the instance."""
     lagrangian = _Lagrangian(instance)
     best = lagrangian.textbook_bound()
-    if not best < cutoff_s or len(instance.runs) * lagrangian.stages > LARGEST:
+    if not best < cutoff_s or len(instance.runs) * lagrangian.stages > MAX_RUN_STAGES:
         return best
     model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
@@ -248,7 +248,7 @@ class _Paths:
 
     def __init__(self, lagrangian: _Lagrangian, pick: Indices) -> None:
         self.schedule = lagrangian.instance.schedule
-        self.searched = self.schedule.stages * self.schedule.microbatches <= CUT_ACTIONS
+        self.searched = self.schedule.stages * self.schedule.microbatches <= MAX_PATH_ACTIONS
         cuts = lagrangian.even_cuts()
         self.cuts = cuts.astype(np.float64)
         self.inner = lagrangian.seconds(cuts, pick)

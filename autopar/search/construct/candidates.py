@@ -18,7 +18,7 @@ from autopar.search.tables import Instance, Roles, Table
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Multipliers of memory to try, in units of a stage's time per device memory; the last one minimises memory alone."""
 
-LOWER = 0.01
+PEAK_STEP = 0.01
 """Minimum decrease of the peak transient memory to try, as a share of the limit."""
 
 TIER_MULTIPLIERS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -171,7 +171,7 @@ class LayerSelection:
         every, best, best_s = self.layers, pick, self._seconds(pick)
         while self.multiplier > 0:
             highest = max(float(layer.transient[k]) for layer, k in zip(every, pick, strict=True))
-            lower = {layer: layer.up_to(highest - LOWER * self.limit) for layer in self.layers}
+            lower = {layer: layer.up_to(highest - PEAK_STEP * self.limit) for layer in self.layers}
             if not all(np.isfinite(layer.seconds).any() for layer in lower.values()):
                 break
             self.layers = [lower[layer] for layer in self.layers]
