@@ -82,14 +82,14 @@ class Selection:
         recomputed = self.recomputed.copy()
         for i in self.costly:
             recomputed[i] = partial[i] or rotates[i]
-        running = {node.name for node, runs in zip(ops, recomputed, strict=True) if runs}
+        repeated_ops = {node.name for node, runs in zip(ops, recomputed, strict=True) if runs}
 
-        def happens(pair: CollectivePair) -> bool:
+        def is_repeated(pair: CollectivePair) -> bool:
             if pair.op:
-                return pair.op in running
+                return pair.op in repeated_ops
             return pair.value in self.read and not (pair.forward in _REDUCTIONS and pair.value in self.reduced_values)
 
-        return Selected(may_save, recomputed, tuple(pair for pair in pairs if happens(pair)))
+        return Selected(may_save, recomputed, tuple(pair for pair in pairs if is_repeated(pair)))
 
     def memory(
         self,
