@@ -2,7 +2,7 @@
 
 Every op gets a *depth*: the number of heavy ops (products, attention, lookups, cross entropies, random draws) on the longest path before
 it. Connected pointwise ops and reductions of equal depth form one kernel: no path between two of them has a heavy op, so the kernels can be
-ordered. A kernel reads each input once and writes the values that others read. For the backward pass it saves values that it read or wrote,
+ordered. A kernel reads each input once and writes what other kernels read. For the backward pass it saves values that it read or wrote,
 instead of those that its ops would save. Its backward kernel recomputes the rest from these and from dropout masks, which are drawn once.
 """
 

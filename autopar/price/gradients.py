@@ -63,17 +63,17 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
             continue
         result = next(k for k in by_op[t] if slots[k].operand == OUTPUT)
         incoming = waiting.pop(ops[t].node.name, None) or _Tensor(result, 1)
-        made: dict[str, _Tensor] = {}
+        outgoing: dict[str, _Tensor] = {}
         for k in by_op[t]:
             if slots[k].operand >= 0 and sizes[k]:
                 same = _passes_on(costs, k, result) and sizes[incoming.slot] >= sizes[k]
-                made.setdefault(slots[k].value, incoming if same else _Tensor(k))
-        for tensor in {incoming, *made.values(), *waiting.values()}:
+                outgoing.setdefault(slots[k].value, incoming if same else _Tensor(k))
+        for tensor in {incoming, *outgoing.values(), *waiting.values()}:
             live[t, tensor.slot] += 1
         for k, count in _temporaries(costs, by_op[t], result):
             live[t, k] += count
         incoming.holders -= 1
-        for value, tensor in made.items():
+        for value, tensor in outgoing.items():
             first = waiting.get(value)
             if first is None:
                 waiting[value] = tensor

@@ -54,7 +54,7 @@ NO_PREFETCH = PrefetchContext()
 
 
 class Pricer:
-    """Prices ``graph`` on ``cluster`` at ``precision_name``.
+    """Prices ``graph`` on ``cluster`` at ``precision_name``; an unknown name raises ``UsageError``.
 
     ``solve`` replaces the solver for the types of layer classes (``shard.LayerTypes``); ``trainer`` models the program that runs the plan.
     """

@@ -103,13 +103,13 @@ class Replicas:
     @functools.cached_property
     def collectives(self) -> tuple[tuple[ReplicaCollective, ...], ...]:
         """The collectives without ZeRO, under stage 1, and under stages 2 and 3."""
-        (inside, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
-        copies, ranks = (*mirror, *inside), group(shards, self.cluster)
-        everyone = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
+        (in_stage, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
+        copies, ranks = (*mirror, *in_stage), group(shards, self.cluster)
+        all_axes = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
         by_stage = (
-            self._replicated(everyone, ranks if everyone == shards else group(everyone, self.cluster), copies),
+            self._replicated(all_axes, ranks if all_axes == shards else group(all_axes, self.cluster), copies),
             self._sharded(shards, ranks, copies, (), False),
-            self._sharded(shards, ranks, inside, mirror, True),
+            self._sharded(shards, ranks, in_stage, mirror, True),
         )
         return tuple(tuple([one for one in each if one.bytes and one.members.size > 1]) for each in by_stage)
 
@@ -154,13 +154,13 @@ class Replicas:
             return PerKind(**by_kind) if by_kind else NONE
 
         precision, trainable = self.precision, self.tensors.trainable
-        gathered, computed = self.tensors.parameters * precision.width, trainable * precision.width
+        gathered, gradients = self.tensors.parameters * precision.width, trainable * precision.width
         return ReplicaCosts(
             size=group(self.axes[1], self.cluster).size,
             microbatches=microbatches,
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
-            copies_s=self.trainer.sharded_copies_s(gathered, computed, trainable * precision.reduced, self.cluster),
+            copies_s=self.trainer.sharded_copies_s(gathered, gradients, trainable * precision.reduced, self.cluster),
             staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,
             has_copies=len(self.axes) > 2,
         )
