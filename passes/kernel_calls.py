@@ -44,7 +44,7 @@ along them."""
 
 
 def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """Return the kernel call that replaces the node, or ``None``. Raises ``ProgramError`` for a kernel over microbatches."""
+    """Return the kernel call that replaces the node, or ``None``. Raises ``ProgramError`` for a kernel that couples microbatches."""
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)

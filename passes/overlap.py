@@ -248,7 +248,7 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     ends.append((microbatch.outputs[0], [one.outputs[0] for one in types[1:]]))
     if len({tuple(t.dim == rows.dim for t in end) for rows, end in ends}) > 1:
         return "reads or returns values whose batch dims are sharded on different axes"
-    if not any(_is_long(node) for node in nodes):
+    if not any(_is_heavy(node) for node in nodes):
         return "has no products to hide collectives under"
     turns = turns_of(cls, types, gradient)
     if not (set(turns.flights) - turns.shared or turns.experts):
@@ -320,7 +320,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
             turns.add(at)
     bounds = sorted({0, *turns, *experts, *(expert + 1 for expert in experts), len(nodes)})
     if turns or experts:
-        turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _middle(nodes, a, b)) is not None}
+        turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _best_cut(nodes, a, b)) is not None}
     flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
@@ -335,14 +335,14 @@ def _is_async(conversion: Conversion) -> bool:
     return last is not None and last.source.kind + last.target.kind in _ASYNC_CONVERSIONS and last.sends
 
 
-def _is_long(node: fx.Node) -> bool:
+def _is_heavy(node: fx.Node) -> bool:
     return facts(node).is_expensive or isinstance(node.target, Experts)
 
 
-def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
+def _best_cut(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
     """Return the index of the product before which a cut halves the FLOPs of ``nodes[start:stop]`` best; ``None`` for at most one
     product."""
-    work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_long(nodes[i])}
+    work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_heavy(nodes[i])}
     total, done, best = sum(work.values()), 0.0, (math.inf, 0)
     for i, flops in work.items():
         if done:

@@ -36,8 +36,7 @@ class StageBoundaryValue:
 class Resharding:
     """The conversions, on the mesh's axes, of a value that a layer needs in other types than the value's layer produces.
 
-    ``key`` is the value's name in the stage (``argument_keys``). A later layer that reads it in the same types reuses the converted
-    value.
+    ``key`` is the value's name in the stage (``argument_keys``). A later layer that needs the same types reuses the converted value.
     """
 
     layer: int
@@ -89,7 +88,8 @@ class LocalProgram:
 
 
 def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> LocalProgram:
-    """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
+    """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages. Raises ``UsageError`` or ``ProgramError``
+    if no program can run the plan."""
     check_parts(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
     classes = rewritten_graph(graph, [layer.strategy for layer in plan.layers]).classes
@@ -204,19 +204,19 @@ def _reshardings(
     receives: tuple[StageBoundaryValue, ...],
     inputs: dict[str, Types],
 ) -> Iterator[Resharding]:
-    made = {border.value.name: border.types for border in receives}
-    made |= {f"input {name}": types for name, types in inputs.items()}
+    produced = {border.value.name: border.types for border in receives}
+    produced |= {f"input {name}": types for name, types in inputs.items()}
     converted: set[tuple[str, Types]] = set()
     for i in indices:
         for position, key in argument_keys(graph.layers[i]):
             needed = layers[i].border(position)
-            source = made.get(key, (R,) * len(needed))
+            source = produced.get(key, (R,) * len(needed))
             value = graph.values.get(key)
             steps = conversion_steps(source, needed, value is not None and value.requires_grad)
             if steps and (key, needed) not in converted:
                 converted.add((key, needed))
                 yield Resharding(i, key, value, source, needed, steps)
-        made |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
+        produced |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
 
 
 def _boundary_values(

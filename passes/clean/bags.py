@@ -18,8 +18,8 @@ def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``embedding_bag`` becomes ``embedding`` and a sum or mean over each bag, if the bags are the rows of a matrix of indices.
 
     ``nn.EmbeddingBag`` calls the op in this form for a two-dimensional input: it flattens the input, and passes offsets that grow by the
-    length of a row. Bags of other lengths, and the maximum of a bag (which sends its gradient to one of several equal elements), stay
-    torch's op, which no axis shards.
+    length of a row. Bags of other lengths, options (``_UNSUPPORTED``), and the maximum of a bag (whose gradient goes to one of several
+    equal elements) stay torch's op, which no axis shards.
     """
     for node in calls(gm, aten.embedding_bag.padding_idx):
         weight, flat, offsets = args_of(node)[:3]

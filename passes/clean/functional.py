@@ -191,7 +191,7 @@ class _Functionaliser:
         self.newest[base] = (new, version)
         if not any(view.detaches for view in alias.chain):
             return
-        cut = _cut(alias)
+        cut = _chain_to_detach(alias)
         for other in self.aliases.values():
             if alias.detached_error and other.base is base and other.chain[: len(cut)] == cut:
                 other.detached_error = alias.detached_error
@@ -339,7 +339,7 @@ def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _cut(alias: _Alias) -> tuple[View, ...]:
+def _chain_to_detach(alias: _Alias) -> tuple[View, ...]:
     """Return the chain of views up to its last ``detach``."""
     last = max(index for index, view in enumerate(alias.chain) if view.detaches)
     return alias.chain[: last + 1]

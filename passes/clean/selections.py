@@ -58,7 +58,7 @@ class _Selections:
     """Adds the equivalent on all rows to the graph, and replaces the original by it if every op has an equivalent.
 
     ``dense`` maps every node on selected rows to the node on all rows, and ``mask`` maps that node to its mask, with one dim. ``constant``
-    has the dense nodes that are constant where the mask is false, ``places`` the nodes that list the selected rows' positions; ``counts``
+    has the dense nodes that are constant where the mask is false, ``positions`` the nodes that list positions of selected rows; ``counts``
     maps every size that depends on the data to the node that counts the rows.
     """
 
@@ -67,7 +67,7 @@ class _Selections:
         self.dense: dict[fx.Node, fx.Node] = {}
         self.mask: dict[fx.Node, fx.Node] = {}
         self.constant: set[fx.Node] = set()
-        self.places: set[fx.Node] = set()
+        self.positions: set[fx.Node] = set()
         self.counts: dict[fx.Node, fx.Node] = {}
         self.results: list[tuple[fx.Node, fx.Node]] = []
         self.flat: dict[fx.Node, fx.Node] = {}
@@ -150,13 +150,13 @@ class _Selections:
     def _selects(self, indices: Any) -> bool:
         """Return whether the indices are a mask, or the positions where one is true."""
         first, *rest = indices
-        is_mask = isinstance(first, fx.Node) and (first in self.places or dtype_of(first) == torch.bool)
+        is_mask = isinstance(first, fx.Node) and (first in self.positions or dtype_of(first) == torch.bool)
         return is_mask and all(index is None for index in rest)
 
     def _mask_of(self, index: fx.Node) -> fx.Node:
-        if index in self.dense and index not in self.places:
+        if index in self.dense and index not in self.positions:
             raise _UnsupportedError
-        return self.mask[self.dense[index]] if index in self.places else index
+        return self.mask[self.dense[index]] if index in self.positions else index
 
     def _select(self, node: fx.Node) -> None:
         """Replace ``x[mask]`` by ``x`` with ones (for integers, zeros) in the rows that are not selected."""
@@ -177,7 +177,7 @@ class _Selections:
         if op_name(node) == "aten.nonzero":
             new = add(node, aten.unsqueeze.default, (new, 1))
         self._record(node, new, mask, constant=True)
-        self.places.add(node)
+        self.positions.add(node)
 
     def _write(self, node: fx.Node, selected: list[fx.Node]) -> None:
         """Replace an op that writes selected rows to their positions or adds them there, or an ``index_add`` with a selected index."""
@@ -191,7 +191,7 @@ class _Selections:
             raise _UnsupportedError
         if (not put and node.args[1] != 0) or value not in self.dense:
             raise _UnsupportedError
-        own = put or index in self.places
+        own = put or index in self.positions
         mask = self._mask_of(index) if own else self._common_mask(selected)
         if self._common_mask([value]) is not self._flat(mask, node) or (kind == "index_copy" and not own):
             raise _UnsupportedError
@@ -237,8 +237,8 @@ class _Selections:
             result = self._row_wise(node, self._add(node, node.args), mask)
         if result is not None:
             self._record(node, result, mask)
-            if selected[0] in self.places and name in _KEEP_POSITIONS:
-                self.places.add(node)
+            if selected[0] in self.positions and name in _KEEP_POSITIONS:
+                self.positions.add(node)
 
     def _row_wise(self, node: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
         """Return ``new``, or raise ``_UnsupportedError`` if it is not row-wise.
