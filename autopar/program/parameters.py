@@ -224,12 +224,12 @@ class FlatGroup(ParameterGroup):
         index = dist.get_rank(self._group) if self._scattered else 0
         self._piece = slice(index * piece, (index + 1) * piece)
         self._place = placement.place if trainable and self._has_masters else ""
-        self._mixed = trainable and self._has_masters and (master_dtype != compute_dtype or self._place != "")
+        self._separate = trainable and self._has_masters and (master_dtype != compute_dtype or self._place != "")
         self._values = torch.zeros(piece * self._parts, dtype=compute_dtype, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=master_dtype, device=world.device)
         if self._place:
             self._master_values = world.places.zeros(self._place, (piece,), master_dtype)
-        elif self._mixed:
+        elif self._separate:
             self._master_values = torch.zeros(piece, dtype=master_dtype, device=world.device)
         else:
             self._master_values = self._values[self._piece]
@@ -401,7 +401,7 @@ class FlatGroup(ParameterGroup):
             own = self._values[self._piece] if self._place else self._master_values  # the update has uploaded them
             self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
-        elif self._mixed and not self._place:
+        elif self._separate and not self._place:
             self._values.copy_(self._master_values)
         if self._has_server:
             self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)

@@ -86,9 +86,9 @@ class Trainer:
     ``optimizer`` (default: ``adamw``) returns an optimizer, or a list of them, over the list of the user's parameters, or over pairs with
     their names if its argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace
     (see ``optimizers``). ``scheduler`` returns a scheduler of the optimizer's learning rates; it counts updates, without skipped ones.
-    Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors or of a ``torch.save`` of it), those of
-    ``values`` (which maps a parameter's layout to its full tensor), or drawn from ``seed``, the same under all plans; or training resumes
-    from ``resume``, a folder that ``load`` takes. ``step`` and ``advance`` clip gradients to the 2-norm ``max_norm``.
+    Initial values are those of ``state`` (a state dict of the user's model, or the path of its safetensors or of a ``torch.save`` of it),
+    or else those of ``values`` (which maps a parameter's layout to its full tensor), or else drawn from ``seed``, the same under all plans.
+    A checkpoint ``resume`` replaces them, as ``load`` does. ``step`` and ``advance`` clip gradients to the 2-norm ``max_norm``.
     ``loss_scale`` is the dynamic loss scale of a float16 program, otherwise ``None``; losses, gradients and norms that the trainer
     returns are unscaled.
     """

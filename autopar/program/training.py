@@ -352,7 +352,7 @@ def say(message: str) -> None:
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Wait for the previous checkpoint, then write one. After a failure training continues; if it is ``over``, exit with status 1."""
+    """Wait for the previous checkpoint, then write one. After a failure training continues, or exits with status 1 if ``over``."""
     failed = False
     wait = over or not args.async_save
     for work in (

@@ -276,7 +276,7 @@ class LoadedProgram:
 
 
 def load(folder: str | os.PathLike[str]) -> LoadedProgram:
-    """Read a program's folder and import its ``model.py``; the folder must be on ``sys.path`` (a script's own folder is)."""
+    """Read a folder and import its ``model.py``, which must come first on ``sys.path``; raise ``FileNotFoundError`` or ``ImportError``."""
     path = Path(folder).resolve()
     for name in ("plan.json", "layouts.json", "model.py"):
         if not (path / name).is_file():
