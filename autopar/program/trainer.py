@@ -254,9 +254,7 @@ class Trainer:
             self.finish_update()
             why = first_non_finite(self._schedule, self._groups, batch, self._key())
             self._forget_buffers()
-            raise NonFiniteLossError(
-                f"the loss of step {self.steps + 1} is {loss}; the first NaN or infinite value: {why}"
-            )
+            raise NonFiniteLossError(f"the loss of step {self.steps + 1} is {loss}; first non-finite value: {why}")
         if self._late is not None:
             self._late.discard()
         self._update(skipped=True)
