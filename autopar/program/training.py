@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from .guards import GuardError
 from .loader import Loader, Order, Synthetic, Tensors
-from .metrics import Meter, explained, peak_memory_bytes
+from .metrics import Meter, explaining_out_of_memory, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
 from .processes import StartError
 from .trainer import (
@@ -175,7 +175,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options, with the recipe's values for those that were left out; exits if they contradict each other."""
+    """Return the options, with the recipe's values for omitted ones; exits if they conflict, or a file can't be written."""
     for old, new in (("data", "dataset"), ("log", "log_file")):
         if (given := getattr(args, f"old_{old}")) is not None:
             hint(f"--{old} is deprecated; use --{new.replace('_', '-')}")
@@ -352,7 +352,7 @@ def say(message: str) -> None:
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Wait for the previous checkpoint, then write one. After a failure training continues; if it is ``over``, exit with status 1."""
+    """Wait for the previous checkpoint, then write one. After a failure training continues, or exits with status 1 if ``over``."""
     failed = False
     wait = over or not args.async_save
     for work in (
@@ -475,7 +475,7 @@ def main(recipe: Recipe) -> None:
     args = arguments(recipe)
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
     try:
-        with Watch(limits_s, args.lost_after) as watch, explained(recipe.folder):
+        with Watch(limits_s, args.lost_after) as watch, explaining_out_of_memory(recipe.folder):
             try:
                 train(recipe, args, watch)
             except REFUSALS as error:

@@ -259,7 +259,7 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         assert [record["loss"] for record in records] == losses
         assert all(record["gradient_norm"] > 0 for record in records)
 
-        with pytest.raises(BatchError, match=r"rank \d: row 8 to 15 of epoch 0: OSError: row 11 is on a bad sector"):
+        with pytest.raises(BatchError, match=r"rank \d: rows 8 to 15 of epoch 0: OSError: row 11 is on a bad sector"):
             program.train(program.loader("loading:broken"), on_step=lambda *step: losses.append(step[1]))
         assert len(losses) == 5  # the step before it was trained
         program.save(tmp_path / "after")  # and the training can go on

@@ -133,7 +133,7 @@ def _transfer(self, way, tensors, step):
 ScheduleChimera._transfer = _transfer
 """,
     ),
-    Edit("reductions.py", "(found, []) if paired else ({}, ordered)", "({}, ordered)"),
+    Edit("reductions.py", "(found, []) if chimera else ({}, ordered)", "({}, ordered)"),
     Edit("processes.py", "mine = dist.group.WORLD\n", "mine = dist.new_group(row, timeout=self._timeout)\n"),
     Edit("fsdp.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
     Edit("world.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
