@@ -66,8 +66,8 @@ def merge(costs: OpCosts) -> None:
             slot.backward = slot.bytes * backward_moves if slot.backward else 0.0
             first = read.setdefault((group, producer), slot)
             if first is not slot:  # another view of a value that the kernel already reads completely
-                whole = run.extent[storage][0] if storage in run.extent else 0
-                if whole and first.bytes >= whole:
+                elements = run.extent[storage][0] if storage in run.extent else 0
+                if elements and first.numel >= elements:
                     slot.forward = slot.backward = slot.gradient = 0.0
     for slot in slots:
         slot.materialised = slot.gradient > 0

@@ -99,6 +99,12 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
         return {name: tensor[index] for name, tensor in self.tensors.items()}
 
 
+def first_key(seed: int) -> int:
+    """Return the first of the 2**40 keys of random numbers that belong to ``seed``. Seeds that differ by a multiple of 2**23 share theirs,
+    since a key is at most 63 bits long."""
+    return seed % 2**23 << 40
+
+
 class Synthetic(Tensors):
     """2**40 synthetic rows, each computed from its index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels
     for any vocabulary."""
@@ -110,7 +116,7 @@ class Synthetic(Tensors):
         return 2**40
 
     def __getitem__(self, row: int) -> Mapping[str, Tensor]:
-        generator = torch.Generator().manual_seed((self.seed << 40) + row)
+        generator = torch.Generator().manual_seed(first_key(self.seed) + row)
         found = {}
         for name, spec in self.inputs.items():
             random = torch.randn(spec.shape[1:], generator=generator)

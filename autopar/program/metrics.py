@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -36,6 +37,14 @@ def _peak_memory() -> tuple[int, str]:
         return torch.cuda.max_memory_allocated(), "peak device allocation"
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak resident memory"
+
+
+def as_json(record: Mapping[str, Any]) -> str:
+    """Return the record of a step as JSON, which has no NaN and no infinity: they become ``null``."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite)
 
 
 class Meter:
@@ -85,7 +94,7 @@ class Meter:
             record["mfu"] = self._plan["mfu"] * predicted_s / seconds
         record |= {name: value for name, value in more.items() if value is not None}
         if self._log is not None:
-            self._log.write(json.dumps(record) + "\n")
+            self._log.write(as_json(record) + "\n")
             self._log.flush()
         if self._board is not None:
             for name, value in record.items():

@@ -29,7 +29,7 @@ from .agree import same_options, same_state
 from .checkpoint import has_checkpoint, lock_checkpoints
 from .checkpoint_files import CheckpointError
 from .finite import NonFiniteLossError, first_non_finite
-from .loader import Loader, Order, Synthetic, Tensors
+from .loader import Loader, Order, Synthetic, Tensors, first_key
 from .model_tensors import TrainingTensors, source_of
 from .parameters import build_stages
 from .reductions import Publications, Reductions
@@ -266,7 +266,7 @@ class Trainer:
 
     def _key(self) -> int:
         """Return the random seed of this step's first microbatch; that of microbatch ``i`` is ``i`` larger."""
-        return (self._seed << 40) + self.steps * self._schedule.microbatches
+        return first_key(self._seed) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
         """Update the parameters with the gradients of ``forward_backward``, and the buffers with the values that it computed.

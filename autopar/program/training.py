@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import math
 import os
 import sys
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from .guards import GuardError
 from .loader import Loader, Order, Synthetic, Tensors
-from .metrics import Meter, explaining_out_of_memory, peak_memory_bytes
+from .metrics import Meter, as_json, explaining_out_of_memory, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
 from .processes import StartError
 from .trainer import (
@@ -457,7 +456,7 @@ def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
     record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
-            print(json.dumps(record), flush=True)
+            print(as_json(record), flush=True)
     say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
     if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
         say(table)
