@@ -81,11 +81,11 @@ def _bounding(bound: Bound) -> Step:
 
 
 def retry_in_segments(state: State, node: SearchNode) -> None:
-    """Continue a configuration for which no plan fits: try segments of several layers, which need less memory and are never faster, except
-    if they replace offloading."""
+    """Continue a configuration for which no plan fits: try segments of several layers, which need less memory. The bound so far may include
+    what would free memory without them."""
     instance = segmented(state, node.instance)
     if instance is not None:
-        state.push(instance, cheap_bound(instance) if instance.offload_tiers else node.bound_s)
+        state.push(instance, cheap_bound(instance))
 
 
 def proved_infeasible(instance: Instance, deadline: float) -> bool:

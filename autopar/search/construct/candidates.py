@@ -27,8 +27,10 @@ fits is used."""
 
 
 def seconds_of(instance: Instance, t: Table) -> Array:
-    """Return a candidate's seconds per microbatch: its time, and a microbatch's share of the once-per-step seconds."""
-    return t.time + t.step / instance.schedule.microbatches
+    """Return a candidate's seconds per microbatch: its time, and a share of the once-per-step seconds. A layer's time also lengthens the
+    bubble of the other ranks, by (pipeline - 1) / chunks microbatches if stages are equal; its once-per-step seconds do not."""
+    schedule = instance.schedule
+    return t.time + t.step / (schedule.microbatches + (schedule.pipeline - 1) / schedule.chunks)
 
 
 def memory_scale(instance: Instance) -> float:
