@@ -155,7 +155,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {key: _mapped(inner, change) for key, inner in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_mapped(inner, change) for inner in value)
+        items = [_mapped(inner, change) for inner in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple, or not
     return value
 
 

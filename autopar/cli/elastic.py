@@ -30,7 +30,17 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
             "--plan is a plan for one number of devices, but --elastic needs a plan for several",
             "leave one of them out",
         )
+    if request.devices.endswith(".toml"):
+        raise UsageError(
+            f"--devices {request.devices} describes one cluster, and --elastic plans for different numbers of nodes",
+            "give the devices of one node, such as 8xH100-80GB",
+        )
     cluster = parse(request.devices)
+    if cluster.nodes > 1:
+        raise UsageError(
+            f"--devices {request.devices} are {cluster.nodes} nodes, and --elastic takes the devices of one",
+            f"give {cluster.gpus_per_node}x{cluster.gpu.name}",
+        )
     if nodes.maximum > 1 and request.devices.isdigit() and cluster.kind == "cuda":
         raise UsageError(
             f"--devices {request.devices} are GPUs of this machine, and plans for several nodes need their kind",
@@ -44,7 +54,9 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
 def devices_of(elastic: Elastic, nodes: int) -> str:
     """Return the value of ``--devices`` for ``nodes`` nodes."""
     per_node = str(elastic.request["devices"])
-    return str(nodes * elastic.ranks) if per_node.isdigit() else f"{nodes}x{per_node}"
+    if per_node.isdigit():
+        return str(nodes * elastic.ranks)
+    return f"{nodes}x{elastic.ranks}x{parse(per_node).gpu.name}"
 
 
 def write_program(elastic: Elastic, nodes: int) -> None:

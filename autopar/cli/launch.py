@@ -9,7 +9,8 @@ from pathlib import Path
 
 from autopar.cli.console import output_file, show
 from autopar.devices import parse
-from autopar.errors import ProgramError, UsageError
+from autopar.errors import DeviceError, ProgramError, UsageError
+from autopar.plan import Plan
 from autopar.plan_files import read_plan
 
 _BATCH_FILE = """#!/bin/bash
@@ -72,7 +73,7 @@ def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[st
     """Return the text of the batch file for the program in ``folder``.
 
     Raises:
-        ProgramError: there is no program.
+        ProgramError: there is no program, or its plan does not say how many devices a node has.
         UsageError: ``options`` lack ``--checkpoint``, so that nothing could be saved before the time limit.
     """
     if not (folder / "plan.json").is_file():
@@ -88,9 +89,8 @@ def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[st
             "give minutes, hours:minutes:seconds or days-hours:minutes:seconds",
         )
     plan = read_plan(folder / "plan.json")
-    cluster = parse(plan.devices)
-    gpus = cluster.kind == "cuda"
-    ranks = min(plan.device_count, cluster.gpus_per_node)
+    gpus, per_node = _node(plan)
+    ranks = min(plan.device_count, per_node)
     nodes = -(-plan.device_count // ranks)
     resume = [] if "--resume" in options else ["--resume"]
     train = [str(folder.resolve() / "train.py"), *options, *resume]
@@ -108,3 +108,17 @@ def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[st
         ranks=ranks,
         train=shlex.join(train),
     )
+
+
+def _node(plan: Plan) -> tuple[bool, int]:
+    """Return whether the plan is for GPUs, and the number of devices of a node; ``plan.devices`` may be the name of a cluster file."""
+    if plan.gpus_per_node:
+        return True, plan.gpus_per_node
+    try:
+        cluster = parse(plan.devices)
+    except DeviceError as error:
+        raise ProgramError(
+            f"the plan is for {plan.devices!r}, and does not say how many devices a node has: its nodes differ, or have no GPUs",
+            "emit a program for nodes of equal GPUs, or with --devices such as 4",
+        ) from error
+    return cluster.kind == "cuda", cluster.gpus_per_node

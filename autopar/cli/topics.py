@@ -97,8 +97,7 @@ def _show_figures(name: str, as_json: bool) -> None:
         ]
     else:
         kind = hardware.find(name)
-        per_node = hardware.table()[kind].get("gpus_per_node", hardware.GPUS_PER_NODE)
-        figures = cluster_figures(described(kind, 2, per_node))
+        figures = cluster_figures(described(kind, 2, hardware.gpus_per_node(kind)))
     table = plain_table()
     for column in ("figure", "value", "unit", "source"):
         table.add_column(column, overflow="fold", justify="right" if column == "value" else "left")

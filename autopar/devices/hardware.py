@@ -231,6 +231,11 @@ def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:
     return intra, inter_link(default.value, default.source)
 
 
+def gpus_per_node(name: str) -> int:
+    """Return the number of GPUs of a full node; ``GPUS_PER_NODE`` for a kind that isn't known."""
+    return int(table().get(name, {}).get("gpus_per_node", GPUS_PER_NODE))
+
+
 def nvlink_domain(name: str) -> int:
     """Return the number of GPUs that NVLink connects across nodes; 0 if it doesn't leave the node."""
     return int(table()[name].get("nvlink_domain", 0))

@@ -53,6 +53,13 @@ class Curve:
         """Return the seconds at size ``x``; beyond the last measured size they grow in proportion to ``x``."""
         return float(self.at(x)) * max(1.0, x / self.x[-1])
 
+    def higher(self, factor: float) -> Curve:
+        return Curve(self.x, tuple(factor * y for y in self.y))
+
+    def wider(self, factor: float) -> Curve:
+        """Return the seconds with ``factor`` times the bandwidth: those of larger sizes, since latencies stay."""
+        return Curve(tuple(factor * x for x in self.x), self.y)
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
@@ -91,6 +98,15 @@ class Ops:
                 return curves[name, backward]
         return next(iter(curves.values()))
 
+    def faster(self, arithmetic: float = 1.0, memory: float = 1.0) -> Ops:
+        """Return the speeds of a device with these multiples of its arithmetic and its memory bandwidth."""
+        products, attention = (
+            {key: curve.higher(arithmetic) for key, curve in curves.items()}
+            for curves in (self.products, self.attention)
+        )
+        moves = {key: curve.higher(memory) for key, curve in self.moves.items()}
+        return Ops(products, attention, moves, self.update.wider(memory))
+
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimes:
@@ -108,6 +124,10 @@ class CollectiveTimes:
         """Return the seconds of a collective over ``members`` ranks on ``size`` bytes; ``None`` if this group size wasn't measured."""
         curve = self.curves.get((name, members))
         return None if curve is None else curve.beyond(size)
+
+    def wider(self, factor: float) -> CollectiveTimes:
+        """Return the times on links with ``factor`` times the bandwidth."""
+        return CollectiveTimes({key: curve.wider(factor) for key, curve in self.curves.items()}, self.waits)
 
     def wait_s(self, group_sizes: Sequence[int], compute_s: float) -> float:
         """Return the total seconds for which collectives over groups of these sizes wait for the slowest ranks, if the collectives divide

@@ -171,7 +171,7 @@ def _from_text(text: str) -> Cluster:
         )
     if second is not None:
         return _described(text, first, int(second), name)
-    node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
+    node = hardware.gpus_per_node(name)
     if first <= node:
         return _described(text, 1, first, name)
     if first % node:

@@ -124,7 +124,7 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield each technique whose offload to host memory suffices, or all together if none does alone; nothing if a pin decides one."""
+    """Yield each technique whose offload to host memory suffices, or all together if none does alone, except those that a pin decides."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -134,7 +134,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
                 continue
             names = (technique.name, *(pin.name for pin in technique.former_pins))
             if any(study.options.of(name) is not None for name in names):
-                return
+                continue
             free = technique.candidates(Context(nvme=study.cluster.has_nvme))
             if not any(technique.mode(value).offload_tier for value in free):
                 parts.append((title, dict(pins)))
@@ -217,10 +217,10 @@ def larger_counts(cluster: Cluster) -> list[int]:
         return []
     if cluster.local:
         return list(range(cluster.count + 1, MOST_PROCESSES + 1))
-    node = cluster.gpus_per_node
-    filling = range(node + 1, hardware.GPUS_PER_NODE + 1) if cluster.nodes == 1 else range(0)
+    node, full = cluster.gpus_per_node, hardware.gpus_per_node(cluster.gpu.name)
+    filling = range(node + 1, full + 1) if cluster.nodes == 1 else range(0)
     if len(filling):
-        node = hardware.GPUS_PER_NODE
+        node = full
     first = (cluster.nodes if not len(filling) else 1) + 1
     return [*filling, *(n * node for n in range(first, MOST_DEVICES // node + 1))]
 
@@ -230,9 +230,9 @@ def grown(cluster: Cluster, count: int) -> Cluster:
     limit = cluster.memory_override_bytes
     if cluster.local:  # processes share the machine's memory
         return parse(["cpu"] * count, memory_limit_bytes=limit)
-    nodes, node = cluster.nodes, cluster.gpus_per_node
-    if nodes == 1 and node < hardware.GPUS_PER_NODE:
-        node = min(count, hardware.GPUS_PER_NODE)
+    node, full = cluster.gpus_per_node, hardware.gpus_per_node(cluster.gpu.name)
+    if cluster.nodes == 1 and node < full:
+        node = min(count, full)
     nodes = count // node
     if node == cluster.gpus_per_node:
         return dataclasses.replace(cluster, nodes=nodes, name=f"{nodes}x{node}x{cluster.gpu.name}")
@@ -271,7 +271,10 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
     for name in sorted(larger, key=lambda n: hardware.gpu(n).memory_bytes):
         if time.process_time() > deadline:
             return
-        spec = f"{cluster.nodes}x{cluster.gpus_per_node}x{name}"
+        node = min(cluster.gpus_per_node, hardware.gpus_per_node(name))
+        if cluster.count % node:
+            continue
+        spec = f"{cluster.count // node}x{node}x{name}"
         plan = feasible(study, deadline, cluster=parse(spec))
         if plan is not None:
             yield _change("gpu", f"use {name} in place of {cluster.gpu.name} (--devices {spec})", plan, devices=spec)

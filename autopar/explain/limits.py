@@ -84,11 +84,14 @@ def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
         found.append(("network", "twice the bandwidth between nodes", changed))
     if cluster.gpus_per_node > 1:
         link = dataclasses.replace(cluster.intra, bytes_per_s=2 * cluster.intra.bytes_per_s)
-        found.append(("node_links", "twice the bandwidth inside a node", dataclasses.replace(cluster, intra=link)))
-    peak = {name: 1.1 * flops for name, flops in gpu.peak_flops.items()}
-    faster = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, peak_flops=peak))
-    found.append(("arithmetic", "10 % faster matrix products", faster))
-    wider = dataclasses.replace(gpu, memory_bytes_per_s=1.1 * gpu.memory_bytes_per_s)
+        times = cluster.collective_times and cluster.collective_times.wider(2)
+        changed = dataclasses.replace(cluster, intra=link, collective_times=times)
+        found.append(("node_links", "twice the bandwidth inside a node", changed))
+    peak, ops = {name: 1.1 * flops for name, flops in gpu.peak_flops.items()}, gpu.measured
+    faster = dataclasses.replace(gpu, peak_flops=peak, measured=ops and ops.faster(arithmetic=1.1))
+    found.append(("arithmetic", "10 % faster matrix products", dataclasses.replace(cluster, gpu=faster)))
+    memory = 1.1 * gpu.memory_bytes_per_s
+    wider = dataclasses.replace(gpu, memory_bytes_per_s=memory, measured=ops and ops.faster(memory=1.1))
     found.append(("memory_bandwidth", "10 % more memory bandwidth", dataclasses.replace(cluster, gpu=wider)))
     return found
 

@@ -393,9 +393,7 @@ def _overlap(members: int) -> Figures:
     a, b = torch.randn(384, 384, device=_device), torch.randn(384, 384, device=_device)
     wire_s = statistics.median(_seconds(lambda: dist.all_reduce(whole, group=group), members))
     product_s = statistics.median(_seconds(lambda: a @ b))
-    ratio = torch.tensor([wire_s / product_s], dtype=torch.float64)
-    dist.all_reduce(ratio)
-    count = max(1, round(float(ratio) / dist.get_world_size()))
+    count = max(1, round(_all_reduced(wire_s / product_s) / dist.get_world_size()))
 
     def arithmetic() -> None:
         for _ in range(count):

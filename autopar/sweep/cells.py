@@ -103,7 +103,7 @@ def clusters_of(request: Range) -> Iterator[Cluster]:
     """Yield a cluster for each GPU kind and number of devices: full nodes, or a part of one node."""
     for gpu in request.gpus:
         name = hardware.find(gpu)
-        node = hardware.table()[name].get("gpus_per_node", hardware.GPUS_PER_NODE)
+        node = hardware.gpus_per_node(name)
         for count in request.devices:
             if count > node and count % node:
                 raise UsageError(

@@ -73,9 +73,9 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
         if line.strip():
             try:
                 row = json.loads(line)
+                rows.append(row if isinstance(row, dict) else "not a JSON object")
             except ValueError as error:
-                row = f"not JSON: {error}"
-            rows.append(row if isinstance(row, dict | str) else "not a JSON object")
+                rows.append(f"not JSON: {error}")
     if not any(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path} contains no measurements", "write one JSON object per line")
     return rows

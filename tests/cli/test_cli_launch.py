@@ -92,6 +92,18 @@ def test_the_lines_for_the_scheduler(tmp_path: Path) -> None:
         batch_file(tmp_path, "1", 1, ("--checkpoint", "saved"))
 
 
+def test_a_plan_for_a_cluster_file_has_its_name_alone(tmp_path: Path) -> None:
+    program = write_mlp(tmp_path / "program", Shape(data=2, tensor=2))
+    plan = program / "plan.json"
+    named = plan.read_text().replace('"devices": "4"', '"devices": "our cluster"')
+    plan.write_text(named.replace('"gpus_per_node": 0', '"gpus_per_node": 2'))
+    text = batch_file(program, "60", 120, ("--checkpoint", "saved"))
+    assert "\n#SBATCH --nodes=2\n" in text and "\n#SBATCH --gpus-per-node=2\n" in text
+    plan.write_text(named)
+    with pytest.raises(ProgramError, match="'our cluster', and does not say how many devices a node has"):
+        batch_file(program, "60", 120, ("--checkpoint", "saved"))
+
+
 def test_nodes_with_gpus(tmp_path: Path) -> None:
     """Open files, NUMA binding where numactl is there, and the flight recorder; without GPUs the first alone."""
     program = write_mlp(tmp_path / "program", Shape(data=2, tensor=2))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
 from autopar.explain import Study, describe, explain, nearby_batch, suggest
 from autopar.explain.alternatives import alternatives
-from autopar.explain.changes import feasible, grown, larger_counts, spec_of
+from autopar.explain.changes import _offload, _other_devices, feasible, grown, larger_counts, spec_of
 from autopar.explain.families import satisfies
 from autopar.explain.limits import bindings, faster_clusters, prices
 from autopar.graph import Graph
@@ -24,7 +25,7 @@ from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.search import SearchOptions
 from autopar.units import seconds
-from autopar.workload import Workload, resize_batch, sequence_length
+from autopar.workload import Workload, resize_batch, sequence_length, without_inference
 
 
 def model(batch: int) -> Graph:
@@ -222,6 +223,11 @@ def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> 
     assert kinds & {"pin", "batch", "sequence"} and ("offload" in kinds) == ("zero" in options), kinds
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    labels: Any
+
+
 def test_batches_are_cut_and_repeated() -> None:
     batch = {"tokens": torch.arange(12).view(3, 4), "image": torch.rand(3, 4, 2), "flag": None}
     cut = resize_batch(batch, 2, 5)
@@ -231,16 +237,57 @@ def test_batches_are_cut_and_repeated() -> None:
         resize_batch({"image": torch.rand(2, 3)}, 2, None)
 
 
+def test_named_tuples_stay_named_tuples() -> None:
+    batch = Pair(torch.zeros(2, 3), (torch.zeros(2), [torch.zeros(2), None]))
+    wider = resize_batch(batch, None, 5)
+    assert isinstance(wider, Pair) and wider.x.shape == (5, 3)
+    assert type(wider.labels) is tuple and len(wider.labels[1][0]) == 5 and wider.labels[1][1] is None
+    with torch.inference_mode():
+        inference = Pair(torch.zeros(2, 3), None)
+    assert without_inference(batch) is batch and not without_inference(inference).x.is_inference()
+
+
 def test_larger_clusters() -> None:
     assert larger_counts(parse("1x6xH100-80GB"))[:4] == [7, 8, 16, 24]
     assert larger_counts(parse("2x4xH100-80GB"))[:2] == [12, 16]
+    assert larger_counts(parse("2xGB200"))[:4] == [3, 4, 8, 12] and larger_counts(parse("4xGB200"))[:2] == [8, 12]
     assert larger_counts(parse(["cpu", "cpu"]))[:2] == [3, 4]
-    for cluster in (parse("1x6xH100-80GB"), parse("2x4xH100-80GB", memory_limit_bytes=5)):
+    for cluster in (parse("1x6xH100-80GB"), parse("2x4xH100-80GB", memory_limit_bytes=5), parse("2xGB200")):
         for count in larger_counts(cluster)[:4]:
             larger = grown(cluster, count)
             assert larger.count == count and larger.memory_override_bytes == cluster.memory_override_bytes
             spec = spec_of(larger)
             assert spec is not None and same(parse(spec), larger), (spec, larger)
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({}, [{"states": "host"}, {"offload": "activations"}, {"states": "host", "offload": "activations"}]),
+        ({"recompute": False}, [{"states": "host"}]),
+        ({"states": "device"}, [{"offload": "activations"}]),
+    ],
+)
+def test_a_pin_leaves_other_techniques_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], tried: list[dict[str, Any]]
+) -> None:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr("autopar.explain.changes.feasible", lambda study, deadline, **pins: found.append(pins))
+    assert not list(_offload(study(**options), math.inf))
+    assert sorted(found, key=str) == sorted(tried, key=str)
+
+
+@pytest.mark.parametrize(("devices", "spec"), [("1x8xH100-80GB", "2x4xGB200"), ("1x6xH100-80GB", "1x6xMI300X")])
+def test_other_devices_come_in_nodes_that_they_have(monkeypatch: pytest.MonkeyPatch, devices: str, spec: str) -> None:
+    """Of more than 180 GB: GB200, whose nodes have 4, and then MI300X, whose nodes have 8."""
+    plan = study().solve(pipeline=2, tensor=2, microbatches=4, zero=1, recompute=True, chunks=1)
+    b200 = parse("1xB200").gpu
+    monkeypatch.setattr(
+        "autopar.explain.changes.feasible",
+        lambda study, deadline, cluster: plan if cluster.gpu.memory_bytes > b200.memory_bytes else None,
+    )
+    (change,) = _other_devices(study(devices), math.inf)
+    assert dict(change.request) == {"devices": spec}
 
 
 def same(a: Cluster, b: Cluster) -> bool:

@@ -19,7 +19,7 @@ from price_models import time_s
 from workers import WorkerPool
 
 from autopar.capture import capture
-from autopar.devices import parse
+from autopar.devices import Cluster, parse
 from autopar.devices.calibration import (
     VARIABLE,
     VERSION,
@@ -30,8 +30,9 @@ from autopar.devices.calibration import (
     read,
     this_machine,
 )
-from autopar.devices.measured import PRODUCT, Curve
+from autopar.devices.measured import ATTENTION, PRODUCT, Curve
 from autopar.errors import DeviceError
+from autopar.explain.limits import faster_clusters
 from autopar.price import Pricer
 from autopar.price.collectives import p2p_s
 from autopar.price.state import precision
@@ -113,6 +114,28 @@ def test_prices_are_what_was_measured(tmp_path):
     assert time_s(Collective.ALL_REDUCE, 1e8, 2, 1, cluster) == pytest.approx(0.1)
     assert p2p_s(1e6, cluster, False) == pytest.approx(1e-3)
     assert any("calibration.json" in note for note in cluster.notes)
+
+
+def test_more_of_a_resource_is_more_than_was_measured(tmp_path):
+    base = parse(2, calibration=written(tmp_path, calibration()))
+    changed = {name: cluster for name, _, cluster in faster_clusters(base)}
+    kinds = np.array([PRODUCT, ATTENTION, "gelu"])
+    flops, moved = np.array([2e9, 2e9, 0.0]), np.array([1e6, 1e6, 1e9])
+
+    def seconds(cluster: Cluster) -> list[float]:
+        ops_s = cluster.gpu.seconds(kinds, flops, moved, "float32", False)
+        sizes = (4e6, 1e8)
+        wires_s = [time_s(Collective.ALL_REDUCE, size, 2, 1, cluster) - cluster.collective_s for size in sizes]
+        return [*ops_s, cluster.gpu.update_s(4e9, 2), *wires_s, p2p_s(1e7, cluster, False)]
+
+    gains = {
+        "arithmetic": [1.1, 1.1, 1, 1, 1, 1, 1],
+        "memory_bandwidth": [1, 1, 1.1, 1.1, 1, 1, 1],
+        "node_links": [1, 1, 1, 1, 2, 2, 2],
+    }
+    assert set(changed) == set(gains)
+    for name, gain in gains.items():
+        assert np.array(seconds(base)) / seconds(changed[name]) == pytest.approx(gain), name
 
 
 def test_the_search_is_asked_with_what_was_measured(tmp_path):
@@ -211,6 +234,28 @@ def test_everything_is_measured(workers2: WorkerPool, case):
     name, arguments = case
     for figures in workers2.run("test_profile:some", name, arguments):
         assert figures and all(sample > 0 for figure in figures for sample in figure["samples"])
+
+
+def test_the_overlap_sends_tensors_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor of the CPU."""
+    sent: set[str] = set()
+
+    def all_reduce(tensor: torch.Tensor, **_: Any) -> Any:
+        sent.add(tensor.device.type)
+        return mock.Mock()
+
+    def seconds(run: Any, *_: Any) -> list[float]:
+        run()
+        return [1.0]
+
+    monkeypatch.setattr(remote, "_device", torch.device("meta"))
+    monkeypatch.setattr(remote, "_groups", {2: None})
+    monkeypatch.setattr(remote, "_seconds", seconds)
+    monkeypatch.setattr(remote, "_all_reduced", lambda value: value)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert remote._overlap(2)
+    assert sent == {"meta"}
 
 
 def over_a_slow_link() -> float:

@@ -10,7 +10,8 @@ import pytest
 from elastic_model import STEPS, asked, straight
 from fault_runs import Run, Server
 
-from autopar.cli.elastic import devices_of, write_program
+from autopar.cli.elastic import become_node, devices_of, write_program
+from autopar.cli.options import PlanRequest
 from autopar.errors import LaunchError, UsageError
 from autopar.run.elastic import Nodes
 
@@ -46,7 +47,26 @@ def test_what_cannot_be_elastic_is_refused(tmp_path: Path) -> None:
     elastic.write()
     with pytest.raises(UsageError, match="has the programs of another request"):
         asked(tmp_path, devices="2").write()
-    assert devices_of(asked(tmp_path, 2, "2"), 3) == "6" and devices_of(asked(tmp_path, 8, "8xH100"), 3) == "3x8xH100"
+    assert devices_of(asked(tmp_path, 2, "2"), 3) == "6"
+    for devices in ("8xH100", "1x8xH100"):
+        assert devices_of(asked(tmp_path, 8, devices), 3) == "3x8xH100-80GB-SXM"
     elastic.refusal(1).write_text("it does not fit\n")
     with pytest.raises(LaunchError, match="no number of nodes up to 1 has a plan: it does not fit"):
         elastic.program(1, first=True)
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        ("cluster.toml", "describes one cluster"),
+        ("2x8xH100-80GB", "2x8xH100-80GB are 2 nodes"),
+        ("16xH100-80GB", "16xH100-80GB are 2 nodes"),
+    ],
+)
+def test_elastic_takes_the_devices_of_one_node(
+    devices: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autopar.cli.elastic.become_agent", lambda elastic, nodes: pytest.fail("training starts"))
+    request = PlanRequest(**asked(tmp_path, devices=devices).request)
+    with pytest.raises(UsageError, match=reason):
+        become_node(Nodes(1, 4, "localhost:1", 0), request, None, {"checkpoint": str(tmp_path), "seed": 0})

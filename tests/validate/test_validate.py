@@ -21,7 +21,7 @@ from autopar.schedules.step_time import simulate
 from autopar.validate import RowOutcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
-from autopar.validate.run import Bench
+from autopar.validate.run import Bench, read_file
 from autopar.validate.setting import balanced, cuts, plan_of_row, trainer_of
 
 ROWS = GROUNDTRUTH
@@ -207,6 +207,10 @@ def test_the_command_lists_what_it_cannot_price(tmp_path):
     assert found["rows"][0]["step_time_s"] > 0
     printed = CliRunner().invoke(cli, ["dev", "validate", str(path)], catch_exceptions=False).stdout
     assert "3 of 5 rows could not be priced" in printed and "by hand" in printed
+
+
+def test_a_line_that_is_text_is_no_row(tmp_path):
+    assert read_file(write_rows(tmp_path, [row(), '"a row"']))[1] == "not a JSON object"
 
 
 def test_a_file_without_rows_is_refused(tmp_path):

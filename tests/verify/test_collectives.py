@@ -6,6 +6,9 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +21,8 @@ from tiers import slow
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
 from autopar.checks.nccl.distinct import check as check_distinct
 from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, agreed, unaligned
-from autopar.checks.nccl.records import Event, Operation, RankTrace
+from autopar.checks.nccl.objects import Objects
+from autopar.checks.nccl.records import Communicator, Event, Operation, RankTrace
 from autopar.cli.app import cli
 from autopar.emit import emit
 from autopar.verify import kind, kinds
@@ -108,6 +112,15 @@ GRID = Grid(2, (("data", 8),))
 
 
 START = "self._reductions.start()"
+
+
+def test_a_rank_that_is_recorded_alone_keeps_what_the_root_would_scatter() -> None:
+    group: Any = SimpleNamespace(communicator=Communicator("pair", (0, 1)), rank=lambda: 1)
+    scatter = Objects(None).functions(mock.MagicMock())["scatter_object_list"]
+    for given, wanted in ((None, "mine"), (["a", "b"], "b")):
+        found = ["mine"]
+        scatter(found, given, group=group, group_src=0)
+        assert found == [wanted]
 
 
 def sampled(folder: Path, workers: Workers, before: str = "") -> dict[int, RankTrace]:

@@ -105,7 +105,8 @@ class Objects:
         ) -> None:
             root = _root(src, group_src, group)
             found, pg = exchange("scatter_object_list", scatter_object_input_list, group, root)
-            scatter_object_output_list[0] = found[root][pg.rank()]
+            if found[root] is not None:  # else the rank is recorded alone, and isn't the root, which has the objects
+                scatter_object_output_list[0] = found[root][pg.rank()]
 
         return {
             function.__name__: function
