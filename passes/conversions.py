@@ -90,8 +90,8 @@ def _ordered(units: list[_Unit]) -> list[tuple[tuple[int, ...], SpmdType, SpmdTy
             apply(units[ready], units[ready].target)
             continue
         stuck = next(i for i in order if not _must_wait_for_outer(i, units))
-        for holder in _inner_shards(stuck, units):
-            apply(units[holder], I if units[holder].target == I else R)
+        for inner in _inner_shards(stuck, units):
+            apply(units[inner], I if units[inner].target == I else R)
         apply(units[stuck], units[stuck].target)
     return steps
 

@@ -44,7 +44,7 @@ along them."""
 
 
 def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
-    """Return the kernel call that replaces the node, or ``None``. Raises ``ProgramError`` for a kernel over microbatches."""
+    """Return the kernel call that replaces the node, or ``None``. Raises ``ProgramError`` for a kernel that couples microbatches."""
     named = {
         axis.name: types.kernel[node.name]
         for axis, types in zip(sharding.axes, sharding.types, strict=True)
@@ -71,14 +71,14 @@ def kernel_call(node: fx.Node, sharding: Sharding) -> KernelCall | None:
             node,
             tuple(named),
             tuple(named.values()),
-            tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P),
-            tuple(axis.name for n in first for axis, t in mesh_types(n, sharding) if t.sharded),
+            tuple(axis.name for axis, t in typed_axes(node, sharding) if t == P),
+            tuple(axis.name for n in first for axis, t in typed_axes(n, sharding) if t.sharded),
         )
     )
 
 
-def mesh_types(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]:
-    """Return the node's type on every axis of the mesh."""
+def typed_axes(node: fx.Node, sharding: Sharding) -> list[tuple[Axis, SpmdType]]:
+    """Return every axis of the mesh with the node's type on it."""
     pairs = zip(sharding.axes, meta(node)["types"], strict=True)
     return [(axis, t) for axis, t in pairs if axis.name != MICROBATCH]
 
@@ -87,16 +87,16 @@ def partition(node: fx.Node, sharding: Sharding) -> tuple[str | tuple[str, ...] 
     """Return the mesh axes that shard each dim of the node's value (its first tensor): ``None``, a name, or a tuple, outermost first."""
     entries: list[Any] = []
     for dim in range(len(shape_of(node))):
-        names = [a.name for a, t in mesh_types(node, sharding) if t.dim == dim]
+        names = [a.name for a, t in typed_axes(node, sharding) if t.dim == dim]
         entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
     return tuple(entries)
 
 
 def _custom(node: fx.Node, sharding: Sharding) -> KernelCall | None:
     """Return the call of a user's custom op, which the type checker does not know; ``None`` if it is neither sharded nor a partial sum."""
-    if all(t in (I, R) for value in (node, *operands(node)) for _, t in mesh_types(value, sharding)):
+    if all(t in (I, R) for value in (node, *operands(node)) for _, t in typed_axes(value, sharding)):
         return None
-    partial = tuple(axis.name for axis, t in mesh_types(node, sharding) if t == P)
+    partial = tuple(axis.name for axis, t in typed_axes(node, sharding) if t == P)
     return custom.call, (node.target, node.args, node.kwargs, partition(node, sharding), partial), {}
 
 
@@ -116,7 +116,7 @@ def _dropout(request: KernelRequest) -> KernelCall:
     return kernels.dropout, request.node.args[:2], {"seed": request.sharding}
 
 
-def _numbers(request: KernelRequest) -> KernelCall:
+def _random_numbers(request: KernelRequest) -> KernelCall:
     target: Any = request.node.target
     return target, request.node.args, {"seed": request.sharding}
 
@@ -174,7 +174,7 @@ def _experts(request: KernelRequest) -> KernelCall:
         "partial_axes": request.partial,
     }
     target: Any = request.node.target
-    return target, request.node.args, {name: own for name, own in axes.items() if own}
+    return target, request.node.args, {name: value for name, value in axes.items() if value}
 
 
 def one_or_all(axes: tuple[str, ...]) -> str | tuple[str, ...]:
@@ -197,8 +197,8 @@ BY_KERNEL: dict[str, Entry] = {
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
     "aten.linear": _linear,
-    "kernels_random.normal": _numbers,
-    "kernels_random.uniform": _numbers,
+    "kernels_random.normal": _random_numbers,
+    "kernels_random.uniform": _random_numbers,
     "kernels_rnn.recurrent": _recurrent,
     "aten.scaled_dot_product_attention": _attention,
     "kernels.cross_entropy_sum": _sum_of_losses,

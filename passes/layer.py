@@ -114,26 +114,26 @@ def local_layer(
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
     the input gradients; a strategy under such a schedule has no overlap (``Strategy.under``)."""
     assert not deferred or strategy.options == strategy.options.replace(**UNDER_SPLIT), strategy
-    own = computed(cls, sharding, strategy.options)
-    cls = pad_class(cls, own)
+    graph_sharding = computed(cls, sharding, strategy.options)
+    cls = pad_class(cls, graph_sharding)
     flow = gradient_flow(cls)
     for node in cls.graph.graph.nodes:
         meta(node)["gradient"] = flow.get(node.name, False)
     gm = run(
         cls.graph,
         [
-            ("insert_collectives", lambda gm: insert_collectives_pass(gm, own)),
-            ("localise_shapes", lambda gm: localise_pass(gm, own)),
+            ("insert_collectives", lambda gm: insert_collectives_pass(gm, graph_sharding)),
+            ("localise_shapes", lambda gm: localise_pass(gm, graph_sharding)),
             ("fuse_bias", fuse_bias_pass),
             ("grouped_widths", grouped_widths_pass),
         ],
     )
     for name, value, rewrite in local_rewrites(strategy.options):
-        gm = run(gm, [(name, functools.partial(rewrite, cls=cls, sharding=own, value=value))])
+        gm = run(gm, [(name, functools.partial(rewrite, cls=cls, sharding=graph_sharding, value=value))])
     if deferred:
         parameters = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
-        late = [parameters[i] for i in deferred]
-        gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, late))])
+        deferred_weights = [parameters[i] for i in deferred]
+        gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, deferred_weights))])
     local = tuple(
         LocalParameter(
             value.name,
@@ -142,4 +142,4 @@ def local_layer(
         )
         for node, value in zip(parameter_nodes(cls), cls.parameters, strict=True)
     )
-    return LocalLayer(cls, strategy, sharding, gm, local, own if own is not sharding else None)
+    return LocalLayer(cls, strategy, sharding, gm, local, graph_sharding if graph_sharding is not sharding else None)

@@ -36,8 +36,8 @@ def local_call(
     """Return the call that replaces ``node`` on one rank.
 
     ``operand_shapes`` are the local shapes of ``operands(node)``, ``result_shape`` that of the (first) result. Given the result's
-    ``partition``, correct calls that ``typecheck(local=False)`` refuses become kernels with the partition as an argument; without it, the
-    call uses only torch's ops. A mean over a sharded dim becomes a sum with the factor 1/count.
+    ``partition``, correct calls that ``typecheck(local=False)`` refuses become kernels, some of which take the partition. Without it, only
+    a biased product that contracts a sharded dim becomes one. A mean over a sharded dim becomes a sum with the factor 1/count.
     """
     op = facts(node)
     name, kind = op.name, op.kind

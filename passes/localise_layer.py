@@ -26,7 +26,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def random_seed(number: int, axes: tuple[str, ...]) -> int:
     """Mark the seed of the layer's ``number``-th random op, which differs along ``axes`` (those that shard its operand) and with
     the layer and the microbatch; the emitter writes ``kernels.seed(key, self.number, number, axes)``."""
-    raise AssertionError("stands in graphs only")
+    raise AssertionError("random_seed only marks a seed in graphs")
 
 
 def localise_pass(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:

@@ -62,10 +62,10 @@ def products_of(
     not joined: its result, and later its gradient, would be live while that op runs.
     """
     groups: dict[tuple[str, Types], list[fx.Node]] = {}
-    for node, reads in _on_parameters(cls.graph, _trainable(cls)):
+    for node, reads in _parameter_products(cls.graph, _trainable(cls)):
         value = operands(node)[0].name
         source, needed = tuple(t.produced[value] for t in types), tuple(t.needed[node.name][0] for t in types)
-        if source == needed or not gradient[value] or not all(_is_silent(read, types) for read in reads):
+        if source == needed or not gradient[value] or not all(_needs_no_collective(read, types) for read in reads):
             continue
         last = conversion_steps(source, needed)[-1]
         if last.target == R and last.source.kind in ("I", "S") and 0 not in last.axes:  # 0 is the microbatch axis
@@ -73,7 +73,7 @@ def products_of(
     return {key: _before_expensive(cls.graph.graph.nodes, group) for key, group in groups.items()}
 
 
-_Read = tuple[str, int, str]
+_OperandRead = tuple[str, int, str]
 """An op's read of a value: the op's name, the operand's index, the value's name."""
 
 
@@ -84,7 +84,9 @@ def _trainable(cls: LayerClass) -> frozenset[str]:
 
 
 @cached_for_graphs(maxsize=256)
-def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tuple[fx.Node, tuple[_Read, ...]], ...]:
+def _parameter_products(
+    graph: fx.GraphModule, trainable: frozenset[str]
+) -> tuple[tuple[fx.Node, tuple[_OperandRead, ...]], ...]:
     """Return the products whose weight is a trainable parameter or a view of one, with the reads from the product back to the parameter.
 
     Products whose input has dims of size one are left out: the program calls a kernel for them (``passes.kernel_calls``).
@@ -101,7 +103,7 @@ def _on_parameters(graph: fx.GraphModule, trainable: frozenset[str]) -> tuple[tu
     return tuple(found)
 
 
-def _is_silent(read: _Read, types: Sequence[AxisTypes]) -> bool:
+def _needs_no_collective(read: _OperandRead, types: Sequence[AxisTypes]) -> bool:
     """Return whether no collective runs forward between a value and its reader."""
     reader, index, value = read
     source, needed = tuple(t.produced[value] for t in types), tuple(t.needed[reader][index] for t in types)
@@ -137,9 +139,9 @@ def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> f
     gradient = {node.name: bool(meta(node).get("gradient")) for node in cls.graph.graph.nodes}
     local = {meta(node).get("product", node.name): node for node in gm.graph.nodes}
     for products in products_of(cls, sharding.types, gradient).values():
-        own = [local[product.name] for product in products]
-        if all(product.target is _LINEAR for product in own):  # else they are joined already
-            _join(gm.graph, own)
+        linears = [local[product.name] for product in products]
+        if all(product.target is _LINEAR for product in linears):  # else they are joined already
+            _join(gm.graph, linears)
     gm.graph.lint()
     return gm
 
@@ -233,17 +235,20 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
         return "writes buffers"
     if len(cls.outputs) != 1:
         return f"has {len(cls.outputs)} results, and halves of one are joined"
-    time = types[0]
+    microbatch = types[0]
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
-    if mixed := next((node for node in nodes if not _rows_are_independent(node, time, gradient)), None):
+    if mixed := next((node for node in nodes if not _rows_are_independent(node, microbatch, gradient)), None):
         return f"computes {mixed.name} from several rows of the batch"
     if drawn := next((node for node in nodes if node.op == "call_function" and is_random(node)), None):
         return f"needs separate random numbers for each row ({drawn.name})"
-    ends = [(time.produced[name], [one.produced[name] for one in types[1:]]) for name in _borders(cls, time)]
-    ends.append((time.outputs[0], [one.outputs[0] for one in types[1:]]))
+    ends = [
+        (microbatch.produced[name], [one.produced[name] for one in types[1:]])
+        for name in _inputs_with_rows(cls, microbatch)
+    ]
+    ends.append((microbatch.outputs[0], [one.outputs[0] for one in types[1:]]))
     if len({tuple(t.dim == rows.dim for t in end) for rows, end in ends}) > 1:
-        return "reads or gives values whose rows are on different devices"
-    if not any(_is_long(node) for node in nodes):
+        return "reads or returns values whose batch dims are sharded on different axes"
+    if not any(_is_heavy(node) for node in nodes):
         return "has no products to hide collectives under"
     turns = turns_of(cls, types, gradient)
     if not (set(turns.flights) - turns.shared or turns.experts):
@@ -251,28 +256,28 @@ def refusal(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, 
     return ""
 
 
-def _rows_are_independent(node: fx.Node, time: AxisTypes, gradient: Mapping[str, bool]) -> bool:
+def _rows_are_independent(node: fx.Node, microbatch: AxisTypes, gradient: Mapping[str, bool]) -> bool:
     """Return whether the rows of the node's value and of its operands are independent between microbatches."""
-    if node.name in time.kernel or time.produced[node.name].kind == "P":
+    if node.name in microbatch.kernel or microbatch.produced[node.name].kind == "P":
         return False
     if node.op == "placeholder":
-        return time.produced[node.name] in (I, R, S(0))
-    needed = time.needed[node.name]
+        return microbatch.produced[node.name] in (I, R, S(0))
+    needed = microbatch.needed[node.name]
     return all(
-        time.produced[o.name] == t or (not gradient[o.name] and {time.produced[o.name], t} == {I, R})
+        microbatch.produced[o.name] == t or (not gradient[o.name] and {microbatch.produced[o.name], t} == {I, R})
         for o, t in zip(operands(node), needed, strict=True)
     )
 
 
-def _borders(cls: LayerClass, time: AxisTypes) -> list[str]:
+def _inputs_with_rows(cls: LayerClass, microbatch: AxisTypes) -> list[str]:
     """Return the names of the placeholders that have rows of the microbatch."""
-    return [node.name for node in placeholders(cls) if time.produced[node.name].sharded]
+    return [node.name for node in placeholders(cls) if microbatch.produced[node.name].sharded]
 
 
 def part_of(cls: LayerClass, sharding: Sharding) -> Sharding | None:
     """Return the sharding of one half of a microbatch; ``None`` if a device has an odd number of rows."""
-    time, *mesh = sharding.axes
-    half = Sharding((Axis(MICROBATCH, 2 * time.size, 0), *mesh), sharding.types)
+    microbatch, *mesh = sharding.axes
+    half = Sharding((Axis(MICROBATCH, 2 * microbatch.size, 0), *mesh), sharding.types)
     for value, types in typed_values(cls.graph, half):
         dim = types[0].dim
         parts = math.prod(axis.size for axis, t in zip(half.axes, types, strict=True) if t.dim == dim)
@@ -315,7 +320,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
             turns.add(at)
     bounds = sorted({0, *turns, *experts, *(expert + 1 for expert in experts), len(nodes)})
     if turns or experts:
-        turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _middle(nodes, a, b)) is not None}
+        turns |= {cut for a, b in itertools.pairwise(bounds) if (cut := _best_cut(nodes, a, b)) is not None}
     flights: dict[Read, tuple[int, int | None]] = {}
     for read, at in first.items():
         last = max((turn for turn in turns if turn <= at), default=-1)
@@ -330,14 +335,14 @@ def _is_async(conversion: Conversion) -> bool:
     return last is not None and last.source.kind + last.target.kind in _ASYNC_CONVERSIONS and last.sends
 
 
-def _is_long(node: fx.Node) -> bool:
+def _is_heavy(node: fx.Node) -> bool:
     return facts(node).is_expensive or isinstance(node.target, Experts)
 
 
-def _middle(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
+def _best_cut(nodes: Sequence[fx.Node], start: int, stop: int) -> int | None:
     """Return the index of the product before which a cut halves the FLOPs of ``nodes[start:stop]`` best; ``None`` for at most one
     product."""
-    work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_long(nodes[i])}
+    work = {i: executed_flops(nodes[i]) for i in range(start, stop) if _is_heavy(nodes[i])}
     total, done, best = sum(work.values()), 0.0, (math.inf, 0)
     for i, flops in work.items():
         if done:
@@ -365,8 +370,8 @@ def _mark_turns(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> fx.G
     starts: dict[int, fx.Node] = {}
     for at in turns.starts:
         op = next((local[name] for name in turns.ops[at:] if name in local), output)
-        own = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
-        starts[at] = min((*own, op), key=lambda node: where[node])
+        awaited = [arriving[read] for read, (reader, _) in turns.flights.items() if reader == at]
+        starts[at] = min((*awaited, op), key=lambda node: where[node])
         meta(starts[at])["other_half_before"] = True
     for expert in turns.experts:
         meta(local[turns.ops[expert]])["kernel_async_op"] = "halves.send"

@@ -83,7 +83,7 @@ def products_of(
     cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str, bool]
 ) -> dict[Read, tuple[fx.Node, ...]]:
     """Return the products whose weight gradients overlap the reduction of their input gradient, if a technique starts it early, keyed by
-    the value that they read; ``types`` as in ``turns_of``, ``gradient`` says through which values a gradient flows."""
+    value and needed types; ``types`` as in ``turns_of``, ``gradient`` says through which values a gradient flows."""
     found: dict[Read, tuple[fx.Node, ...]] = {}
     for technique in LAYER:
         if any(mode.early_collectives for mode in technique.modes):

@@ -1,8 +1,8 @@
 """Selective recomputation: chooses the results of a layer that stay in memory, so that its backward pass need not compute them again.
 
 Results of matrix products, convolutions and attention are kept, because these are expensive; all other ops are memory-bound or small. If a
-product is a partial sum over devices, its reduced sum is kept instead: to repeat the reduction would take longer than the product. The
-result of the last op whose operands autograd saves is not kept, because recomputation ends before it.
+product is a partial sum over devices, its reduced sum is kept instead: to repeat the reduction would take longer than the product. If
+the last op whose operands autograd saves is a product, its result is not kept, because recomputation ends before it.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ class StageBoundaryValue:
 class Resharding:
     """The conversions, on the mesh's axes, of a value that a layer needs in other types than the value's layer produces.
 
-    ``key`` is the value's name in the stage (``argument_keys``). A later layer that reads it in the same types reuses the converted
-    value.
+    ``key`` is the value's name in the stage (``argument_keys``). A later layer that needs the same types reuses the converted value.
     """
 
     layer: int
@@ -89,7 +88,8 @@ class LocalProgram:
 
 
 def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> LocalProgram:
-    """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages."""
+    """Run the layers' passes (once per layer class and sharding) and cut at the plan's stages. Raises ``UsageError`` or ``ProgramError``
+    if no program can run the plan."""
     check_parts(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
     classes = rewritten_graph(graph, [layer.strategy for layer in plan.layers]).classes
@@ -159,29 +159,29 @@ def _check_segments(graph: Graph, layers: list[LocalLayer], groups: list[range])
 
 def _stage(graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], index: int) -> Stage:
     span = plan.stages[index]
-    own = range(span.start, span.stop)
+    indices = range(span.start, span.stop)
     last = index == len(plan.stages) - 1
-    used = {name for i in own for name in graph.layers[i].parameters}
+    used = {name for i in indices for name in graph.layers[i].parameters}
     owned = {}
     for name in sorted(used & set(graph.shared_parameters)):
-        users = [i for i in own if name in graph.layers[i].parameters]
+        users = [i for i in indices if name in graph.layers[i].parameters]
         if len(users) > 1:
             owned[name] = users[0]
-    receives = _border_values(graph, plan, layers, span.start)
-    inputs = _inputs(graph, layers, own, len(plan.mesh))
+    receives = _boundary_values(graph, plan, layers, span.start)
+    inputs = _inputs(graph, layers, indices, len(plan.mesh))
     return Stage(
         index=index,
-        layers=tuple(own),
+        layers=tuple(indices),
         receives=receives,
-        sends=() if last else _border_values(graph, plan, layers, span.stop),
+        sends=() if last else _boundary_values(graph, plan, layers, span.stop),
         inputs=inputs,
-        scalars=tuple(dict.fromkeys(name for i in own for name in graph.layers[i].scalars)),
+        scalars=tuple(dict.fromkeys(name for i in indices for name in graph.layers[i].scalars)),
         constants=tuple(
-            dict.fromkeys(name for i in own for name in graph.layers[i].constants if name not in graph.buffers)
+            dict.fromkeys(name for i in indices for name in graph.layers[i].constants if name not in graph.buffers)
         ),
         owned=owned,
-        random=any(layers[i].random for i in own),
-        reshardings=tuple(_reshardings(graph, layers, own, receives, inputs)),
+        random=any(layers[i].random for i in indices),
+        reshardings=tuple(_reshardings(graph, layers, indices, receives, inputs)),
     )
 
 
@@ -193,56 +193,56 @@ def argument_keys(layer: GraphLayer) -> list[tuple[int, str]]:
         *(f"constant {name}" for name in layer.constants),
         *(f"scalar {name}" for name in layer.scalars),
     ]
-    own = {f"constant {name}" for name in layer.buffers}
-    return [(place, key) for place, key in enumerate(keys) if key not in own]
+    buffers = {f"constant {name}" for name in layer.buffers}
+    return [(place, key) for place, key in enumerate(keys) if key not in buffers]
 
 
 def _reshardings(
     graph: Graph,
     layers: tuple[LocalLayer, ...],
-    own: range,
+    indices: range,
     receives: tuple[StageBoundaryValue, ...],
     inputs: dict[str, Types],
 ) -> Iterator[Resharding]:
-    made = {border.value.name: border.types for border in receives}
-    made |= {f"input {name}": types for name, types in inputs.items()}
+    produced = {border.value.name: border.types for border in receives}
+    produced |= {f"input {name}": types for name, types in inputs.items()}
     converted: set[tuple[str, Types]] = set()
-    for i in own:
+    for i in indices:
         for position, key in argument_keys(graph.layers[i]):
             needed = layers[i].border(position)
-            source = made.get(key, (R,) * len(needed))
+            source = produced.get(key, (R,) * len(needed))
             value = graph.values.get(key)
             steps = conversion_steps(source, needed, value is not None and value.requires_grad)
             if steps and (key, needed) not in converted:
                 converted.add((key, needed))
                 yield Resharding(i, key, value, source, needed, steps)
-        made |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
+        produced |= {name: layers[i].output(position) for position, name in enumerate(graph.layers[i].outputs)}
 
 
-def _border_values(
+def _boundary_values(
     graph: Graph, plan: Plan, layers: tuple[LocalLayer, ...], cut: int
 ) -> tuple[StageBoundaryValue, ...]:
     """Return the values that are produced before layer ``cut`` and read at or after it."""
     if cut == 0:
         return ()
     read = {name for layer in graph.layers[cut:] for name in layer.activations}
-    borders = []
+    found = []
     for i in range(cut):
         for position, name in enumerate(graph.layers[i].outputs):
             if name in read:
                 sharding = layers[i].sharding
                 value = graph.values[name]
                 shape = local_shape(value.shape, sharding.axes, sharding.output(position))
-                borders.append(StageBoundaryValue(value, shape, mesh_types(sharding, sharding.output(position))))
-    return tuple(borders)
+                found.append(StageBoundaryValue(value, shape, mesh_types(sharding, sharding.output(position))))
+    return tuple(found)
 
 
-def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int) -> dict[str, Types]:
+def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], indices: range, axes: int) -> dict[str, Types]:
     """Return the types of the stage's inputs. An axis slices an input along the batch if all layers that read the input need it sliced
     there; otherwise each rank has all of it, because slicing it in a layer is free, and gathering it is not. If only some layers need it
     sliced on an axis, the axes inside that axis don't slice it either."""
     wanted: dict[str, list[Types]] = {}
-    for i in own:
+    for i in indices:
         first = len(graph.layers[i].activations)
         for position, name in enumerate(graph.layers[i].inputs):
             wanted.setdefault(name, []).append(layers[i].border(first + position))
@@ -251,6 +251,6 @@ def _inputs(graph: Graph, layers: tuple[LocalLayer, ...], own: range, axes: int)
         if value.name in wanted:
             columns = [{types[axis] for types in wanted[value.name]} for axis in range(axes)]
             taken = [S(0) if kinds == {S(0)} else I if kinds == {I} else R for kinds in columns]
-            open_ = next((axis for axis, kinds in enumerate(columns) if S(0) in kinds and kinds != {S(0)}), axes)
-            result[value.name] = tuple(R if t == S(0) and axis > open_ else t for axis, t in enumerate(taken))
+            first_mixed = next((axis for axis, kinds in enumerate(columns) if S(0) in kinds and kinds != {S(0)}), axes)
+            result[value.name] = tuple(R if t == S(0) and axis > first_mixed else t for axis, t in enumerate(taken))
     return result

@@ -3,7 +3,7 @@
 Export fails inside a module if its control flow or a shape depends on the data, if it computes derivatives in forward, or if it calls a
 user's ``autograd.Function``. If the module takes and returns tensors with shapes that don't depend on values, draws no random numbers and
 keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. A copy of the model runs on the batch to
-observe the shape of the module's result; if the batch has no values, the module stays refused.
+observe the shape of the module's result; if batch or model has no values, the module stays refused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def find_opaque(
     error: NotTraceableError, model: nn.Module, opaque_ops: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """Return ``opaque_ops`` plus the innermost module around ``error`` that may become opaque and others of its class, and a note.
+    """Return ``opaque_ops`` with the innermost module around ``error`` that may become opaque, and similar ones of its class; and a note.
 
     ``run`` runs a copy of the model on the batch's values. Raises ``error`` if no module around it may become opaque.
     """
@@ -81,8 +81,8 @@ def find_opaque(
         raise error
     by_path = dict(model.named_modules())
     kinds = {type(by_path[path]) for path in inside}
-    candidates = [path for path, module in by_path.items() if path and type(module) in kinds and _is_data(module)]
-    calls = _observed(model, candidates, run)
+    candidates = [path for path, module in by_path.items() if path and type(module) in kinds and _is_plain_data(module)]
+    calls = _observe_calls(model, candidates, run)
     for path in inside:
         kind = type(by_path[path])
         alike = [p for p in candidates if type(by_path[p]) is kind and p not in opaque_ops]
@@ -91,35 +91,35 @@ def find_opaque(
         alike = [p for p in alike if p in calls and calls[p].replicable and calls[p].results]
         if path in alike:
             note = opaque_note(f"{alike[0]} ({kind.__name__})", error.message.splitlines()[0], len(alike) - 1)
-            return opaque_ops | _ops({p: by_path[p] for p in alike}, calls), note
+            return opaque_ops | _register_ops({p: by_path[p] for p in alike}, calls), note
     raise error
 
 
-def _is_data(module: nn.Module) -> bool:
+def _is_plain_data(module: nn.Module) -> bool:
     """Return whether the class and plain attributes suffice to create an equal module, and no submodule is opaque."""
     return all(describe(each) is not None and not isinstance(each, Opaque) for each in module.modules())
 
 
-def _ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
+def _register_ops(modules: dict[str, nn.Module], calls: dict[str, _Calls]) -> dict[str, str]:
     """Register an op for each module, and return the op names by path. Modules that differ only in their tensors' values share an op."""
     made: list[tuple[nn.Module, dict[Shapes, Any], str]] = []
     found = {}
     for path, module in modules.items():
-        known = next((entry for entry in made if _alike(entry[0], module)), None)
+        known = next((entry for entry in made if _same_but_values(entry[0], module)), None)
         if known is None:
             results: dict[Shapes, Any] = {}
-            known = module, results, register(module, functools.partial(_blank, results))
+            known = module, results, register(module, functools.partial(_meta_result, results))
             made.append(known)
         known[1].update(calls[path].results)
         found[path] = known[2]
     return found
 
 
-def _blank(results: dict[Shapes, Any], *inputs: Tensor) -> Any:
+def _meta_result(results: dict[Shapes, Any], *inputs: Tensor) -> Any:
     return results[shapes(inputs)]
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
+def _same_but_values(one: nn.Module, other: nn.Module) -> bool:
     ours, theirs = list(one.named_modules(remove_duplicate=False)), list(other.named_modules(remove_duplicate=False))
     if [(path, type(m)) for path, m in ours] != [(path, type(m)) for path, m in theirs] or _ties(one) != _ties(other):
         return False
@@ -133,7 +133,7 @@ def _ties(module: nn.Module) -> list[tuple[Any, ...]]:
     return [(name, first.setdefault(identity(t), name), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
 
 
-def _observed(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
+def _observe_calls(model: nn.Module, paths: list[str], run: Callable[[nn.Module], object]) -> dict[str, _Calls]:
     """Return the observed calls of the modules at ``paths`` while ``run`` runs a copy of the model; an empty dict if ``run`` fails."""
     (copy_of_model,) = copied([model])
     calls = {path: _Calls() for path in paths}
@@ -162,18 +162,18 @@ def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *arg
             calls.replicable = described(calls.results.setdefault(shapes(tensors or ()), found)) == described(found)
         except CaptureError:
             calls.replicable = False
-        calls.replicable &= _reaches_all(module, result)
+        calls.replicable &= _all_get_gradients(module, result)
     for change in VALUE_CHANGES if calls.replicable else ():
         try:
             again = forward(*(change(tensor.detach()) for tensor in tensors or ()))
         except Exception:  # the changed values may be invalid; a program checks shapes at run time
             continue
         calls.replicable &= described(again) == described(result) and torch.equal(before[2], torch.get_rng_state())
-        calls.replicable &= _reaches_all(module, again)
+        calls.replicable &= _all_get_gradients(module, again)
     return result
 
 
-def _reaches_all(module: nn.Module, result: Any) -> bool:
+def _all_get_gradients(module: nn.Module, result: Any) -> bool:
     """Return whether every trainable parameter of the module gets a gradient from ``result``. An expert that no token chose gets none in
     eager PyTorch, and the optimizer skips it; a program may give it a zero gradient, with which the optimizer would update it."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""Refuses model code that changes gradients outside of the forward pass, such as hooks: a forward graph would lack it."""
+"""Refuses model code that changes gradients outside of the forward pass, such as hooks: a forward graph would lack these changes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def refuse_unregistered(reader: str, tensor: torch.Tensor) -> NoReturn:
 
 
 def refuse_nodes(gm: fx.GraphModule) -> None:
-    """Raise ``CaptureError`` for autocast regions, and for embeddings that renormalise their weight or scale or sparsify its gradient."""
+    """Raise ``CaptureError`` for autocast that is on, and embeddings that renormalise their weight, or scale or sparsify its gradient."""
     for graph_module in gm.modules():
         for node in graph_module.graph.nodes if isinstance(graph_module, fx.GraphModule) else ():
             if getattr(node.target, "__name__", "") == "wrap_with_autocast" and node.args[2] is not False:

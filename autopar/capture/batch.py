@@ -32,12 +32,12 @@ class Leaf:
     shared: tuple[int, ...] | None = None
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def user_shape(self) -> tuple[int, ...]:
         """The shape in the user's batch."""
         return self.shape if self.shared is None else self.shared
 
     def __str__(self) -> str:
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.given)}"
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.user_shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def describe_batch(
 ) -> BatchStructure:
     """Return the structure of an example batch, with ``dtype`` (unless it is ``None``) as the dtype of floating tensors.
 
-    Raises ``BatchError`` if there is no tensor or no row, if the tensors disagree on the batch size (dim 0), if the batch isn't the pair
-    that ``loss_fn`` needs, or if ``forward`` doesn't take its keys or its number of tensors.
+    Raises ``BatchError`` if there is no tensor or no row, or a numpy array; if the tensors disagree on the batch size (dim 0); if the batch
+    isn't the pair that ``loss_fn`` needs; or if ``forward`` doesn't take its keys or its number of tensors.
     """
     paired = loss_fn is not None and takes_targets(loss_fn)
     if paired:
@@ -79,7 +79,7 @@ def describe_batch(
     else:
         names = _Names(dtype)
         tree = names.arguments(model, batch)
-    structure = BatchStructure(_with_rows(tree), paired=paired)
+    structure = BatchStructure(_expand_shared(tree), paired=paired)
     leaves = structure.leaves
     if not leaves:
         raise BatchError(
@@ -96,20 +96,20 @@ def describe_batch(
     return structure
 
 
-def _with_rows(tree: Any) -> Any:
+def _expand_shared(tree: Any) -> Any:
     """Expand tensors without dims or with one row to the rows of the other tensors."""
     rows = max((leaf.shape[0] for leaf in _leaves(tree) if leaf.shape), default=0)
 
-    def shared(value: Any) -> Any:
+    def expand(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: shared(item) for key, item in value.items()}
+            return {key: expand(item) for key, item in value.items()}
         if isinstance(value, tuple):
-            return tuple(map(shared, value))
+            return tuple(map(expand, value))
         if isinstance(value, Leaf) and rows and (not value.shape or value.shape[0] == 1 < rows):
             return Leaf(value.name, (rows, *value.shape[1:]), value.dtype, shared=value.shape)
         return value
 
-    return shared(tree)
+    return expand(tree)
 
 
 def check_tensors(where: str, value: Any) -> None:
@@ -207,7 +207,7 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
         )
     if tensor.is_floating_point() and leaf.dtype.is_floating_point and tensor.dtype != leaf.dtype:
         tensor = tensor.to(leaf.dtype)
-    if tuple(tensor.shape) != leaf.given or tensor.dtype != leaf.dtype:
+    if tuple(tensor.shape) != leaf.user_shape or tensor.dtype != leaf.dtype:
         got = Leaf(leaf.name, tuple(tensor.shape), tensor.dtype)
         raise BatchError(
             f"{where} does not fit the captured graph: it takes {leaf}, and this is {got}",

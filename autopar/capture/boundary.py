@@ -20,7 +20,7 @@ from autopar.capture.backward import TORCH
 from autopar.errors import OPAQUE_HINT, AutoparError, CaptureError
 from autopar.ops.source import source_line
 
-_NOT_THE_USERS = (TORCH, str(Path(__file__).parents[1]), *passes.__path__, "<")
+_NOT_USER_CODE = (TORCH, str(Path(__file__).parents[1]), *passes.__path__, "<")
 _STANDARD = sysconfig.get_path("stdlib")
 HINT = f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
 
@@ -35,24 +35,24 @@ def errors_as_capture_errors(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
         what = f"{type(error).__name__}{': ' if text else ''}{text}"
-        where = user_line(error) or _node(error.__traceback__) or f"the model {type(model).__name__}"
+        where = user_line(error) or _line_of_node(error.__traceback__) or f"the model {type(model).__name__}"
         raise CaptureError(f"capture failed on {where}: {what}", hint=HINT) from error
 
 
 def user_line(error: Exception) -> str:
     """Return the innermost line of the traceback outside of torch, autopar and the standard library, or an empty string."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     if not frames:
         return ""
     return f"{frames[-1].filename}:{frames[-1].lineno}" + (f" `{frames[-1].line}`" if frames[-1].line else "")
 
 
-def _is_users(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     standard = file.startswith(_STANDARD) and "-packages" not in file.removeprefix(_STANDARD)
-    return not standard and not file.startswith(_NOT_THE_USERS)
+    return not standard and not file.startswith(_NOT_USER_CODE)
 
 
-def _node(trace: TracebackType | None) -> str:
+def _line_of_node(trace: TracebackType | None) -> str:
     """Return the user's source line of the node that a graph pass was processing, or an empty string."""
     line_of_node = ""
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Evaluates one block of a constant expression: proved bounds of the block's elements, or the elements themselves.
+"""Evaluates a constant expression block by block: proved bounds of a block's elements, or the elements themselves.
 
 A long sequence's mask has more elements than fit into memory, but comparing two numbers decides nearly every block: if the largest key
 position is at most the smallest query position, ``key <= query`` is true throughout. ``Blocks.bounds`` computes such bounds by interval
@@ -39,18 +39,18 @@ _PERMUTATIONS = frozenset(("aten.transpose", "aten.t", "aten.permute"))
 
 
 class Blocks:
-    """Bounds and elements of blocks of constant nodes. Results are cached until ``next`` is called.
+    """Bounds and elements of blocks of constant nodes. Results are cached until ``clear_cache`` is called.
 
     Raises ``TooLargeError`` for a node that can't be evaluated by blocks and is too large to be evaluated in full.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._whole: dict[fx.Node, Tensor] = {}
+        self._full_values: dict[fx.Node, Tensor] = {}
         self._bounds: dict[tuple[fx.Node, Block], tuple[Tensor, Tensor] | None] = {}
         self._elements: dict[tuple[fx.Node, Block], Tensor] = {}
 
-    def next(self) -> None:
+    def clear_cache(self) -> None:
         """Clear the cache before the next block."""
         self._bounds.clear()
         self._elements.clear()
@@ -59,7 +59,7 @@ class Blocks:
         """Return a lower and an upper bound of the block's elements, as 0-d tensors; ``None`` if unknown."""
         key = (node, block)
         if key not in self._bounds:
-            self._bounds[key] = self._bounded(node, block)
+            self._bounds[key] = self._compute_bounds(node, block)
         return self._bounds[key]
 
     def elements(self, node: fx.Node, block: Block) -> Tensor:
@@ -69,8 +69,8 @@ class Blocks:
             self._elements[key] = self._evaluate_block(node, block)
         return self._elements[key]
 
-    def _bounded(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
-        if self._is_whole(node):
+    def _compute_bounds(self, node: fx.Node, block: Block) -> tuple[Tensor, Tensor] | None:
+        if self._evaluate_in_full(node):
             return _extremes(self.elements(node, block))
         if (source := _source_block(node, block)) is not None:
             return self.bounds(*source)
@@ -85,13 +85,13 @@ class Blocks:
         operands = {operand: self.bounds(operand, _broadcast_block(operand, block)) for operand in node.all_input_nodes}
         known = {operand: ends for operand, ends in operands.items() if ends is not None}
         if name == "aten.where" and len(node.args) == 3:
-            return self._chosen(node, operands)
+            return self._where_bounds(node, operands)
         if len(known) < len(operands):
             return None
         if all(torch.equal(low, high) for low, high in known.values()):
-            return _extremes(_call(node, {operand: low for operand, (low, _) in known.items()}))
+            return _extremes(_apply(node, {operand: low for operand, (low, _) in known.items()}))
         if name in ("aten.eq", "aten.ne"):
-            return self._compared(node, known)
+            return self._eq_bounds(node, known)
         if name == "aten.abs":
             low, high = known[node.all_input_nodes[0]]
             ends = _extremes(torch.stack((low, high)).abs())
@@ -121,18 +121,18 @@ class Blocks:
             return zero, zero
         return None if ends is None else (torch.minimum(ends[0], zero), torch.maximum(ends[1], zero))
 
-    def _chosen(self, node: fx.Node, operands: dict[fx.Node, Any]) -> tuple[Tensor, Tensor] | None:
+    def _where_bounds(self, node: fx.Node, operands: dict[fx.Node, Any]) -> tuple[Tensor, Tensor] | None:
         condition, *branches = args_of(node)
-        which = operands[condition]
-        if which is not None and torch.equal(*which):
-            branches = [branches[0] if bool(which[0]) else branches[1]]
+        condition_ends = operands[condition]
+        if condition_ends is not None and torch.equal(*condition_ends):
+            branches = [branches[0] if bool(condition_ends[0]) else branches[1]]
         dtype = val(node).dtype
         found = [operands[b] if isinstance(b, fx.Node) else (torch.tensor(b, dtype=dtype),) * 2 for b in branches]
         if any(ends is None for ends in found):
             return None
         return _extremes(torch.stack([end.to(dtype) for ends in found for end in ends]))
 
-    def _compared(self, node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+    def _eq_bounds(self, node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
         """Return the bounds of ``eq`` or ``ne`` if the operands' bounds don't overlap, else ``None``."""
         first, second = (known[a] if isinstance(a, fx.Node) else (torch.tensor(a),) * 2 for a in args_of(node)[:2])
         if not (bool(first[1] < second[0]) or bool(second[1] < first[0])):
@@ -141,8 +141,8 @@ class Blocks:
         return differ, differ
 
     def _evaluate_block(self, node: fx.Node, block: Block) -> Tensor:
-        if self._is_whole(node):
-            value = self._whole[node]
+        if self._evaluate_in_full(node):
+            value = self._full_values[node]
             for dim, (start, stop) in enumerate(block):
                 if value.shape[dim] > 1:
                     value = value.narrow(dim, start, stop - start)
@@ -166,18 +166,18 @@ class Blocks:
         if name == "aten.index":
             source_node = args_of(node)[0]
             found[source_node] = self.elements(source_node, tuple((0, size) for size in shape_of(source_node)))
-        return _call(node, found)
+        return _apply(node, found)
 
-    def _is_whole(self, node: fx.Node) -> bool:
-        """Return whether the node is evaluated in full: it is small, is a stored tensor, or has an op that can't compute a single block."""
-        if node not in self._whole and (
-            node.op != "call_function" or val(node).numel() <= SMALL or not _in_blocks(node)
+    def _evaluate_in_full(self, node: fx.Node) -> bool:
+        """Evaluate the node in full if it is small, stored, or of an op that can't compute a single block; return whether it was."""
+        if node not in self._full_values and (
+            node.op != "call_function" or val(node).numel() <= SMALL or not _has_block_rule(node)
         ):
-            self._whole[node] = stripped(self._evaluator(node))
-        return node in self._whole
+            self._full_values[node] = stripped(self._evaluator(node))
+        return node in self._full_values
 
 
-def _in_blocks(node: fx.Node) -> bool:
+def _has_block_rule(node: fx.Node) -> bool:
     name = op_name(node)
     if name in ("aten.full", "aten.tril", "aten.triu") or elementwise_operands(node) is not None:
         return True
@@ -187,8 +187,8 @@ def _in_blocks(node: fx.Node) -> bool:
 def _broadcast_block(operand: fx.Node, block: Block) -> Block:
     """Return the block of a broadcast operand that an elementwise op reads for ``block`` of its result."""
     sizes = shape_of(operand)
-    own = block[len(block) - len(sizes) :]
-    return tuple((0, 1) if size == 1 else ends for size, ends in zip(sizes, own, strict=True))
+    aligned = block[len(block) - len(sizes) :]
+    return tuple((0, 1) if size == 1 else ends for size, ends in zip(sizes, aligned, strict=True))
 
 
 def _source_block(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
@@ -203,11 +203,11 @@ def _source_block(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     if name == "aten.expand":
         return source, _broadcast_block(source, block)
     if name in _PERMUTATIONS:
-        back = _order(node)
-        there: list[tuple[int, int]] = [(0, 0)] * len(block)
-        for position, dim in enumerate(back):
-            there[dim] = block[position]
-        return source, tuple(there)
+        order = _permutation(node)
+        source_block: list[tuple[int, int]] = [(0, 0)] * len(block)
+        for position, dim in enumerate(order):
+            source_block[dim] = block[position]
+        return source, tuple(source_block)
     if name == "aten.unsqueeze":
         dim = args_of(node)[1] % len(block)
         return source, (*block[:dim], *block[dim + 1 :])
@@ -225,7 +225,7 @@ def _source_block(node: fx.Node, block: Block) -> tuple[fx.Node, Block] | None:
     return None
 
 
-def _order(node: fx.Node) -> list[int]:
+def _permutation(node: fx.Node) -> list[int]:
     """Return the operand's dim for each dim of a permutation's result."""
     rank = len(shape_of(node))
     order = list(range(rank))
@@ -240,7 +240,7 @@ def _apply_view(node: fx.Node, elements: Tensor) -> Tensor:
     """Apply an op that only moves elements to the elements of a block of its operand."""
     name = op_name(node)
     if name in _PERMUTATIONS:
-        return elements.permute(_order(node))
+        return elements.permute(_permutation(node))
     if name == "aten.unsqueeze":
         return elements.unsqueeze(args_of(node)[1])
     if name == "aten.select":
@@ -266,9 +266,9 @@ def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> t
             values[operand] = ends[0]
         else:
             values[operand] = torch.stack([ends[corner[position]] for corner in corners])
-    result = _call(node, values)
+    result = _apply(node, values)
     if not result.is_floating_point() and result.dtype != torch.bool:
-        wide = _call(node, {operand: value.double() for operand, value in values.items()}) if known else result
+        wide = _apply(node, {operand: value.double() for operand, value in values.items()}) if known else result
         limits = torch.iinfo(result.dtype)
         if op_name(node) != "aten.to" and not bool(((wide >= limits.min) & (wide <= limits.max)).all()):
             return None  # the integers overflow
@@ -279,7 +279,7 @@ def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> t
     return _extremes(result)
 
 
-def _call(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
+def _apply(node: fx.Node, values: dict[fx.Node, Tensor]) -> Tensor:
     target: Any = node.target
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
     with torch.no_grad():

@@ -45,15 +45,15 @@ LIMIT_BYTES = 2**34
 FLOOR = 1e-3
 """A gradient's error is relative to its own largest value or to this fraction of the largest gradient, whichever is larger: the gradient
 of a bias before batch norm consists of rounding errors, which two nearly equal rows amplify."""
-MOST_OPERATIONS = 10**14
+MAX_FLOPS = 10**14
 """A comparison with more FLOPs (products, forward and backward) is skipped: it would take an hour."""
-MOST_ROWS = 64
+MAX_ROWS = 64
 """If the model doesn't run on ``ROWS`` rows, or their graph differs from the planned one, a batch of up to this many rows is compared."""
 HINT = (
     "capture must not change what a model computes: please report this model; until it is fixed, autopar.opaque(module) excludes the "
     "failing module from tracing, and --no-capture-check (capture_check=False) plans anyway"
 )
-CANNOT_RUN = (
+CANNOT_RUN_HINT = (
     "give a batch on which the model runs on the CPU and has a finite loss; --no-capture-check (capture_check=False) plans without the "
     "comparison"
 )
@@ -79,7 +79,7 @@ def check_capture(
     total = tensors[0].shape[0]
     rows = min(ROWS, total)
     first = comparison.check([tensor[:rows] for tensor in tensors], steps=2)
-    affordable = total <= MOST_ROWS and _operations(graph, total) <= MOST_OPERATIONS
+    affordable = total <= MAX_ROWS and _flops(graph, total) <= MAX_FLOPS
     if rows < total and affordable and (first is None or comparison.difference):
         # the model doesn't run on few rows, or their graph differs from the planned one
         rows, first = total, comparison.check(tensors, steps=2) or first
@@ -89,9 +89,9 @@ def check_capture(
             return _without_comparison(graph, f"{why}, with random values")
         if rows < total and not affordable:
             return _without_comparison(graph, f"{why}, and {total} rows take too long")
-        raise CaptureError(f"the captured graph cannot be compared with the model: {why}", CANNOT_RUN)
+        raise CaptureError(f"the captured graph cannot be compared with the model: {why}", CANNOT_RUN_HINT)
     second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]), steps=1)
-    failed = f"(of {rows + 1} rows it was not compared: {comparison.failure_reason})"
+    failed = f"(not compared on {rows + 1} rows: {comparison.failure_reason})"
     rest = f"and a step of {second}" if second else failed
     seconds = time.perf_counter() - start_s
     return (
@@ -122,12 +122,12 @@ def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> 
         return f"it takes {needed / 1e9:,.0f} GB in float64"
     if any(parameter.is_meta for parameter in model.parameters()) and needed > 2 * DRAWN_BYTES:
         return "the model is on meta and too large to draw values for"
-    if (operations := _operations(graph, ROWS)) > MOST_OPERATIONS:
+    if (operations := _flops(graph, ROWS)) > MAX_FLOPS:
         return f"it takes {operations:.0e} operations in float64"
     return ""
 
 
-def _operations(graph: Graph, rows: int) -> float:
+def _flops(graph: Graph, rows: int) -> float:
     """Return the FLOPs of two steps of ``rows`` rows and one of ``rows + 1``, each run by eager PyTorch and by the graph. A backward pass
     counts as twice the FLOPs of a forward pass."""
     by_class = {key: sum(map(model_flops, cls.graph.graph.nodes)) for key, cls in graph.classes.items()}
@@ -158,8 +158,8 @@ class _Comparison:
     """Compares the graph with the model on rows of a batch.
 
     ``precision`` is that of the comparison: float64, or the model's if it doesn't run in float64. ``failure_reason`` is the reason why the
-    last rows weren't compared. ``difference`` describes the first difference between their graph and the planned one. ``chances`` are the
-    dropout probabilities that the model used.
+    last rows weren't compared. ``difference`` describes the first difference between their graph and the planned one. ``chances`` has the
+    probabilities of the model's active dropout.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class _Comparison:
         return torch.float64 if self.precision == "float64" else None
 
     def check(self, tensors: list[Tensor], steps: int) -> str | None:
-        """Compare on these rows; return a description of the comparison, or ``None`` if the model doesn't run on them."""
+        """Compare on these rows; return what was compared, or ``None`` if that isn't possible (see ``failure_reason``)."""
         if (eager := self._eager(tensors, steps)) is None and self.precision == "float64":
             why, self.precision = self.failure_reason, name_of(self.graph.dtype)
             if (eager := self._eager(tensors, steps)) is None:
@@ -187,24 +187,24 @@ class _Comparison:
         try:
             with self.modes():
                 batch = rebuild_batch(self.structure, tensors)
-                how: dict[str, Any] = {"precision": self.dtype and "float64", "local_batch_norm": self.local}
-                small = capture(self.model, batch, self.loss_fn, **how)
+                options: dict[str, Any] = {"precision": self.dtype and "float64", "local_batch_norm": self.local}
+                small = capture(self.model, batch, self.loss_fn, **options)
         except AutoparError as error:
             self.failure_reason = error.message
             return None
-        if other := _other_branch(self.graph.guards, small.guards):
+        if other := _branch_mismatch(self.graph.guards, small.guards):
             self.failure_reason = f"they take a different branch at {other}"
             return None
-        given = self.eager_model()  # outside of the modes, which must not change initial values
+        copied = self.eager_model()  # outside of the modes, which must not change initial values
         with self.external_state.restored(), self.modes():  # opaque modules run the user's code
-            steps_of_graph = list(graph_steps(small, given, tensors, eager))
+            steps_of_graph = list(graph_steps(small, copied, tensors, eager))
         for number, (mine, theirs) in enumerate(zip(steps_of_graph, eager, strict=True)):
-            off, where = _compared(mine, theirs, set(small.buffers))
-            if not off.value <= (EXACT if self.dtype is not None else _noise(self.graph.dtype)):
-                raise self._refused(
-                    f"on {count}: {where} ({off.where}) is off by {off.value:.1e}", number, small, tensors
+            largest, where = _largest_error(mine, theirs, set(small.buffers))
+            if not largest.value <= (EXACT if self.dtype is not None else _rounding_error(self.graph.dtype)):
+                raise self._mismatch(
+                    f"on {count}: {where} ({largest.where}) is off by {largest.value:.1e}", number, small, tensors
                 )
-        if drawn := sorted(_chances(self.graph) - self.chances):
+        if drawn := sorted(_dropout_probabilities(self.graph) - self.chances):
             raise CaptureError(
                 f"the captured graph has dropout with probability {drawn[0]}, which the model does not apply on {count}",
                 HINT,
@@ -212,17 +212,17 @@ class _Comparison:
         self.difference = same_structure(self.graph, small)
         return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
 
-    def _refused(self, off: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
+    def _mismatch(self, where: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
         for sentence, hint in (*self.graph.assumed, *small.assumed):
             return CaptureError(
-                f"{sentence}, and the captured graph does not compute what the model computes {off}, in step {step + 1}",
+                f"{sentence}, and the captured graph does not compute what the model computes {where}, in step {step + 1}",
                 hint,
             )
         if step == 0:
-            place = _located(self, small, tensors)
+            place = _first_difference(self, small, tensors)
         else:
             place = ", in the second step: state other than buffers changes between steps and is not captured"
-        return CaptureError(f"the captured graph does not compute what the model computes {off}{place}", HINT)
+        return CaptureError(f"the captured graph does not compute what the model computes {where}{place}", HINT)
 
     def eager_model(self) -> EagerModel:
         return EagerModel(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)
@@ -241,11 +241,11 @@ class _Comparison:
     def _eager(self, tensors: list[Tensor], count: int) -> list[EagerStep] | None:
         """Run ``count`` training steps of the model; if they fail, set ``failure_reason`` and return ``None``."""
         try:
-            given = self.eager_model()
+            copied = self.eager_model()
         except Exception as error:  # raised by the user's classes
-            self.failure_reason = f"the model cannot be copied ({_named(error)})"
+            self.failure_reason = f"the model cannot be copied ({_error_text(error)})"
             return None
-        steps, parameters = list[EagerStep](), given.parameters
+        steps, parameters = list[EagerStep](), copied.parameters
         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
         try:
             with self.external_state.restored(), self.modes(self.chances):
@@ -253,9 +253,9 @@ class _Comparison:
                     if steps:
                         update(parameters, steps[-1].gradients)
                         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
-                    steps.append(given.step(self._cast(tensors)))
+                    steps.append(copied.step(self._cast(tensors)))
         except Exception as error:  # raised by the model's code
-            self.failure_reason = f"the model raises {_named(error)}"
+            self.failure_reason = f"the model raises {_error_text(error)}"
             return None
         for name, p in parameters.items():
             if (p._version, p.data_ptr()) != before[name]:
@@ -270,14 +270,14 @@ class _Comparison:
 
 
 def graph_steps(
-    graph: Graph, given: EagerModel, tensors: Sequence[Tensor], steps: Sequence[EagerStep]
+    graph: Graph, eager_model: EagerModel, tensors: Sequence[Tensor], steps: Sequence[EagerStep]
 ) -> Iterator[EagerStep]:
-    """Run the graph for as many steps as eager PyTorch ran (``steps``), from the parameters and buffers of ``given``. Between steps the
-    parameters get the same updates as in eager PyTorch, and buffers carry over."""
+    """Run the graph for as many steps as eager PyTorch ran (``steps``), from the parameters and buffers of ``eager_model``. Between steps
+    the parameters get the same updates as in eager PyTorch, and buffers carry over."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
-    initial, buffers = given.buffers, dict[str, Tensor]()
+    initial, buffers = eager_model.buffers, dict[str, Tensor]()
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}
-    own = unshared(given.parameters)
+    own = unshared(eager_model.parameters)
     parameters = {n: p.detach() if n in frozen else p for n, p in own.items()}
     for number in range(len(steps)):
         if number:
@@ -286,13 +286,13 @@ def graph_steps(
         yield EagerStep(float(loss.detach()), gradients(loss, own), initial | buffers)
 
 
-def _named(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return an error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _chances(graph: Graph) -> set[float]:
+def _dropout_probabilities(graph: Graph) -> set[float]:
     """Return the nonzero dropout probabilities in a graph."""
     found = set()
     for cls in graph.classes.values():
@@ -304,7 +304,7 @@ def _chances(graph: Graph) -> set[float]:
     return found - {0.0}
 
 
-def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
+def _branch_mismatch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
     """Return the first line at which fewer rows take another branch than the full batch, or an empty string. Integers that the model reads
     from its tensors may differ, booleans may not."""
     for guard, other in zip(guards, others, strict=False):
@@ -314,18 +314,18 @@ def _other_branch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
     return longer[min(len(guards), len(others))].line if len(guards) != len(others) else ""
 
 
-def _compared(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
+def _largest_error(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
     """Return the largest error of a step, and where it is: in the loss, a gradient or a buffer."""
     error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
     # a buffer that forward registers or fills is a cache, whose effect shows in the second step
     kept = {name: value for name, value in theirs.buffers.items() if name in mine.buffers}
-    moved = {name: value for name, value in kept.items() if value.is_floating_point() or name in written}
-    return _compare(0.0, {n: mine.buffers[n] for n in moved}, 0.0, moved), "a buffer"
+    checked = {name: value for name, value in kept.items() if value.is_floating_point() or name in written}
+    return _compare(0.0, {n: mine.buffers[n] for n in checked}, 0.0, checked), "a buffer"
 
 
-def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **how: Any) -> Error:
+def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **options: Any) -> Error:
     """Call ``compare``, ignoring elements that are the same infinity or NaN in both (a mask in a buffer may have them)."""
     ours, others = dict(mine), dict(theirs)
     for name in mine.keys() & theirs.keys():
@@ -335,43 +335,43 @@ def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[st
             ours[name], others[name] = one.masked_fill(same, 0.0), other.masked_fill(same, 0.0)
             if not one.numel():
                 del ours[name], others[name]
-    return compare(loss, ours, loss0, others, **how)
+    return compare(loss, ours, loss0, others, **options)
 
 
 def _real(value: Tensor) -> Tensor:
     return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).detach().double()
 
 
-def _noise(dtype: torch.dtype) -> float:
-    """Estimate the accumulated rounding error of a dtype."""
+def _rounding_error(dtype: torch.dtype) -> float:
+    """Estimate a dtype's accumulated relative rounding error."""
     return 1e4 * torch.finfo(dtype).eps
 
 
 # -- the first node that differs --------------------------------------------------------------------------------------
 
 
-def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
+def _first_difference(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> str:
     """Describe the first node with a value that eager PyTorch never computes, and its source line; return an empty string without one."""
-    given = comparison.eager_model()
+    copied = comparison.eager_model()
     with comparison.external_state.restored(), comparison.modes():
-        seen = _Seen()
+        seen = _EagerValues()
         batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
         with torch.no_grad():
             with results_of_ops(seen.add):
-                given.loss(tensors)
-            met: dict[tuple[int, fx.Node], bool] = {}
+                copied.loss(tensors)
+            known: dict[tuple[int, fx.Node], bool] = {}
 
             def watch(layer: int, node: fx.Node, value: Any) -> None:
-                met[layer, node] = not isinstance(value, Tensor) or seen.has(value)
+                known[layer, node] = not isinstance(value, Tensor) or seen.has(value)
 
-            reference.run(graph, given.parameters, batch, watch)
-    lost: set[tuple[int, fx.Node]] = set()
-    for layer, node in reversed(met):
+            reference.run(graph, copied.parameters, batch, watch)
+    unknown: set[tuple[int, fx.Node]] = set()
+    for layer, node in reversed(known):
         # the model may lack a value (a product before its bias is added) if it has the values that the graph computes from it
-        ends = any(user.op == "output" or (layer, user) in lost for user in node.users)
-        if ends and not met[layer, node] and node.op == "call_function":
-            lost.add((layer, node))
-    first = next((key for key in met if key in lost), None)
+        ends = any(user.op == "output" or (layer, user) in unknown for user in node.users)
+        if ends and not known[layer, node] and node.op == "call_function":
+            unknown.add((layer, node))
+    first = next((key for key in known if key in unknown), None)
     if first is None:
         return ""
     layer, node = first
@@ -379,7 +379,7 @@ def _located(comparison: _Comparison, graph: Graph, tensors: list[Tensor]) -> st
     return f"{where}\n{source_line(node)}"
 
 
-class _Seen:
+class _EagerValues:
     """Digests of all tensors that eager PyTorch computes, by number of elements; a digest doesn't depend on the order of elements."""
 
     def __init__(self) -> None:
@@ -413,7 +413,7 @@ def same_structure(graph: Graph, other: Graph) -> str:
         if len(mine) != len(theirs):
             return f"{layer.name} has {len(mine)} nodes, not {len(theirs)}"
         for (node, args), (_, others_args) in zip(mine, theirs, strict=True):
-            if not _alike(args, others_args, rows, others):
+            if not _args_match(args, others_args, rows, others):
                 return f"{node.name} in {layer.name}"
         for name, own in zip(layer.constants, counterpart.constants, strict=False):
             one, two = graph.constants.get(name), other.constants.get(own)
@@ -425,8 +425,8 @@ def same_structure(graph: Graph, other: Graph) -> str:
 def _same_values(one: Tensor, other: Tensor) -> bool:
     """Return whether two constants agree to the narrower dtype's precision (the rounding of rotary angles grows with the position)."""
     exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
-    tolerance = 10 * max(map(_noise, exact), default=0.0)
-    mine, theirs = (_real(t).clamp(-_HUGE, _HUGE) for t in (one, other))
+    tolerance = 10 * max(map(_rounding_error, exact), default=0.0)
+    mine, theirs = (_real(t).clamp(-_LARGEST, _LARGEST) for t in (one, other))
     return torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
@@ -456,7 +456,7 @@ def _floating(*nodes: Any) -> bool:
     return all(meta(node)["val"].is_floating_point() for node in nodes)
 
 
-_HUGE = torch.finfo(torch.float16).max
+_LARGEST = torch.finfo(torch.float16).max
 _LIMITS = [
     {getattr(torch.finfo(dtype), name) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
     for name in ("min", "max", "eps", "tiny")
@@ -470,7 +470,7 @@ class _Numbered(str):
         return super().__new__(cls, f"%{number}")
 
 
-def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
+def _args_match(one: Any, other: Any, rows: int, others: int) -> bool:
     """Return whether two arguments are equal, except for numbers that scale with the rows and for floating dtypes."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
@@ -483,9 +483,9 @@ def _alike(one: Any, other: Any, rows: int, others: int) -> bool:
             return True  # limits of two dtypes, which masks and norms use
         return math.isclose(one * rows, other * others, rel_tol=1e-6) or math.isclose(one, other, rel_tol=1e-6)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(_alike(a, b, rows, others) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(_args_match(a, b, rows, others) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key], rows, others) for key in one)
+        return one.keys() == other.keys() and all(_args_match(one[key], other[key], rows, others) for key in one)
     if isinstance(one, torch.dtype) and isinstance(other, torch.dtype):
         return one.is_floating_point == other.is_floating_point
     return bool(one == other)

@@ -19,8 +19,7 @@ from autopar.torch_private import fake_tensors
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LOSS_KEY = "loss_fn"
-_EXPERTS = "grouped_mm"  # the implementation in transformers that passes.clean.experts recognizes
-
+_EXPERTS_IMPLEMENTATION = "grouped_mm"  # the implementation in transformers that passes.clean.experts recognises
 
 LOSS = "<loss_fn>"
 """Prefix of buffer names for a ``loss_fn`` that is a module."""
@@ -30,8 +29,8 @@ LOSS = "<loss_fn>"
 class FakeModel:
     """Fake-tensor copies of a model and its loss function.
 
-    ``buffers`` has the real buffers, each under all of its names (none for buffers on meta). ``mode`` is the fake-tensor mode,
-    ``external_state`` the external state that the copies share with the originals.
+    ``buffers`` has the values of buffers and attribute tensors, on the CPU in the copies' dtypes, by each name (none for those on meta);
+    ``mode`` is the fake-tensor mode, ``external_state`` the external state that the copies share with the originals.
     """
 
     module: nn.Module
@@ -51,7 +50,7 @@ def fake_model(
     without: Collection[str] = (),
     cache: bool = False,
 ) -> FakeModel:
-    """Copy ``model``, and ``loss_fn`` if it is a module, without touching or copying their tensors.
+    """Copy ``model``, and ``loss_fn`` if it is a module, without copying their parameters. Raises ``CaptureError`` if they can't be copied.
 
     Modules keep their mode (``train`` or ``eval``). The fake tensors claim to be on the CPU, so that a forward can mix them with tensors
     of the default device; with ``meta`` they are on meta, which is several times faster. Tensors in plain attributes become buffers, so
@@ -92,7 +91,7 @@ def fake_model(
         if id(tensor) not in memo:
             memo[id(tensor)] = fake(tensor)
         if tensor.device.type != "meta":
-            values[_name(f"{path}.{name}")] = tensor.detach().to("cpu", cast(tensor))
+            values[_captured_name(f"{path}.{name}")] = tensor.detach().to("cpu", cast(tensor))
     try:
         copies = copy.deepcopy(both, memo)
     except Exception as error:
@@ -115,7 +114,7 @@ def _configure(module: nn.Module, cache: bool) -> None:
     """Select implementations that can be captured in a transformers model, and replace gradient hooks."""
     for config in () if cache else configs_with_cache(module):
         config.use_cache = False
-    choose_experts(module, _EXPERTS)
+    choose_experts(module, _EXPERTS_IMPLEMENTATION)
     move_hooks(module)
 
 
@@ -145,7 +144,7 @@ def stored_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
                 yield path, name, value
 
 
-def _name(path: str) -> str:
+def _captured_name(path: str) -> str:
     """Return the captured name of a tensor at ``path`` in the model or the loss function."""
     root, _, rest = path.partition(".")
     return f"{LOSS}.{rest}" if root == _LOSS_KEY else rest

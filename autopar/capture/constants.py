@@ -48,7 +48,7 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
     """Replace constants by placeholders (``meta["constant"]``) where a node that isn't folded reads them; return their values by name."""
     constants: dict[str, torch.Tensor] = {}
     # compute all values before replacing any: a node that is too large to fold may lie between two constants, and keeps its inputs
-    values = {node: value for node in gm.graph.nodes if (value := _foldable(evaluator, node)) is not None}
+    values = {node: value for node in gm.graph.nodes if (value := _value_to_fold(evaluator, node)) is not None}
     for node, value in values.items():
         readers = [user for user in node.users if user not in values]
         if not readers:
@@ -62,7 +62,7 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
     return constants
 
 
-def _foldable(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
+def _value_to_fold(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
     """Return a constant node's value if it is small enough to store, else ``None``."""
     if node not in evaluator.constant:
         return None

@@ -79,7 +79,7 @@ class CtcLoss:
         zero_infinity: bool,
     ) -> Tensor:
         if isinstance(targets, MaskedRows):
-            targets = self._padded(targets, target_lengths)
+            targets = self._pad_labels(targets, target_lengths)
         elif targets.dim() != 2:
             raise NotTraceableError(
                 f"{caller()} takes one tensor with the labels of all examples, in which a rank cannot find those of its examples",
@@ -92,7 +92,7 @@ class CtcLoss:
             losses = (losses / lengths.to(losses.dtype).clamp(min=1)).mean()
         return losses.sum() if reduction == "sum" else losses
 
-    def _padded(self, selected: MaskedRows, lengths: Any) -> Tensor:
+    def _pad_labels(self, selected: MaskedRows, lengths: Any) -> Tensor:
         """Return the table with each row's selected elements moved to its start; ``lengths`` must be the counts of the mask."""
         table, mask = selected.table, selected.mask
         versions = [version for count, counted, version in self.counts if count is lengths and counted is mask]

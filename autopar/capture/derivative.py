@@ -31,8 +31,8 @@ def record_derivative(
 ) -> tuple[Tensor | None, ...]:
     """Replace torch's autograd engine during export: record its call as one marker op.
 
-    Like torch, it returns ``None`` for unused inputs, and detached gradients without ``create_graph``. Raises ``NotTraceableError`` if
-    gradients would accumulate in ``.grad`` (``backward()``), outside of a trace, or for an input that isn't a tensor.
+    Like torch, it returns ``None`` for unused inputs (``RuntimeError`` without ``allow_unused``), and detached gradients without
+    ``create_graph``. Raises ``NotTraceableError`` for ``backward()``, outside of a trace, or if inputs or ``grad_outputs`` aren't tensors.
     """
     cotangents = [tensor for tensor in grad_outputs if isinstance(tensor, Tensor)]
     if (
@@ -45,7 +45,7 @@ def record_derivative(
     dependencies = _dependencies(outputs)
     used = [_autograd_key(tensor) in dependencies for tensor in inputs]
     if not allow_unused and not all(used):
-        raise RuntimeError(f"{caller()} differentiates by a tensor that was not used or requires no gradient")
+        raise RuntimeError(f"{caller()} differentiates w.r.t. a tensor that was not used or requires no gradient")
     wanted = [tensor for tensor, is_used in zip(inputs, used, strict=True) if is_used]
     derivatives = iter(derivative(list(outputs), wanted, cotangents) if wanted else ())
     results = [next(derivatives) if is_used else None for is_used in used]

@@ -1,7 +1,7 @@
 """Runs the user's model eagerly on one device, as the reference for captured graphs and programs.
 
-A copy runs in float64 with deterministic random numbers, so that two runs can be compared to the last digits. Modules keep their mode
-(``train`` or ``eval``).
+A copy runs in float64, without dropout or with ``DeterministicDraws``, so that two runs can be compared to the last digits. Modules keep
+their mode (``train`` or ``eval``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 class WithoutDropout(TorchFunctionMode):
     """A context in which dropout has probability 0 in every form: module, function, argument of attention.
 
-    ``seen``: the model called dropout with p > 0; ``chances`` collects the probabilities of active dropout.
+    ``seen``: the model called dropout with p > 0 (or drew random numbers); ``chances`` collects the probabilities of active dropout.
     """
 
     def __init__(self, chances: set[float] | None = None) -> None:
@@ -35,10 +35,10 @@ class WithoutDropout(TorchFunctionMode):
         self.seen = False
         self.chances = set() if chances is None else chances
 
-    def _note(self, chance: Any, training: Any = True) -> None:
-        self.seen = self.seen or bool(chance)
+    def _record(self, probability: Any, training: Any = True) -> None:
+        self.seen = self.seen or bool(probability)
         if training:
-            self.chances.add(float(chance))
+            self.chances.add(float(probability))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,18 +48,18 @@ class WithoutDropout(TorchFunctionMode):
         if "dropout" in name:
             # (input, p, training, ...) in every variant, of torch and of torch.nn.functional
             training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-            self._note(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
+            self._record(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
             rest = {key: value for key, value in kwargs.items() if key != "p"}
             return func(args[0], 0.0, *args[2:], **rest) if args else func(p=0.0, **rest)
         if name == "scaled_dot_product_attention" and len(args) > 4:
-            self._note(args[4])
+            self._record(args[4])
             args = (*args[:4], 0.0, *args[5:])
         elif name == "multi_head_attention_forward":
             bound = inspect.signature(func).bind(*args, **kwargs)
             args, kwargs = (), dict(bound.arguments)
         for key in _DROPOUT_ARGUMENTS:
             if isinstance(kwargs.get(key), float):
-                self._note(kwargs[key], kwargs.get("training", True))
+                self._record(kwargs[key], kwargs.get("training", True))
                 kwargs[key] = 0.0
         return func(*args, **kwargs)
 
@@ -71,7 +71,7 @@ class DeterministicDraws(WithoutDropout):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name not in _DRAWS:
+        if name not in _RANDOM_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)
         drawn = func(*args, **(kwargs or {}))  # called for the result's shape, dtype and device
         if not isinstance(drawn, Tensor):
@@ -82,8 +82,8 @@ class DeterministicDraws(WithoutDropout):
             if name == "bernoulli" and args and isinstance(args[0], Tensor) and len(args) == 1:
                 values = (values < args[0]).to(drawn.dtype)
             elif name in ("bernoulli_", "bernoulli"):
-                chance = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
-                values = (values < chance).to(drawn.dtype)
+                probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
+                values = (values < probability).to(drawn.dtype)
             elif name == "exponential_":
                 values = values.abs() + 0.1  # never zero: a logarithm may follow
             elif name.startswith("randint"):
@@ -93,7 +93,7 @@ class DeterministicDraws(WithoutDropout):
             return drawn.copy_(values) if name.endswith("_") else values.to(drawn.dtype)
 
 
-_DRAWS = frozenset(
+_RANDOM_FUNCTIONS = frozenset(
     """rand randn rand_like randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_""".split()  # noqa: SIM905  a list of words
 )
 

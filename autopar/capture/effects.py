@@ -41,18 +41,18 @@ _RANDOM_HINT = (
 
 @contextmanager
 def guarded(model: nn.Module, fake: nn.Module) -> Iterator[None]:
-    """A context that handles or refuses these side effects while ``fake``, a fake copy of ``model``, is traced."""
+    """A context in which side effects are handled or refused while ``fake``, a fake copy of ``model``, is traced."""
     with ExitStack() as stack:
         stack.enter_context(custom_gradients_refused(record_derivative))
         stack.enter_context(inference_as_no_grad())
         stack.enter_context(_python_random_refused())
         stack.enter_context(_no_op_casts())
         stack.enter_context(_UnifyMasks())  # entered before the next mode, which handles CTC's masked labels
-        meant = _RedirectToFakeModel(model, fake)
+        redirect = _RedirectToFakeModel(model, fake)
         stack.enter_context(
-            mock.patch.object(Tensor, "register_hook", lambda tensor, hook: meant.register(tensor, hook))
+            mock.patch.object(Tensor, "register_hook", lambda tensor, hook: redirect.register(tensor, hook))
         )
-        stack.enter_context(meant)
+        stack.enter_context(redirect)
         yield
 
 
@@ -112,7 +112,7 @@ class _UnifyMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
         if name in _SELECTING and args and not kwargs:
-            args = tuple(self._equal(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            args = tuple(self._first_equal(arg) if isinstance(arg, Tensor) else arg for arg in args)
             if name == "masked_select":
                 value, mask = args if args[0].shape == args[1].shape else torch.broadcast_tensors(*args)
                 return value[mask]
@@ -132,7 +132,7 @@ class _UnifyMasks(TorchFunctionMode):
         key, _, version = self.known.setdefault(id(value), (id(value), value, -1))
         return key if version == value._version else (id(value), value._version)
 
-    def _equal(self, value: Tensor) -> Tensor:
+    def _first_equal(self, value: Tensor) -> Tensor:
         first, version = self.first.get(self._key(value), (value, value._version))
         return first if first._version == version else value
 
@@ -172,7 +172,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
             )
         if func == _DATA.__get__:
             return args[0].detach()  # writes through it are checked by functionalisation
-        self._check_toggle(func, args, kwargs)
+        self._check_requires_grad(func, args, kwargs)
         return self.ctc.call(func, args, kwargs)
 
     def register(self, tensor: Tensor, hook: Hook) -> RemovableHandle:
@@ -210,7 +210,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
             return {key: self._redirected(item) for key, item in value.items()}
         return value
 
-    def _check_toggle(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _check_requires_grad(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse changes of ``requires_grad``, except switching it on for an intermediate tensor, which is harmless."""
         if func is Tensor.requires_grad_:
             wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -273,23 +273,23 @@ def _not_torch_random(line: str) -> CaptureError:
     )
 
 
-_HARMLESS = ("getstate", "get_state", "default_rng")
+_NOT_DRAWING = ("getstate", "get_state", "default_rng")
 
 
 @contextmanager
 def _python_random_refused() -> Iterator[None]:
-    """Make Python's and numpy's random functions raise, unless the model only compares the draw, with the same result for every draw."""
+    """Refuse random functions of Python and numpy (but see ``_DrawnNumber``), and seeding of torch's generator."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _not_torch_random(caller())
 
-    def unit(*shape: Any, size: Any = None) -> Any:
+    def zero_to_one(*shape: Any, size: Any = None) -> Any:
         return refuse() if shape or size is not None else _DrawnNumber(0.0, 1.0, caller())
 
     def uniform(low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
         return refuse() if size is not None else _DrawnNumber(low, high, caller())
 
-    def seed(*_: Any, **__: Any) -> Any:
+    def refuse_seeding(*_: Any, **__: Any) -> Any:
         raise CaptureError(
             f"{caller()} sets the state of torch's generator inside of forward, which cannot be traced",
             hint="seed before training; a program draws the same numbers on every device that holds the same rows",
@@ -300,16 +300,16 @@ def _python_random_refused() -> Iterator[None]:
         for module in (random, np.random):
             for name in module.__all__:
                 function = getattr(module, name)
-                if callable(function) and not isinstance(function, type) and name not in _HARMLESS:
+                if callable(function) and not isinstance(function, type) and name not in _NOT_DRAWING:
                     stack.enter_context(mock.patch.object(module, name, refuse))
         for name in ("random", "uniform"):
-            stack.enter_context(mock.patch.object(random, name, unit if name == "random" else uniform))
+            stack.enter_context(mock.patch.object(random, name, zero_to_one if name == "random" else uniform))
         for name in ("random", "rand", "random_sample", "ranf", "sample"):
             if hasattr(np.random, name):
-                stack.enter_context(mock.patch.object(np.random, name, unit))
+                stack.enter_context(mock.patch.object(np.random, name, zero_to_one))
         stack.enter_context(mock.patch.object(np.random, "uniform", uniform))
         for owner, name in ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "set_rng_state")):
-            stack.enter_context(mock.patch.object(owner, name, seed))
+            stack.enter_context(mock.patch.object(owner, name, refuse_seeding))
         yield
     if repr(before) != repr((random.getstate(), np.random.get_state(legacy=False))):
         raise CaptureError(

@@ -1,7 +1,7 @@
 """Evaluates constant nodes, which depend on neither inputs nor parameters, on the CPU at full size.
 
-Equal rows along dim 0 are stored once, with stride 0, as ``expand`` does for any dim; pointwise ops compute such elements once. A table
-that 1,024 rows of a batch share costs as much as one row. Strides and bits decide this, never a size that happens to equal the batch's.
+Equal rows along dim 0 are stored once, with stride 0, as in the result of ``expand``, and pointwise ops compute them once: a table that
+1,024 rows of a batch share costs as much as one row. Rows are equal if their bits are, whether or not a size equals the batch's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Evaluator:
         """Return the node's value at full shape. Raises ``TooLargeError``."""
         for member in self.ancestors(node):
             if member not in self._memo:
-                self._memo[member] = self._computed(member)
+                self._memo[member] = self._evaluate(member)
         value = self._memo[node]
         if value is None:
             raise TooLargeError(node.name)
@@ -64,7 +64,7 @@ class Evaluator:
                 stack.extend((operand, False) for operand in current.all_input_nodes if operand not in ordered)
         return list(ordered)
 
-    def valued(self, node: fx.Node) -> bool:
+    def has_values(self, node: fx.Node) -> bool:
         """Return whether every buffer that the constant node depends on has values."""
         seen, stack = {node}, [node]
         while stack:
@@ -75,7 +75,7 @@ class Evaluator:
             seen.update(current.all_input_nodes)
         return True
 
-    def _computed(self, node: fx.Node) -> Tensor | None:
+    def _evaluate(self, node: fx.Node) -> Tensor | None:
         """Return the node's value, or ``None`` if it or an operand is too large."""
         if node.op == "get_attr":
             return _with_shared_rows(getattr(self.gm, str(node.target)))
@@ -84,15 +84,15 @@ class Evaluator:
         if any(self._memo[operand] is None for operand in node.all_input_nodes):
             return None
 
-        def given(value: Any) -> Any:
+        def evaluated(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return self._memo[value]
             if isinstance(value, tuple | list):
-                return type(value)(given(item) for item in value)
+                return type(value)(evaluated(item) for item in value)
             return value
 
-        args = given(tuple(node.args))
-        kwargs = {key: given(value) for key, value in node.kwargs.items()}
+        args = evaluated(tuple(node.args))
+        kwargs = {key: evaluated(value) for key, value in node.kwargs.items()}
         sizes = needed = shape_of(node)
         operands = [self._memo[operand] for operand in node.all_input_nodes]
         if (elementwise := elementwise_operands(node)) is not None:
@@ -148,7 +148,7 @@ def elementwise_operands(node: fx.Node) -> list[fx.Node] | None:
     return None
 
 
-_ALONG = {
+_DIM_ARGUMENTS = {
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax", "cat"), ("dim", 1, 0)),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "any", "all", "argmax", "argmin", "flip"), ("dim", 1, None)),
     "diff": ("dim", 2, -1),
@@ -164,9 +164,9 @@ def by_rows(node: fx.Node) -> bool:
         return False
     if name in ("matmul", "bmm"):
         return all(len(own) == len(sizes) >= 3 for own in shapes)
-    if name not in _ALONG:
+    if name not in _DIM_ARGUMENTS:
         return False
-    key, position, default = _ALONG[name]
+    key, position, default = _DIM_ARGUMENTS[name]
     dims = argument(node, position, key, default)
     if dims is None:
         return False

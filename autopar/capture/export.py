@@ -61,7 +61,7 @@ class _RefusedError(Exception):
         self.error = error
 
 
-class _Captured(nn.Module):
+class _ModelWithLoss(nn.Module):
     """Calls the model and returns its loss. With ``reads``, it also returns the tensors from which forward read a value."""
 
     def __init__(
@@ -93,7 +93,7 @@ class _Captured(nn.Module):
         return loss if self.reads is None else (loss, *self.reads.read_tensors)
 
 
-def _registered(model: nn.Module) -> frozenset[str]:
+def _buffer_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the model's buffers; its fake copy has more, for tensors in plain attributes."""
     return frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
 
@@ -121,7 +121,7 @@ def call_model(
 
 
 def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
-    """Return the 0-d loss in a model's output: the output itself, ``.loss``, ``["loss"]``, a tuple's first or only 0-d item."""
+    """Return the 0-d loss: the output, ``.loss``, ``["loss"]``, a tuple's first or only 0-d item; else raise ``CaptureError``."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, dict):
         candidates.append(output.get("loss"))
@@ -132,7 +132,7 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
     for candidate in candidates:
         if _is_loss(candidate):
             return candidate
-    kind = _outputs(output)
+    kind = _describe_output(output)
     if from_loss_fn:
         raise CaptureError(
             f"loss_fn returned {kind}, not a 0-d floating loss", hint="reduce the loss: .mean() or .sum()"
@@ -144,7 +144,7 @@ def find_loss(output: Any, from_loss_fn: bool) -> torch.Tensor:
     )
 
 
-def _outputs(output: Any) -> str:
+def _describe_output(output: Any) -> str:
     """Describe a model's output with the names and shapes of its items."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {str(output.dtype).removeprefix('torch.')}{list(output.shape)}"
@@ -152,7 +152,7 @@ def _outputs(output: Any) -> str:
     if isinstance(output, tuple | list):
         items = {str(index): item for index, item in enumerate(output)}
     inside = [
-        f"{name}: {_outputs(item) if isinstance(item, torch.Tensor) else type(item).__name__}"
+        f"{name}: {_describe_output(item) if isinstance(item, torch.Tensor) else type(item).__name__}"
         for name, item in items.items()
     ]
     return f"a {type(output).__name__}" + (f" ({', '.join(inside)})" if inside else "")
@@ -174,9 +174,9 @@ def export(
     Returns the lifted graph with labelled placeholders (``ops.meta`` declares the labels), the values of its buffers and lifted constants
     by name (none for a model on meta), and the class name of every module by path (``""`` is the model). If ``batch`` has values, modules
     that can't be exported become opaque ops if that is sound, and branches on the batch's values are specialised and guarded. The graph's
-    notes list both.
+    notes list both. Raises ``CaptureError`` for code that can't be captured.
     """
-    _refuse(model, loss_fn)
+    _refuse_unexportable(model, loss_fn)
 
     external_state = ExternalState(model, loss_fn)
 
@@ -202,7 +202,7 @@ def export(
     while True:
         try:
             with functions_as_ops(functions):
-                gm, values = _exported(model, structure, loss_fn, dtype, external_state, opaque_ops, reads)
+                gm, values = _export_and_label(model, structure, loss_fn, dtype, external_state, opaque_ops, reads)
             break
         except NotTraceableError as error:
             if not valued:
@@ -212,13 +212,13 @@ def export(
                 functions[function] = found
                 notes.append(opaque_note(function.__name__, error.message.splitlines()[0]))
                 continue
-            known = reads
+            previous = reads
             try:  # an opaque module works for every batch, guards only for batches with the same values
                 opaque_ops, sentence = find_opaque(error, model, opaque_ops, run)
                 notes.append(sentence)
-                reads = record_reads(model, run_with_opaque_ops) if known is not None else None
+                reads = record_reads(model, run_with_opaque_ops) if previous is not None else None
             except NotTraceableError:
-                reads = record_reads(model, run_with_opaque_ops) if known is None else None
+                reads = record_reads(model, run_with_opaque_ops) if previous is None else None
                 if reads is None and function is None:
                     raise
                 if reads is None:
@@ -231,7 +231,7 @@ def export(
     return gm, values, classes
 
 
-def _refuse(model: nn.Module, loss_fn: Any) -> None:
+def _refuse_unexportable(model: nn.Module, loss_fn: Any) -> None:
     """Raise ``CaptureError`` for what export loses: gradient hooks, TorchScript, unregistered or overlapping tensors, loss parameters."""
     refuse_hooks(model)
     refuse_unregistered_tensors(model)
@@ -243,7 +243,7 @@ def _refuse(model: nn.Module, loss_fn: Any) -> None:
         )
 
 
-def _exported(
+def _export_and_label(
     model: nn.Module,
     structure: BatchStructure,
     loss_fn: Callable[..., Any] | None,
@@ -262,7 +262,7 @@ def _exported(
         install_opaque_ops(opaque_ops, copied.module)
         return copied
 
-    repeats = None if reads is not None or has_hooks(model) else _repeats(model, structure, fake_copy)
+    repeats = None if reads is not None or has_hooks(model) else _find_repeats(model, structure, fake_copy)
     copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
     before = state(copied.module)
 
@@ -293,7 +293,7 @@ def _exported(
     return gm, values
 
 
-def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Repeats | None:
+def _find_repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Repeats | None:
     """Return the blocks that repeat another block's computation; ``None`` without candidates, or if the model fails. A separate fake copy
     runs, because export would record the attributes that this forward sets."""
     if not members(model):
@@ -304,7 +304,7 @@ def _repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..
         def run(copied: FakeModel = copied, device: str = "meta" if on_meta else "cpu") -> None:
             with copied.mode, _traceable(model, copied), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
-                with assigned_buffers_written(copied.module, _registered(model)):
+                with assigned_buffers_written(copied.module, _buffer_names(model)):
                     call_model(copied.module, structure, copied.loss_fn, tensors, by_rows=True)
 
         repeats = record(copied.module, run)
@@ -338,11 +338,11 @@ def _export(
     """Return the exported program, and the state after its forward."""
     with copied.mode:
         tensors = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in structure.leaves)
-    captured = _Captured(copied.module, copied.loss_fn, structure, _registered(model), reads)
+    captured = _ModelWithLoss(copied.module, copied.loss_fn, structure, _buffer_names(model), reads)
     names = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
-    noisy = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in noisy]
-    for logger in noisy:
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), ExitStack() as around:
@@ -366,7 +366,7 @@ def _export(
         raise _explain(error, copied.module) from error
     finally:
         _STATE.clear()
-        for logger, level in zip(noisy, levels, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
@@ -406,8 +406,8 @@ def _label(
     """Label each placeholder, make every ``meta["val"]`` a plain meta tensor, and return the values of buffers and constants."""
     for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in meta(node):
-            meta(node)["val"] = _plain(meta(node)["val"], node)
-    names, strays = _parameter_names(model), computed(model)
+            meta(node)["val"] = _on_meta(meta(node)["val"], node)
+    names, unregistered = _parameter_names(model), computed(model)
     shapes = dict(model.named_parameters())
     registered = dict(copied.module.named_buffers(remove_duplicate=False))
     sharing = _sharing(registered, model)
@@ -445,8 +445,8 @@ def _label(
             if target in sharing:
                 meta(node)["shares"] = sharing[target]
             real = constants.get(lifted_as)
-            if target in strays and node.users:
-                refuse_unregistered(f"{source_line(next(iter(node.users)))}\nreads a tensor", strays[target])
+            if target in unregistered and node.users:
+                refuse_unregistered(f"{source_line(next(iter(node.users)))}\nreads a tensor", unregistered[target])
             if target in copied.buffers:
                 values[target] = copied.buffers[target]
             elif kind == "CONSTANT_TENSOR" and isinstance(real, torch.Tensor):
@@ -503,19 +503,19 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
             )
 
 
-def _plain(value: Any, node: fx.Node) -> Any:
+def _on_meta(value: Any, node: fx.Node) -> Any:
     if isinstance(value, torch.Tensor):
         if not all(type(size) is int for size in value.shape):
-            raise _dependent(f"a shape depends on the data: {op_name(node)} gives {list(value.shape)}", node)
+            raise _data_dependent_error(f"a shape depends on the data: {op_name(node)} gives {list(value.shape)}", node)
         return like(value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise _dependent(f"a Python number depends on the data: {op_name(node)}", node)
+        raise _data_dependent_error(f"a Python number depends on the data: {op_name(node)}", node)
     if isinstance(value, tuple | list):
-        return type(value)(_plain(item, node) for item in value)
+        return type(value)(_on_meta(item, node) for item in value)
     return value
 
 
-def _dependent(text: str, node: fx.Node) -> NotTraceableError:
+def _data_dependent_error(text: str, node: fx.Node) -> NotTraceableError:
     return NotTraceableError(f"{text}\n{source_line(node)}", OPAQUE_HINT, tuple(path for path, _, _ in stack(node)))
 
 

@@ -30,18 +30,18 @@ from torch import Tensor, nn
 
 from autopar.capture.storage import items
 
-_MOST_ITEMS, _MOST_CONTAINERS = 10_000, 50_000
+_MAX_ITEMS, _MAX_CONTAINERS = 10_000, 50_000
 """A container with more items counts as data and isn't searched; at most this many containers are searched, nearest first."""
-_NOT_THE_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")) - {
-    "__main__"
-}
+_NOT_USER_PACKAGES = frozenset(
+    (*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")
+) - {"__main__"}
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, functools._lru_cache_wrapper)
 _CONTAINERS = (dict, list, set, collections.deque)
-_SHOWN_KEY = 40
+_MAX_KEY_LENGTH = 40
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _MISSING = object()
-_OF_PYTHON = "__warningregistry__"
-_OF_TORCH = frozenset(vars(nn.Module())) - {"_modules"}
+_WARNING_REGISTRY = "__warningregistry__"
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"_modules"}
 
 Content = dict[Any, Any]
 """A container's items by key, index or id; a namespace's variables by name."""
@@ -62,7 +62,7 @@ class Place:
             return []  # the usual case: the same objects in the same order
         both = {**mine, **content}
         found = [key for key in both if not _same(mine.get(key, _MISSING), content.get(key, _MISSING))]
-        return [key for key in found if key != _OF_PYTHON]
+        return [key for key in found if key != _WARNING_REGISTRY]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ class StateChange:
 
     def named(self) -> dict[str, tuple[Any, Any]]:
         """Return the changes by name, with the values before (or ``None``) and after."""
-        return {_joined(self.before.name, k): (self.before.content.get(k), self.after.get(k)) for k in self.keys}
+        return {_dotted_name(self.before.name, k): (self.before.content.get(k), self.after.get(k)) for k in self.keys}
 
-    def of_tensors(self) -> list[str]:
+    def names_with_tensors(self) -> list[str]:
         """Return the names of the changes in which the old or the new value has tensors."""
         seen: set[int] = set()
         return [name for name, values in self.named().items() if any(_holds_tensors(value, seen) for value in values)]
 
     def undo(self) -> None:
-        _put(self.before.container, self.before.content, self.keys)
+        _restore(self.before.container, self.before.content, self.keys)
 
 
 class Run:
@@ -96,7 +96,7 @@ class ExternalState:
     """The containers and function caches that code of ``model`` or ``loss_fn`` can write."""
 
     def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
-        found = _Walk(model, loss_fn)
+        found = _Search(model, loss_fn)
         self._containers, self._caches = found.containers, found.caches
 
     @contextmanager
@@ -113,7 +113,7 @@ class ExternalState:
             yield run
         finally:
             run.changes = tuple(_changes(before))
-            if any(change.of_tensors() for change in run.changes):
+            if any(change.names_with_tensors() for change in run.changes):
                 for change in run.changes:
                     change.undo()
             for cache, known in zip(self._caches, cached, strict=True):
@@ -136,19 +136,19 @@ def _changes(places: Iterable[Place]) -> Iterator[StateChange]:
 # -- the search for containers and caches ------------------------------------------------------------------------------
 
 
-class _Walk:
+class _Search:
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self.containers: list[tuple[str, Any]] = []
         self.caches: list[Any] = []
         self._seen: dict[int, Any] = {}  # keeps the objects alive, so that ids aren't reused
         owners = [*model.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
         classes = list(dict.fromkeys(base for owner in owners for base in type(owner).__mro__))
-        function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
-        self._defining = {each.__module__ for each in classes} | {getattr(function, "__module__", None)}
-        self._waiting = collections.deque[tuple[Any, str]]((each, each.__qualname__) for each in classes)
-        self._waiting += [(model, "the model"), (loss_fn, "loss_fn")]
-        while self._waiting and len(self.containers) < _MOST_CONTAINERS:
-            self._visit(*self._waiting.popleft())
+        loss_function = getattr(loss_fn, "__func__", getattr(loss_fn, "func", loss_fn))
+        self._defining = {each.__module__ for each in classes} | {getattr(loss_function, "__module__", None)}
+        self._queue = collections.deque[tuple[Any, str]]((each, each.__qualname__) for each in classes)
+        self._queue += [(model, "the model"), (loss_fn, "loss_fn")]
+        while self._queue and len(self.containers) < _MAX_CONTAINERS:
+            self._visit(*self._queue.popleft())
 
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (Tensor, *_PLAIN)) or id(value) in self._seen:
@@ -158,72 +158,72 @@ class _Walk:
             self._visit_container(value, name)
         elif isinstance(value, functools._lru_cache_wrapper):
             self.caches.append(value)
-            self._waiting.append((value.__wrapped__, name))
+            self._queue.append((value.__wrapped__, name))
         elif isinstance(value, types.FunctionType):
             self._visit_function(value, name)
         elif isinstance(value, type):
-            if self._counts(value.__module__):
-                self._follow(value, name)
+            if self._is_searched(value.__module__):
+                self._add_container(value, name)
                 self._visit_namespace(value.__module__)
         elif isinstance(value, types.ModuleType):
             self._visit_namespace(value.__name__)
         elif isinstance(value, staticmethod | classmethod):
-            self._waiting.append((value.__func__, name))
+            self._queue.append((value.__func__, name))
         elif isinstance(value, types.MethodType):
-            self._waiting += [(value.__func__, name), (value.__self__, name)]
+            self._queue += [(value.__func__, name), (value.__self__, name)]
         elif isinstance(value, functools.partial):
-            self._waiting.append(((value.func, value.args, value.keywords), name))
-        elif _is_users(type(value)):
-            self._waiting.append((type(value), type(value).__qualname__))
+            self._queue.append(((value.func, value.args, value.keywords), name))
+        elif _has_user_attributes(type(value)):
+            self._queue.append((type(value), type(value).__qualname__))
             attributes = _attributes(value)
             if isinstance(value, nn.Module):  # skip torch's own tables of hooks and tensors
-                self._seen |= {id(item): item for key, item in attributes.items() if key in _OF_TORCH}
-            self._waiting.append((attributes, name))
+                self._seen |= {id(item): item for key, item in attributes.items() if key in _TORCH_ATTRIBUTES}
+            self._queue.append((attributes, name))
             if _slots(value):
-                self._follow(_Slots(value), name)
+                self._add_container(_Slots(value), name)
 
     def _visit_namespace(self, name: str) -> None:
-        if self._counts(name):
-            self._waiting.append((vars(sys.modules[name]), name))
+        if self._is_searched(name):
+            self._queue.append((vars(sys.modules[name]), name))
 
-    def _counts(self, name: str) -> bool:
+    def _is_searched(self, name: str) -> bool:
         """Return whether the globals of the Python module ``name`` are searched."""
-        if _package(name) in _NOT_THE_USERS or name not in sys.modules:
+        if _package(name) in _NOT_USER_PACKAGES or name not in sys.modules:
             return False
         return name in self._defining or _is_not_installed(sys.modules[name])
 
     def _visit_container(self, value: Any, name: str) -> None:
-        if len(items(value)) > _MOST_ITEMS:
+        if len(items(value)) > _MAX_ITEMS:
             return
         if isinstance(value, _CONTAINERS):
-            self._follow(value, name)
+            self._add_container(value, name)
         else:
-            self._waiting += [(item, f"{name}[{index}]") for index, item in enumerate(items(value))]
+            self._queue += [(item, f"{name}[{index}]") for index, item in enumerate(items(value))]
 
     def _visit_function(self, function: types.FunctionType, name: str) -> None:
-        if not self._counts(str(function.__module__)):
+        if not self._is_searched(str(function.__module__)):
             return
         self._visit_namespace(function.__module__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._follow(cell, f"{name}: {variable}")
+                self._add_container(cell, f"{name}: {variable}")
         arguments, values = inspect.getargs(function.__code__).args, function.__defaults__ or ()
         defaults = dict(zip(arguments[len(arguments) - len(values) :], values, strict=True))
         for argument, value in (defaults | (function.__kwdefaults__ or {})).items():
-            self._waiting.append((value, f"{name}({argument}=)"))
-        self._waiting.append((vars(function), name))
+            self._queue.append((value, f"{name}({argument}=)"))
+        self._queue.append((vars(function), name))
 
-    def _follow(self, container: Any, name: str) -> None:
+    def _add_container(self, container: Any, name: str) -> None:
         self.containers.append((name, container))
-        self._waiting += [(item, _joined(name, key)) for key, item in _content(container).items()]
+        self._queue += [(item, _dotted_name(name, key)) for key, item in _content(container).items()]
 
 
-def _is_users(kind: type) -> bool:
-    """Return whether the attributes of the class's instances are searched: for modules, and for classes outside of ``_NOT_THE_USERS``."""
+def _has_user_attributes(kind: type) -> bool:
+    """Return whether attributes of the class's instances are searched: for modules, and for classes outside of ``_NOT_USER_PACKAGES``."""
     return (
         issubclass(kind, nn.Module | types.SimpleNamespace | threading.local)
-        or _package(str(kind.__module__)) not in _NOT_THE_USERS
+        or _package(str(kind.__module__)) not in _NOT_USER_PACKAGES
     )
 
 
@@ -242,13 +242,13 @@ def _package(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _joined(name: str, key: Any) -> str:
+def _dotted_name(name: str, key: Any) -> str:
     if key is _CELL:
         return name
     if isinstance(key, str) and key.isidentifier():
         return f"{name}.{key}"
     plain = isinstance(key, _PLAIN) or (isinstance(key, tuple) and all(isinstance(each, _PLAIN) for each in key))
-    return f"{name}[{repr(key)[:_SHOWN_KEY] if plain else type(key).__name__}]"
+    return f"{name}[{repr(key)[:_MAX_KEY_LENGTH] if plain else type(key).__name__}]"
 
 
 # -- the content of containers -----------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def _read(slot: Any, owner: Any) -> Any:
         return _MISSING
 
 
-def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
+def _restore(container: Any, content: Content, keys: Iterable[Any]) -> None:
     if isinstance(container, types.CellType):
         if _CELL in content:
             container.cell_contents = content[_CELL]
@@ -334,11 +334,11 @@ def _put(container: Any, content: Content, keys: Iterable[Any]) -> None:
         (kind.update if kind is set else kind.extend)(container, content.values())
 
 
-def _items(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any]:
     """Return the items of a container, or the attributes of a user's object."""
     if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
         return items(value)
-    if not _is_users(type(value)):
+    if not _has_user_attributes(type(value)):
         return []
     return [*(_attributes(value) or {}).values(), *_content(_Slots(value)).values()]
 
@@ -351,7 +351,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
             return True
         if not isinstance(value, (*_PLAIN, *_CODE)) and id(value) not in seen:
             seen.add(id(value))
-            waiting += _items(value)
+            waiting += _children(value)
     return False
 
 

@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 @dataclass(slots=True)
 class RecordedFunction:
-    """A function. ``results`` has results by signature; ``replicable``: it may become ops, which ``ops`` has by plain arguments."""
+    """An observed function, its results on meta by signature, its ops by plain arguments; ``replicable``: it may become ops."""
 
     function: Any
     results: dict[_Signature, Any] = field(default_factory=dict)
@@ -43,15 +43,15 @@ class RecordedFunction:
 
     def applied(self, *args: Any) -> Any:
         """Call the op and return its result; ``None`` for a signature that wasn't observed."""
-        text, tensors = _plain(args), [arg for arg in args if isinstance(arg, Tensor)]
+        text, tensors = _plain_text(args), [arg for arg in args if isinstance(arg, Tensor)]
         if (text, shapes(tensors)) not in self.results:
             return None
         if text not in self.ops:
             module = AutogradFunctionModule(self.function, [None if isinstance(arg, Tensor) else [arg] for arg in args])
-            self.ops[text] = register(module, functools.partial(self._blank, text)), module
+            self.ops[text] = register(module, functools.partial(self._meta_result, text)), module
         return call(*self.ops[text], *tensors)
 
-    def _blank(self, text: str, *inputs: Tensor) -> Any:
+    def _meta_result(self, text: str, *inputs: Tensor) -> Any:
         return self.results[text, shapes(inputs)]
 
 
@@ -84,7 +84,7 @@ def _observe(record: RecordedFunction, args: tuple[Any, ...], kwargs: dict[str, 
     except CaptureError:
         record.replicable = False
         return result
-    known = record.results.setdefault((_plain(args), shapes(tensors)), found)
+    known = record.results.setdefault((_plain_text(args), shapes(tensors)), found)
     record.replicable = described(known) == described(found)
     for change in VALUE_CHANGES:
         try:
@@ -101,24 +101,24 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) or type(value) in _PLAIN
 
 
-def _plain(args: Iterable[Any]) -> str:
+def _plain_text(args: Iterable[Any]) -> str:
     return repr([None if isinstance(arg, Tensor) else [arg] for arg in args])
 
 
-def _of_floats(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _floats_only(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: change(tensor) if tensor.is_floating_point() else tensor
 
 
 VALUE_CHANGES: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda tensor: tensor.flip(0) if tensor.dim() else tensor,
-    _of_floats(torch.neg),
-    _of_floats(torch.zeros_like),
-    _of_floats(torch.ones_like),
+    _floats_only(torch.neg),
+    _floats_only(torch.zeros_like),
+    _floats_only(torch.ones_like),
 )
 """Functions that change the inputs' values. A shape or branch that depends on values changes under at least one of them in most cases."""
 
 
-class _Always:
+class _AllTrue:
     def __getitem__(self, index: int) -> bool:
         return True
 
@@ -126,7 +126,7 @@ class _Always:
 class _Context:
     """A stand-in for the ``ctx`` of a function when its backward isn't used."""
 
-    needs_input_grad = _Always()
+    needs_input_grad = _AllTrue()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
@@ -148,7 +148,7 @@ def _has_module(value: Any) -> bool:
     return isinstance(value, nn.Module) or (isinstance(value, tuple | list) and any(map(_has_module, value)))
 
 
-def assumption(function: Any, hint: str) -> tuple[str, str]:
+def assumption(function: Any, hint: str) -> tuple[str, str]:  # (sentence, hint) for ``GraphMeta.assumed``
     return f"the backward of {function.__name__} is taken to be the derivative of its forward", hint
 
 

@@ -32,11 +32,11 @@ _SIGNS = (operator.neg, torch.neg, "neg")
 def scales(hook: Hook) -> bool:
     """Return whether ``hook`` only multiplies its argument by constants."""
 
-    def alone(gradient: Any) -> Any:
+    def of_gradient(gradient: Any) -> Any:
         return hook(gradient)  # hides the hook's default arguments, which fx would trace as tensors
 
     try:
-        graph = fx.Tracer().trace(alone)
+        graph = fx.Tracer().trace(of_gradient)
     except Exception:  # a branch on values, or an error of the hook itself
         return False
     found: Any = None
@@ -65,33 +65,33 @@ def scaled(value: Tensor, hook: Hook) -> Tensor:
 def refuse_hooks(model: nn.Module) -> None:
     """Raise ``CaptureError`` if a module or parameter has a gradient hook that does more than multiply."""
     named: list[tuple[str, Any]] = [("module", model.named_modules()), ("parameter", model.named_parameters())]
-    for kind, things in named:
-        for name, thing in things:
-            hooks = gradient_hooks(thing)
-            if hooks is None or not all(map(scales, (*_of_input(thing), *_of_output(thing)))):
+    for kind, owners in named:
+        for name, owner in owners:
+            hooks = gradient_hooks(owner)
+            if hooks is None or not all(map(scales, (*_input_hooks(owner), *_output_hooks(owner)))):
                 raise CaptureError(
-                    f"the {kind} {name or type(thing).__name__} has a hook on its gradient, which a captured graph would lose",
+                    f"the {kind} {name or type(owner).__name__} has a hook on its gradient, which a captured graph would lose",
                     HINT,
                 )
 
 
 def has_hooks(model: nn.Module) -> bool:
-    things: list[Any] = [*model.modules(), *model.parameters()]
-    return any(gradient_hooks(thing) != ([], []) for thing in things)
+    owners: list[Any] = [*model.modules(), *model.parameters()]
+    return any(gradient_hooks(owner) != ([], []) for owner in owners)
 
 
-def _of_input(thing: Any) -> list[Hook]:
+def _input_hooks(owner: Any) -> list[Hook]:
     """Return the hooks on the gradient of a parameter, or of a module's only input."""
-    hooks, _ = gradient_hooks(thing) or ([], [])
-    return [_of_first(hook, thing) for hook in hooks] if isinstance(thing, nn.Module) else hooks
+    hooks, _ = gradient_hooks(owner) or ([], [])
+    return [_one_gradient_hook(hook, owner) for hook in hooks] if isinstance(owner, nn.Module) else hooks
 
 
-def _of_output(thing: Any) -> list[Hook]:
-    _, hooks = gradient_hooks(thing) or ([], [])
-    return [_of_first(hook, thing, pre=True) for hook in hooks]
+def _output_hooks(owner: Any) -> list[Hook]:
+    _, hooks = gradient_hooks(owner) or ([], [])
+    return [_one_gradient_hook(hook, owner, pre=True) for hook in hooks]
 
 
-def _of_first(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
+def _one_gradient_hook(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
     """Return a module's hook as a function of one gradient."""
 
     def of_one(gradient: Any) -> Any:
@@ -104,17 +104,17 @@ def _of_first(hook: Any, module: nn.Module, pre: bool = False) -> Hook:
 def move_hooks(fake: nn.Module) -> None:
     """Replace the gradient hooks of a fake model's modules by forward hooks that scale inputs and outputs with ``scaled``."""
     for module in fake.modules():
-        before, after = _of_input(module), _of_output(module)
+        before, after = _input_hooks(module), _output_hooks(module)
         if before or after:
             remove_gradient_hooks(module)
-            module.register_forward_pre_hook(lambda module, args, hooks=before: _changed(module, args, hooks))
-            module.register_forward_hook(lambda module, _, result, hooks=after: _changed(module, (result,), hooks)[0])
+            module.register_forward_pre_hook(lambda module, args, hooks=before: _rescale(module, args, hooks))
+            module.register_forward_hook(lambda module, _, result, hooks=after: _rescale(module, (result,), hooks)[0])
 
 
-def _changed(module: nn.Module, values: tuple[Any, ...], hooks: list[Hook]) -> tuple[Any, ...]:
+def _rescale(module: nn.Module, values: tuple[Any, ...], hooks: list[Hook]) -> tuple[Any, ...]:
     if hooks and (len(values) != 1 or not isinstance(values[0], Tensor)):
         raise CaptureError(
-            f"a hook on the gradients of {type(module).__name__}, which takes or returns several values", HINT
+            f"{type(module).__name__} has a hook on its gradients, and does not take or return exactly one tensor", HINT
         )
     for hook in hooks:
         values = (scaled(values[0], hook),)

@@ -212,7 +212,7 @@ def _has_parameters(group: NodeGroup, path: str) -> bool:
 
 
 def class_name(name: str, group: NodeGroup, classes: dict[str, str], root: str, *, first: bool, final: bool) -> str:
-    """Return the layer's class name: that of its module, or the model's with a suffix for the position (Embeddings, Head, Bridge)."""
+    """Return the layer's class name: its module's (with ``Pair`` for a chain), or the model's with its place (Embeddings, Head, Bridge)."""
     path = name.split("@")[0]
     is_module = path in classes and (
         bool(group.block) or all(p == path or p.startswith(path + ".") for p in group.paths if p)

@@ -25,7 +25,7 @@ class RefuseLongLoops(TorchFunctionMode):
         self._calls: list[tuple[FrameType, Counter[int]]] = []  # open frames, and how often each instruction ran
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = _of_user(sys._getframe(1))
+        frame = _user_frame(sys._getframe(1))
         if frame is not None and not isinstance(func, MethodWrapperType):  # torch itself reads attributes of tensors
             self._count(frame)
         return func(*args, **(kwargs or {}))
@@ -35,17 +35,17 @@ class RefuseLongLoops(TorchFunctionMode):
         super().__exit__(*exception)
 
     def _count(self, frame: FrameType) -> None:
-        around, outer = set[FrameType](), frame.f_back
+        callers, outer = set[FrameType](), frame.f_back
         while outer is not None:
-            around.add(outer)
+            callers.add(outer)
             outer = outer.f_back
-        while self._calls and self._calls[-1][0] is not frame and self._calls[-1][0] not in around:
+        while self._calls and self._calls[-1][0] is not frame and self._calls[-1][0] not in callers:
             self._calls.pop()
         if not self._calls or self._calls[-1][0] is not frame:
             self._calls.append((frame, Counter()))
-        place, turns = frame.f_lasti, self._calls[-1][1]
-        turns[place] += 1
-        if turns[place] > MAX_ITERATIONS:
+        place, counts = frame.f_lasti, self._calls[-1][1]
+        counts[place] += 1
+        if counts[place] > MAX_ITERATIONS:
             code = frame.f_code
             raise NotTraceableError(
                 f"{code.co_filename}:{frame.f_lineno} runs more than {MAX_ITERATIONS:,} times in one call of {code.co_name}: a trace would "
@@ -54,7 +54,7 @@ class RefuseLongLoops(TorchFunctionMode):
             )
 
 
-def _of_user(frame: FrameType | None) -> FrameType | None:
+def _user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame, from ``frame`` outwards, that isn't torch's; ``None`` if it is autopar's."""
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, "<")):
         frame = frame.f_back

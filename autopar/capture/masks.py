@@ -21,7 +21,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 LEAF = 256
 """Maximum number of queries, and of keys, in a block that is computed; a larger block is split into four."""
-MOST_BLOCKS = 20_000
+MAX_BLOCKS = 20_000
 """Maximum number of blocks to examine; a causal mask of a million positions needs 16,000."""
 
 
@@ -43,41 +43,41 @@ def recognise_masks(gm: fx.GraphModule, evaluator: Evaluator) -> None:
 
 
 def classify_mask(evaluator: Evaluator, mask: fx.Node) -> str | None:
-    """Return ``"causal"`` if query i is proved to see keys 0..i, ``"full"`` if everything is visible, else ``None``."""
+    """Return ``"causal"`` if query i is proved to see exactly keys 0..i, ``"full"`` if everything is visible, else ``None``."""
     *lead, queries, keys = shape_of(mask)
-    if 0 in shape_of(mask) or not evaluator.valued(mask):
+    if 0 in shape_of(mask) or not evaluator.has_values(mask):
         return None
     blocks = Blocks(evaluator)
     rest = tuple((0, size) for size in lead)
     try:
-        seen = _seen(blocks, mask, (*rest, (0, 1), (keys - 1, keys)))  # whether the first query sees the last key
+        seen = _visibility(blocks, mask, (*rest, (0, 1), (keys - 1, keys)))  # whether the first query sees the last key
         kind = "full" if seen or keys == 1 else "causal"
         if seen is None or (kind == "causal" and queries != keys):
             return None
-        return kind if _proved(blocks, mask, rest, causal=kind == "causal") else None
+        return kind if _is_proved(blocks, mask, rest, causal=kind == "causal") else None
     except TooLargeError:
         return None
 
 
-def _proved(blocks: Blocks, mask: fx.Node, rest: Block, *, causal: bool) -> bool:
+def _is_proved(blocks: Blocks, mask: fx.Node, lead: Block, *, causal: bool) -> bool:
     """Return whether it is proved that every query sees every key, or with ``causal`` exactly the keys up to its position."""
     queries, keys = shape_of(mask)[-2:]
-    open_blocks, looked_at = [((0, queries), (0, keys))], 0
+    open_blocks, examined = [((0, queries), (0, keys))], 0
     while open_blocks:
         (top, bottom), (left, right) = open_blocks.pop()
-        looked_at += 1
-        if looked_at > MOST_BLOCKS:
+        examined += 1
+        if examined > MAX_BLOCKS:
             return False
-        block = (*rest, (top, bottom), (left, right))
+        block = (*lead, (top, bottom), (left, right))
         all_seen, all_hidden = not causal or right - 1 <= top, causal and left > bottom - 1
-        found = _seen(blocks, mask, block) if all_seen or all_hidden else None
+        found = _visibility(blocks, mask, block) if all_seen or all_hidden else None
         if found is not None:
             if found is not all_seen:
                 return False
             continue
         if max(bottom - top, right - left) > LEAF:
             open_blocks += [(rows, columns) for rows in _halves(top, bottom) for columns in _halves(left, right)]
-        elif not _as_expected(blocks, mask, block, causal=causal):
+        elif not _matches(blocks, mask, block, causal=causal):
             return False
     return True
 
@@ -89,9 +89,9 @@ def _halves(start: int, stop: int) -> list[tuple[int, int]]:
     return [(start, middle), (middle, stop)]
 
 
-def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
+def _visibility(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
     """Return true if the block is fully visible, false if it is fully hidden, and ``None`` if neither is proved."""
-    blocks.next()
+    blocks.clear_cache()
     ends = blocks.bounds(mask, block)
     if ends is None and math.prod(stop - start for start, stop in block[-2:]) == 1:
         allowed = _allowed(blocks.elements(mask, block))
@@ -107,8 +107,8 @@ def _seen(blocks: Blocks, mask: fx.Node, block: Block) -> bool | None:
     return None if bool(allowed.any()) is not bool(allowed.all()) else bool(allowed.all())
 
 
-def _as_expected(blocks: Blocks, mask: fx.Node, block: Block, *, causal: bool) -> bool:
-    blocks.next()
+def _matches(blocks: Blocks, mask: fx.Node, block: Block, *, causal: bool) -> bool:
+    blocks.clear_cache()
     seen = _allowed(blocks.elements(mask, block))
     if seen is None:
         return False
@@ -122,7 +122,7 @@ def _as_expected(blocks: Blocks, mask: fx.Node, block: Block, *, causal: bool) -
 
 
 def _allowed(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return a boolean mask of visible keys; ``None`` for an additive mask with values other than zero and minus infinity."""
+    """Return a boolean mask of visible keys; ``None`` for an additive mask with values that are neither 0 nor at most ``finfo.min / 2``."""
     if mask.dtype == torch.bool:
         return mask
     allowed = mask == 0

@@ -5,8 +5,8 @@ custom op with the module's parameters among its operands, so that they stay par
 sharding rule: every axis replicates it. ``autopar.capture.auto_opaque`` automatically does the same for modules that fail to trace.
 
 Limits: the module takes tensors and returns a tensor, or tuples, lists and dicts of tensors and constant plain values. The backward pass
-runs the module again, so it must not draw random numbers or change its buffers. An emitted program creates the module from its class
-name and its attributes (``autopar.emit.opaque``), which must be plain data.
+runs the module again, so the module must not draw random numbers or change its buffers. An emitted program creates the module from
+its class name and its attributes (``autopar.emit.opaque``), which must be plain data.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Implementation:
 # By op name. Global, because copies of a wrapped module need the original's op, and the emitter needs the original. Each module has a
 # second op, for results that aren't a single tensor: it returns a list.
 _OPS: dict[str, _Implementation] = {}
-_SEVERAL = "_list"
+_LIST_SUFFIX = "_list"
 
 
 class Opaque(nn.Module):
@@ -99,7 +99,7 @@ def call(name: str, module: nn.Module, *inputs: Tensor) -> Any:
 
 def target_of(name: str, *, several: bool = False) -> Any:
     """Return the torch op. It takes the inputs and the module's tensors, and returns a tensor or, with ``several``, a list of tensors."""
-    return _op(name + _SEVERAL if several else name)
+    return _op(name + _LIST_SUFFIX if several else name)
 
 
 def opaque_modules(graph: fx.Graph) -> dict[str, nn.Module]:
@@ -147,13 +147,13 @@ def register(module: nn.Module, output: Callable[..., Any] | None) -> str:
     """Register an op that computes ``module`` and return its name; ``output`` as for ``opaque``."""
     name = f"autopar.opaque_{len(_OPS) // 2}"
     implementation = _Implementation(module, output)
-    _OPS[name] = _OPS[name + _SEVERAL] = implementation
+    _OPS[name] = _OPS[name + _LIST_SUFFIX] = implementation
     return name
 
 
 @functools.cache
 def _op(name: str) -> Any:
-    """Return the op of that name, whose result is a tensor or, with the suffix ``_SEVERAL``, a list."""
+    """Return the op of that name, whose result is a tensor or, with the suffix ``_LIST_SUFFIX``, a list."""
     implementation = _OPS[name]
 
     def run(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -167,7 +167,7 @@ def _op(name: str) -> Any:
     def one(inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         return run(inputs, tensors)[0]
 
-    several = name.endswith(_SEVERAL)
+    several = name.endswith(_LIST_SUFFIX)
     op = torch.library.custom_op(name.replace(".", "::"), run if several else one, mutates_args=())
     op.register_fake(fake if several else lambda inputs, tensors: fake(inputs, tensors)[0])
 
@@ -178,13 +178,13 @@ def _op(name: str) -> Any:
     def backward(ctx: Any, gradient: Any) -> tuple[list[Tensor | None], list[Tensor | None]]:
         # only where needed: some ops have no gradient for some operands, such as the scale of fake quantisation
         needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
-        floating = [t.detach().requires_grad_(needs) for t, needs in zip(ctx.saved_tensors, needed, strict=True)]
+        leaves = [t.detach().requires_grad_(needs) for t, needs in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():
-            results = tensors_in(implementation.compute(floating[: ctx.split], floating[ctx.split :]))
+            results = tensors_in(implementation.compute(leaves[: ctx.split], leaves[ctx.split :]))
         of_results = gradient if several else [gradient]
         pairs = [(r, g) for r, g in zip(results, of_results, strict=True) if r.requires_grad and g is not None]
-        computed = iter(_gradients(pairs, [t for t in floating if t.requires_grad]))
-        gradients = [next(computed) if t.requires_grad else None for t in floating]
+        computed = iter(_gradients(pairs, [t for t in leaves if t.requires_grad]))
+        gradients = [next(computed) if t.requires_grad else None for t in leaves]
         return gradients[: ctx.split], gradients[ctx.split :]
 
     op.register_autograd(backward, setup_context=setup_context)
@@ -215,7 +215,7 @@ def without_values(result: Any, name: str) -> Any:
         raise CaptureError(
             f"the opaque module {name} returns {type(result).__name__} without a tensor", hint="return tensors from it"
         )
-    if (other := _other(result)) is not None:
+    if (other := _unsupported_class(result)) is not None:
         raise CaptureError(
             f"the opaque module {name} returns an object of the class {other}",
             hint="return a tensor, or tuples, lists or dicts of tensors and plain values",
@@ -223,14 +223,14 @@ def without_values(result: Any, name: str) -> Any:
     return _rebuilt(result, (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors_in(result)))
 
 
-def _other(result: Any) -> str | None:
+def _unsupported_class(result: Any) -> str | None:
     """Return the class of a part of the result that is neither a tensor nor plain data, or ``None``."""
     if type(result) in _PLAIN or isinstance(result, Tensor):
         return None
     if type(result) is dict:
-        return next(filter(None, map(_other, result.values())), None)
+        return next(filter(None, map(_unsupported_class, result.values())), None)
     if type(result) in (tuple, list) or hasattr(type(result), "_fields"):
-        return next(filter(None, map(_other, result)), None)
+        return next(filter(None, map(_unsupported_class, result)), None)
     return type(result).__name__
 
 

@@ -73,7 +73,7 @@ def capture(
             graph_meta(gm)["local_batch_norm"] = local_batch_norm
             gm, constants = clean(gm, buffers)
             report("segment")
-            written = _buffers(gm, buffers, model)
+            written = _written_buffers(gm, buffers, model)
             graph = _assemble(gm, constants, structure, classes, model, name or type(model).__name__, written)
         return check_guards(graph, list(flatten_batch(structure, batch).values()))
 
@@ -112,7 +112,7 @@ def _assemble(
     groups = segment(gm, classes)
     interfaces = layer_interfaces(gm, groups)
     rows = inputs[0].shape[0]
-    layers, library, values = build_layers(groups, interfaces, classes, type(model).__name__)
+    layers, layer_classes, values = build_layers(groups, interfaces, classes, type(model).__name__)
     parameters = _parameters(gm, model)
     notes = list(graph_meta(gm).get("notes", ()))
     tied = ties(model)
@@ -124,9 +124,9 @@ def _assemble(
     used = {parameter.original for parameter in parameters.values()} | tied.keys()
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
-    notes += _eval_mode(model)
-    held = {name for layer in layers for name in layer.buffers}
-    notes += [f"buffer {name} is not updated" for name in written if name not in held]
+    notes += _eval_mode_notes(model)
+    updated = {name for layer in layers for name in layer.buffers}
+    notes += [f"buffer {name} is not updated" for name in written if name not in updated]
     dtypes = _dtypes(parameters)
     if len(dtypes) > 1:
         kinds = ", ".join(f"{count:,} of {name_of(dtype)}" for dtype, count in dtypes)
@@ -142,7 +142,7 @@ def _assemble(
         scalars=scalars,
         prelude=prelude,
         layers=layers,
-        classes={key: dataclasses.replace(cls, rows=rows) for key, cls in library.items()},
+        classes={key: dataclasses.replace(cls, rows=rows) for key, cls in layer_classes.items()},
         values=values,
         loss=layers[-1].outputs[0],
         dtype=dtypes[0][0],
@@ -150,26 +150,26 @@ def _assemble(
         notes=tuple(notes),
         unmicrobatchable=graph_meta(gm).get("unmicrobatchable", ""),
         opaque=opaque_modules(gm.graph),
-        buffers={name: buffer for name, buffer in written.items() if name in held},
+        buffers={name: buffer for name, buffer in written.items() if name in updated},
         valueless=tuple(graph_meta(gm).get("valueless", ())),
-        state=_state(model),
+        state=_state_tensors(model),
         guards=tuple(guard for guard, _ in guards),
         assumed=graph_meta(gm)["assumed"],
     )
 
 
-def _eval_mode(model: nn.Module) -> list[str]:
+def _eval_mode_notes(model: nn.Module) -> list[str]:
     """Return notes on modules in eval mode."""
-    still = [name for name, module in model.named_modules() if not module.training]
-    if not still:
+    in_eval = [name for name, module in model.named_modules() if not module.training]
+    if not in_eval:
         return []
     if not model.training:
         return ["the model is in eval mode: no dropout, and running statistics; model.train() changes that"]
-    some = f"{', '.join(still[:3])}{', ...' if len(still) > 3 else ''}"
-    return [f"{len(still)} modules are in eval mode and stay in it: {some}"]
+    some = f"{', '.join(in_eval[:3])}{', ...' if len(in_eval) > 3 else ''}"
+    return [f"{len(in_eval)} modules are in eval mode and stay in it: {some}"]
 
 
-def _state(model: nn.Module) -> tuple[StateTensor, ...]:
+def _state_tensors(model: nn.Module) -> tuple[StateTensor, ...]:
     """Return the model's parameters, then the buffers of its state dict. A tensor with several names has an entry for each."""
     found, first = [], dict[Any, str]()
     kept = model.state_dict(keep_vars=True)
@@ -182,7 +182,7 @@ def _state(model: nn.Module) -> tuple[StateTensor, ...]:
     return tuple(found)
 
 
-def _buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
+def _written_buffers(gm: fx.GraphModule, values: dict[str, torch.Tensor], model: nn.Module) -> dict[str, Buffer]:
     """Return the buffers (and frozen parameters) that the graph writes, with their initial values."""
     kept = model.state_dict(keep_vars=True)
     parameters = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}

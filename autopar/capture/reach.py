@@ -22,7 +22,7 @@ from autopar.ops.operands import args_of, val
 from autopar.torch_private import overload_name
 from passes.clean.nodes import described, gradients_pass, like, note
 
-_SHOWN = 5
+_MAX_NAMES = 5
 _FLOW_CACHE: dict[Any, tuple[bool, ...]] = {}
 _CACHE_LIMIT = 4096
 
@@ -34,34 +34,34 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
     """
     reached = _reached(gm, loss)
     parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
-    alive = {meta(node)["parameter"].original for node in parameters if node in reached}
-    left = [node for node in parameters if meta(node)["gradient"] and meta(node)["parameter"].original not in alive]
-    for node in left:
+    used = {meta(node)["parameter"].original for node in parameters if node in reached}
+    frozen = [node for node in parameters if meta(node)["gradient"] and meta(node)["parameter"].original not in used]
+    for node in frozen:
         meta(node)["parameter"] = dataclasses.replace(meta(node)["parameter"], trainable=False)
-    if left:
-        names = sorted({meta(node)["parameter"].original for node in left})
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        shown = ", ".join(names[:_SHOWN]) + more
-        note(gm, f"the loss gives no gradient to {len(names)} parameters, which stay as they are: {shown}")
+    if frozen:
+        names = sorted({meta(node)["parameter"].original for node in frozen})
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        shown = ", ".join(names[:_MAX_NAMES]) + more
+        note(gm, f"{len(names)} parameters get no gradient from the loss, and are not trained: {shown}")
         gradients_pass(gm)
 
 
 def _reached(gm: fx.GraphModule, loss: fx.Node) -> set[fx.Node]:
     """Return the nodes that a gradient of the loss reaches."""
-    wanted: dict[fx.Node, set[int]] = {loss: {0}}  # node -> indices of its results that have a gradient
+    reached: dict[fx.Node, set[int]] = {loss: {0}}  # node -> indices of its results that have a gradient
     for node in reversed(gm.graph.nodes):
-        if node not in wanted or node.op != "call_function":
+        if node not in reached or node.op != "call_function":
             continue
         if node.target is operator.getitem:
             source, index = args_of(node)[:2]
             if meta(source)["gradient"]:
-                wanted.setdefault(source, set()).add(index)
+                reached.setdefault(source, set()).add(index)
             continue
         for operand in node.all_input_nodes:
             flows = _flows(node, operand) if meta(operand)["gradient"] else None
-            if flows is not None and (not flows or any(flows[index] for index in wanted[node])):
-                wanted.setdefault(operand, set()).add(0)
-    return set(wanted)
+            if flows is not None and (not flows or any(flows[index] for index in reached[node])):
+                reached.setdefault(operand, set()).add(0)
+    return set(reached)
 
 
 def _flows(node: fx.Node, operand: fx.Node) -> tuple[bool, ...]:

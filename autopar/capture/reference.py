@@ -30,7 +30,7 @@ Watch = Callable[[int, fx.Node, Any], None]
 """A function that gets a layer's index, a node of the layer's class, and the node's value."""
 
 
-class _CallWatch(fx.Interpreter):
+class _WatchedLayer(fx.Interpreter):
     def __init__(self, layer: int, gm: fx.GraphModule, watch: Watch) -> None:
         super().__init__(gm)
         self._layer, self._watch = layer, watch
@@ -75,7 +75,7 @@ def run(
             + [tensors[name] for name in layer.parameters]
         )
         cls = graph.classes[layer.cls]
-        outputs = cls.graph(*arguments) if watch is None else _CallWatch(index, cls.graph, watch).run(*arguments)
+        outputs = cls.graph(*arguments) if watch is None else _WatchedLayer(index, cls.graph, watch).run(*arguments)
         values.update(zip(layer.outputs, outputs, strict=False))  # new values of buffers follow the outputs
         names = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
         updates = outputs[len(layer.outputs) :]

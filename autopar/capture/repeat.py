@@ -30,7 +30,7 @@ from autopar.capture.storage import identity
 from autopar.ops.meta import meta
 from autopar.torch_private import tree_flatten, tree_unflatten
 
-FEWEST = 3
+MIN_MEMBERS = 3
 """Minimum number of members of one type in a module list for which tracing one of them pays off."""
 
 _PLAIN = (
@@ -77,35 +77,35 @@ _Recipe = tuple[Any, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Fresh:
+class _NewTensor:
     description: tuple[Any, ...]
 
 
 @dataclass(slots=True)
 class _MemberCall:
-    """The record of a member's call: ``lines`` has its torch functions, ``seen`` maps the id of a tensor to the tensor's origin.
+    """The record of a member's call: ``entries`` has its calls of torch functions, ``seen`` maps the id of a tensor to the tensor's origin.
 
-    ``results`` has for each entry of ``lines`` a recipe for its result, or ``None`` if the function must be called. ``like`` is an earlier
-    call with equal arguments and with the same lines so far. ``made`` counts the tensors that the functions have made.
+    ``results`` has for each of ``entries`` a recipe for its result, or ``None`` if the function must be called. ``equal_call`` is an
+    earlier call with equal arguments and equal entries so far. ``made`` counts the tensors that the functions have made.
     """
 
     path: str
     seen: dict[int, Any]
-    lines: list[Any] = field(default_factory=list)
+    entries: list[Any] = field(default_factory=list)
     results: list[_Recipe | None] = field(default_factory=list)
     made: int = 0
-    like: _MemberCall | None = None
+    equal_call: _MemberCall | None = None
 
-    def of(self, value: Any) -> Any:
+    def key_of(self, value: Any) -> Any:
         """Return a key of a value. In an equal call, the corresponding value, and only it, has an equal key."""
         if isinstance(value, Tensor):
             return self.seen.get(id(value), ("outside", id(value)))
         if isinstance(value, tuple | list):
-            return (type(value).__name__, *map(self.of, value))
+            return (type(value).__name__, *map(self.key_of, value))
         if isinstance(value, dict):
-            return ("dict", *((self.of(key), self.of(item)) for key, item in value.items()))
+            return ("dict", *((self.key_of(key), self.key_of(item)) for key, item in value.items()))
         if isinstance(value, slice):
-            return ("slice", self.of(value.start), self.of(value.stop), self.of(value.step))
+            return ("slice", self.key_of(value.start), self.key_of(value.stop), self.key_of(value.step))
         if isinstance(value, float | complex):
             return (type(value).__name__, repr(value))  # 0.0 and -0.0 are equal, but 1 / 0.0 and 1 / -0.0 are not
         return (type(value).__name__, value) if isinstance(value, _PLAIN) else ("object", id(value))
@@ -136,58 +136,58 @@ class _Recorder(TorchFunctionMode):
         # read before the mode is active, which would record these accesses to tensors
         self.own = {path: _named_tensors(m) for path, m in members.items()}
         names = Counter(id(tensor) for _, tensor in _named_tensors(module))
-        self.owned = {path: _owned(own, names) for path, own in self.own.items()}
+        self.owned = {path: _tensors_key(own, names) for path, own in self.own.items()}
         self.owners: dict[int, list[str]] = {}  # the members that have a parameter, outer ones first
         for path, own in self.own.items():
             for key in dict.fromkeys(id(tensor) for _, tensor in own):
                 self.owners.setdefault(key, []).append(path)
-        self.open: list[_MemberCall] = []
-        self.closed: dict[str, tuple[Any, ...]] = {}  # path -> record
+        self.open_calls: list[_MemberCall] = []
+        self.records: dict[str, tuple[Any, ...]] = {}  # path -> record
         self.outputs: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self.calls: Counter[str] = Counter()
-        self.maker: dict[int, tuple[str, ...]] = {}  # by id: the calls that created a tensor and did not return it
+        self.makers: dict[int, tuple[str, ...]] = {}  # by id: the calls that created a tensor and did not return it
         self.leaking: set[str] = set()
         self.read: set[str] = set()
         self.alive: list[Any] = []  # keeps objects alive, because their ids are compared
-        self.begun: dict[Any, _MemberCall] = {}  # the first call with each head and owned tensors
+        self.first_calls: dict[Any, _MemberCall] = {}  # the first call with each call key and key of its tensors
         self.zeros: dict[torch.dtype, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inside = [call.path for call in self.open]
+        inside = [call.path for call in self.open_calls]
         given = [id(tensor) for tensor in _tensors((args, kwargs), [])]
         for key in given:
-            self.leaking.update(path for path in self.maker.get(key, ()) if path not in inside)
+            self.leaking.update(path for path in self.makers.get(key, ()) if path not in inside)
             self.read.update(path for path in self.owners.get(key, ()) if path not in inside)
-        lines = [(func, _modes(), call.of(args), call.of(kwargs)) for call in self.open]
-        recipe = self._known(lines)
-        result = func(*args, **kwargs) if recipe is None else self._made(recipe)
+        entries = [(func, _modes(), call.key_of(args), call.key_of(kwargs)) for call in self.open_calls]
+        recipe = self._known_recipe(entries)
+        result = func(*args, **kwargs) if recipe is None else self._make_result(recipe)
         self.alive.append((args, kwargs, result))
         leaves, tree = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if recipe is None and self.open:
+        if recipe is None and self.open_calls:
             recipe = self._recipe(leaves, tree, given)
-        for call, line in zip(self.open, lines, strict=True):
-            call.lines.append(line)
+        for call, entry in zip(self.open_calls, entries, strict=True):
+            call.entries.append(entry)
             call.results.append(recipe)
             for tensor in made:
                 if id(tensor) not in call.seen:
                     call.seen[id(tensor)] = ("made", call.made)
                     call.made += 1
         for tensor in made:
-            self.maker.setdefault(id(tensor), tuple(inside))
+            self.makers.setdefault(id(tensor), tuple(inside))
         return result
 
-    def _known(self, lines: list[Any]) -> _Recipe | None:
+    def _known_recipe(self, entries: list[Any]) -> _Recipe | None:
         """Return the recipe for the result that an earlier, so far equal call got at this point, or ``None``."""
         found = None
-        for call, line in zip(self.open, lines, strict=True):
-            if call.like is not None:
-                at = len(call.lines)
-                if at < len(call.like.lines) and call.like.lines[at] == line:
-                    found = call.like.results[at] if found is None else found
+        for call, entry in zip(self.open_calls, entries, strict=True):
+            if call.equal_call is not None:
+                at = len(call.entries)
+                if at < len(call.equal_call.entries) and call.equal_call.entries[at] == entry:
+                    found = call.equal_call.results[at] if found is None else found
                 else:
-                    call.like = None
+                    call.equal_call = None
         return found
 
     def _recipe(self, leaves: list[Any], tree: Any, given: list[int]) -> _Recipe | None:
@@ -195,23 +195,23 @@ class _Recorder(TorchFunctionMode):
         found: list[Any] = []
         for leaf in leaves:
             if type(leaf) is Tensor:
-                known = id(leaf) in given or id(leaf) in self.maker or id(leaf) in self.owners
+                known = id(leaf) in given or id(leaf) in self.makers or id(leaf) in self.owners
                 described = _description(leaf)
                 if known or leaf.device.type != "meta" or 0 in described[1]:
                     return None
-                found.append(_Fresh(described))
+                found.append(_NewTensor(described))
             elif leaf is None or not isinstance(leaf, (*_PLAIN, torch.Size)):
                 return None
             else:
                 found.append(leaf)
         return (tree, tuple(found)) if found else None
 
-    def _made(self, recipe: _Recipe) -> Any:
+    def _make_result(self, recipe: _Recipe) -> Any:
         tree, leaves = recipe
-        made = [self._new(leaf.description) if isinstance(leaf, _Fresh) else leaf for leaf in leaves]
+        made = [self._new_tensor(leaf.description) if isinstance(leaf, _NewTensor) else leaf for leaf in leaves]
         return made[0] if tree is None else tree_unflatten(made, tree)
 
-    def _new(self, description: tuple[Any, ...]) -> Tensor:
+    def _new_tensor(self, description: tuple[Any, ...]) -> Tensor:
         size, stride, dtype, device, differentiable = description
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
         if differentiable:  # not a leaf, so that code may write to it
@@ -231,23 +231,23 @@ class _Recorder(TorchFunctionMode):
             call.seen.setdefault(id(tensor), ("own", name))
         for index, tensor in enumerate(given):
             call.seen.setdefault(id(tensor), ("given", index))
-        head = (type(module), _modes(), tree, *map(call.of, leaves), *map(_description, given))
+        call_key = (type(module), _modes(), tree, *map(call.key_of, leaves), *map(_description, given))
         owned = self.owned[path]
-        call.like = self.begun.setdefault((head, owned), call)
-        if call.like is call:
-            call.like = None
-        self.open.append(call)
+        call.equal_call = self.first_calls.setdefault((call_key, owned), call)
+        if call.equal_call is call:
+            call.equal_call = None
+        self.open_calls.append(call)
         try:
             result = forward(*args, **kwargs)
         finally:
-            self.open.pop()
+            self.open_calls.pop()
         returned, shape = tree_flatten(result)
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         for tensor in tensors:  # a returned tensor does not leak
-            if path in self.maker.get(id(tensor), ()):
-                self.maker[id(tensor)] = tuple(p for p in self.maker[id(tensor)] if p != path)
+            if path in self.makers.get(id(tensor), ()):
+                self.makers[id(tensor)] = tuple(p for p in self.makers[id(tensor)] if p != path)
         self.alive.append((args, kwargs, result))
-        self.closed[path] = (head, owned, tuple(call.lines), shape, tuple(map(call.of, returned)))
+        self.records[path] = (call_key, owned, tuple(call.entries), shape, tuple(map(call.key_of, returned)))
         if len(tensors) == len(returned):
             self.outputs[path] = (shape, tuple(map(_description, tensors)))
         if any(isinstance(tensor, nn.Parameter) for tensor in given):
@@ -260,7 +260,7 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
-def _owned(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
+def _tensors_key(own: list[tuple[str, Tensor]], names: Counter[int]) -> tuple[Any, ...]:
     """Return a key of a member's tensors: names, descriptions, and ties.
 
     For a tensor with several names inside of the member, the key has the first name. For a tensor that also has a name outside of the
@@ -288,7 +288,7 @@ def _description(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def members(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the members of module lists and ``Sequential`` with submodules and at least ``FEWEST - 1`` siblings of their type by path."""
+    """Return by path the members of module lists and ``Sequential`` that have submodules, if at least ``MIN_MEMBERS`` have their type."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, parent in module.named_modules():
@@ -296,18 +296,18 @@ def members(module: nn.Module) -> dict[str, nn.Module]:
             types = Counter(type(child) for child in parent)
             prefix = f"{path}." if path else ""
             for name, child in parent.named_children():
-                if types[type(child)] >= FEWEST and _large(child) and id(child) not in seen:
+                if types[type(child)] >= MIN_MEMBERS and _has_submodules(child) and id(child) not in seen:
                     seen.add(id(child))
                     found[prefix + name] = child
     return found
 
 
-def _large(module: nn.Module) -> bool:
+def _has_submodules(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
 @contextmanager
-def _forwards(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+def _forwards_through(members: dict[str, nn.Module], run: Callable[..., Any]) -> Iterator[None]:
     """A context in which calls of members go through ``run(path, module, forward, args, kwargs)``."""
 
     def through(path: str, module: nn.Module) -> Callable[..., Any]:
@@ -336,13 +336,13 @@ def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
     found = members(module)
     recorder = _Recorder(module, found)
     try:
-        with recorder, _forwards(found, recorder.run):
+        with recorder, _forwards_through(found, recorder.run):
             run()
     except Exception:  # export raises the same error and reports its line
         return None
     first: dict[Any, str] = {}
     repeated = {}
-    for path, known in recorder.closed.items():
+    for path, known in recorder.records.items():
         if path in recorder.leaking or recorder.calls[path] > 1 or path not in recorder.outputs:
             continue
         key = (known[0], known[1], known[2], known[4])
@@ -355,7 +355,7 @@ def record(module: nn.Module, run: Callable[[], Any]) -> Repeats | None:
 # -- during export ----------------------------------------------------------------------------------------------------
 
 
-def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
@@ -380,12 +380,12 @@ _results: dict[str, tuple[Any, ...]] = {}
 
 @_enter.register_fake
 def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
-    return _like(tensors)
+    return _empty_like(tensors)
 
 
 @_leave.register_fake
 def _(tensors: Sequence[Tensor], path: str) -> list[Tensor]:
-    return _like(tensors)
+    return _empty_like(tensors)
 
 
 @_repeat_block.register_fake
@@ -415,7 +415,7 @@ def traced_once(module: nn.Module, repeats: Repeats) -> Iterator[None]:
 
     _results.update({path: described for path, (_, described) in repeats.outputs.items()})
     try:
-        with _forwards(called, run):
+        with _forwards_through(called, run):
             yield
     finally:
         _results.clear()
@@ -458,12 +458,12 @@ def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: n
                 return None
             prefix = f"module.{original}."
             first[original] = {t.removeprefix(prefix): n for t, n in placeholders.items() if t.startswith(prefix)}
-        own = _own(placeholders, first[original], node.args[1])
+        own = _own_tensors(placeholders, first[original], node.args[1])
         if own is None:
             return None
         _copy(graph, node, entries[original], exits[original], bodies[original], own, original)
     for node in [*entries.values(), *exits.values()]:
-        _take_out(graph, node)
+        _remove_marker(graph, node)
     graph.lint()
     return lifted
 
@@ -522,7 +522,7 @@ def _writes(body: list[fx.Node]) -> bool:
     return False
 
 
-def _own(lifted: dict[str, fx.Node], first: dict[str, fx.Node], path: str) -> dict[fx.Node, fx.Node] | None:
+def _own_tensors(lifted: dict[str, fx.Node], first: dict[str, fx.Node], path: str) -> dict[fx.Node, fx.Node] | None:
     """Map the nodes of the first block's parameters and buffers to those of the block at ``path``."""
     found = {node: lifted.get(f"module.{path}.{name}") for name, node in first.items()}
     return None if None in found.values() else {node: other for node, other in found.items() if other is not None}
@@ -574,7 +574,7 @@ def _stack(inner: fx.Node, node: fx.Node, original: str) -> dict[str, Any]:
     return stack
 
 
-def _take_out(graph: fx.Graph, marker: fx.Node) -> None:
+def _remove_marker(graph: fx.Graph, marker: fx.Node) -> None:
     given: Any = marker.args[0]
     for user in list(marker.users):
         user.replace_all_uses_with(given[user.args[1]])

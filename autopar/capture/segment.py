@@ -85,9 +85,9 @@ def updates(gm: fx.GraphModule) -> dict[str, fx.Node]:
 def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
     """Return the main nodes of each layer, in order. ``classes`` maps module paths to class names; ``mark_main`` must have run."""
     main = [n for n in calls(gm) if meta(n)["main"]]
-    runs = _pair(_join(_runs(main, classes)), classes)
+    runs = _merge_chains(_merge_parameterless(_runs(main, classes)), classes)
     produced = {node: index for index, run in enumerate(runs) for node in run.nodes}
-    wide = {index for index, run in enumerate(runs) if _fresh(run, index, produced) > WIDEST_CUT}
+    wide = {index for index, run in enumerate(runs) if _values_read_later(run, index, produced) > WIDEST_CUT}
     merged: list[NodeGroup] = []
     for index, run in enumerate(runs):
         if index - 1 in wide and merged:
@@ -97,7 +97,7 @@ def segment(gm: fx.GraphModule, classes: dict[str, str]) -> list[NodeGroup]:
     return merged
 
 
-def _fresh(run: NodeGroup, index: int, produced: dict[fx.Node, int]) -> int:
+def _values_read_later(run: NodeGroup, index: int, produced: dict[fx.Node, int]) -> int:
     """Return the number of values of ``run`` that later runs read."""
     return sum(any(produced.get(user, index) > index for user in node.users) for node in run.nodes)
 
@@ -140,7 +140,7 @@ def _splitting_depth(main: list[fx.Node]) -> int:
     return 0
 
 
-def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
+def _merge_parameterless(runs: list[NodeGroup]) -> list[NodeGroup]:
     """Merge each run without parameters into the run before it, and the first run into the one after it."""
     result: list[NodeGroup] = []
     for run in runs:
@@ -153,7 +153,7 @@ def _join(runs: list[NodeGroup]) -> list[NodeGroup]:
     return result
 
 
-def _pair(runs: list[NodeGroup], classes: dict[str, str]) -> list[NodeGroup]:
+def _merge_chains(runs: list[NodeGroup], classes: dict[str, str]) -> list[NodeGroup]:
     """Merge modules without submodules that form a chain in one parent, up to ``PRODUCTS_PER_LAYER`` matrix products."""
     result: list[NodeGroup] = []
     for run in runs:

@@ -80,7 +80,7 @@ class RecordedReads:
         if read is None or (read.line, read.function) != (line, name):
             expected = f"reads one at {read.line}" if read is not None else "reads no more values"
             raise CaptureError(
-                f"{line} reads a tensor's value, but the model run on the batch {expected}: what it reads depends on more than the batch",
+                f"{line} reads a tensor's value, but the run on the batch {expected}: what forward reads depends on more than the batch",
                 OPAQUE_HINT,
             )
         self.read_tensors.append(_VALUE_READS[func](*args, **kwargs).detach())
@@ -183,7 +183,7 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
             f"{reads.recorded[len(reads.read_tensors)].line} reads a tensor's value, but not during export",
             OPAQUE_HINT,
         )
-    guards, nodes, kept = graph_meta(gm)["guards"], _nodes(gm), []
+    guards, nodes, kept = graph_meta(gm)["guards"], _guard_nodes(gm), []
     for index, (guard, node) in enumerate(zip(guards, nodes, strict=True)):
         sources = ancestors([node])
         beyond_batch = any("parameter" in meta(n) or (n.op == "call_function" and is_random(n)) for n in sources)
@@ -192,7 +192,7 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
         elif reads is not None and reads.fails_if_flipped(index):
             note(gm, f"{guard.line} raises an error if the value is not {guard.value}; the program does not check it")
         elif beyond_batch:
-            raise _undecided(guard, node)
+            raise _data_dependent_error(guard, node)
         else:
             kept.append(index)
     gm.graph.output_node().args = (
@@ -202,11 +202,11 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
 
 
 def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """Return the guards that depend on the batch (others always hold), with their nodes, and note them; ``mark_main`` must have run."""
+    """Return the guards that depend on the batch (others always hold) with their nodes, and add notes; ``mark_main`` must have run."""
     found = []
-    for guard, node in zip(graph_meta(gm).get("guards", ()), _nodes(gm), strict=True):
+    for guard, node in zip(graph_meta(gm).get("guards", ()), _guard_nodes(gm), strict=True):
         if meta(node)["main"]:
-            raise _undecided(guard, node)
+            raise _data_dependent_error(guard, node)
         if meta(node)["needs_input"]:
             found.append((guard, node))
     for line in dict.fromkeys(guard.line for guard, _ in found):
@@ -239,7 +239,7 @@ def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
     return dataclasses.replace(graph, guards=tuple(found))
 
 
-def _undecided(guard: Guard, node: fx.Node) -> NotTraceableError:
+def _data_dependent_error(guard: Guard, node: fx.Node) -> NotTraceableError:
     return NotTraceableError(
         f"torch.export refused {guard.line}: its control flow or a shape depends on the data, which is more than the batch",
         OPAQUE_HINT,
@@ -247,5 +247,5 @@ def _undecided(guard: Guard, node: fx.Node) -> NotTraceableError:
     )
 
 
-def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
+def _guard_nodes(gm: fx.GraphModule) -> list[fx.Node]:
     return returned(gm)[1 : 1 + len(graph_meta(gm).get("guards", ()))]

@@ -40,7 +40,7 @@ class StateAfterForward:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of variables outside of the modules that hold tensors for the next call."""
-        return tuple(name for change in self.outside for name in change.of_tensors())
+        return tuple(name for change in self.outside for name in change.names_with_tensors())
 
     @property
     def plain(self) -> dict[str, tuple[Any, Any]]:
@@ -48,8 +48,8 @@ class StateAfterForward:
         return {} if self.tensors else {k: v for change in self.outside for k, v in change.named().items()}
 
 
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_TENSORS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
+_TENSOR_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, Tensor)
 
 
@@ -78,7 +78,7 @@ def state(module: nn.Module) -> State:
             continue
         seen.add(id(vars(each)))
         for name, value in vars(each).items():
-            if name not in _OWN and _is_plain(value):
+            if name not in _TORCH_ATTRIBUTES and _is_plain(value):
                 found[path, name] = _copied(value, lambda tensor: tensor)
     return found
 
@@ -88,8 +88,8 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     fresh = vars(nn.Module())
     described = {}
     for name, value in vars(module).items():
-        if name in _OWN:
-            if name not in _TENSORS and value != fresh[name]:
+        if name in _TORCH_ATTRIBUTES:
+            if name not in _TENSOR_TABLES and value != fresh[name]:
                 return None
         elif not _is_plain(value) or _holds_tensors(value):
             return None
@@ -126,12 +126,12 @@ def check_again(
     if not changed:
         return [], _assumptions(after.tensors)
 
-    def text(initial: State) -> tuple[list[Any], State, State]:
-        """Return the graph of a call that starts from ``initial``, and the state before and after it."""
+    def rerun(initial: State) -> tuple[list[Any], State, State]:
+        """Export from ``initial``; return the graph's computation, and the state before and after its forward."""
         _set(copied.module, {key: _copied(value, blank) for key, value in initial.items()})
         start = state(copied.module)
         program, end = again()
-        return _text(program), start, end.state
+        return _computation(program), start, end.state
 
     def blank(tensor: Tensor) -> Tensor:
         with copied.mode:
@@ -140,22 +140,22 @@ def check_again(
     same = settled = False
     start = end = after.state
     try:
-        second, start, end = text(after.state)
-        same = second == _text(program)
+        second, start, end = rerun(after.state)
+        same = second == _computation(program)
         # a gradient through a tensor from an earlier call would run that call's backward again, which PyTorch refuses
-        settled = same or (second == text(end)[0] and not any(_needs_gradient(new) for _, new in inside.values()))
+        settled = same or (second == rerun(end)[0] and not any(_needs_gradient(new) for _, new in inside.values()))
     except CaptureError:  # the state of the earlier call made it fail: it is not settled
         pass
     finally:
         _set(copied.module, before)
     if not settled:
-        words = ", ".join(f"{n} ({_short(old)}, then {_short(new)})" for n, (old, new) in list(changed.items())[:5])
+        shown = ", ".join(f"{n} ({_shown(old)}, then {_shown(new)})" for n, (old, new) in list(changed.items())[:5])
         raise CaptureError(
-            f"forward changes Python state and reads it in its next call: {words}; the graph would repeat its first call",
+            f"forward changes Python state and reads it in its next call: {shown}; the graph would repeat its first call",
             hint=BUFFER_HINT,
         )
-    moving = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
-    notes = [f"a program does not update the attribute {name}, which forward changes in every call" for name in moving]
+    names = [n for n in changes(start, end) if n in inside and not _holds_tensors(inside[n][1])]
+    notes = [f"a program does not update the attribute {name}, which forward changes in every call" for name in names]
     return notes, _assumptions(after.tensors if same else (*changed, *after.tensors))
 
 
@@ -210,7 +210,7 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _short(value: Any) -> str:
+def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if not _is_plain(value):
@@ -224,7 +224,7 @@ def _shape(node: fx.Node) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else ""
 
 
-def _text(program: Any) -> list[Any]:
+def _computation(program: Any) -> list[Any]:
     """Return an exported program's computation: the nodes of all its graphs, and the values of its constants."""
     lines: list[Any] = []
     for name, gm in program.graph_module.named_modules():

@@ -20,11 +20,11 @@ from autopar.errors import CaptureError
 from autopar.torch_private import byte_range, gradient_hooks, has_storage, memory, place_in_memory
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_OPAQUE = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodType)
+_NOT_SEARCHED = (nn.Module, type, types.FunctionType, types.ModuleType, types.MethodType)
 
 
 def identity(tensor: Tensor) -> Any:
-    """Return a key of a tensor. Two tensors have equal keys only if they are parameters with the same elements in memory."""
+    """Return a key of a tensor. Two different tensors have equal keys only if they are parameters with the same elements in memory."""
     if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
         return id(tensor)
     return memory(tensor), *place_in_memory(tensor)
@@ -61,7 +61,7 @@ def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str]
         for _, name, parameter in trained if len(tensors) > 1 else ():
             for kind, other, tensor in tensors:
                 if tensor is not parameter and _overlap(parameter, tensor):
-                    raise _refused(name, parameter, kind, other, tensor)
+                    raise _overlap_error(name, parameter, kind, other, tensor)
 
 
 def _tensors(module: nn.Module, read: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
@@ -85,7 +85,7 @@ def tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
         yield name, value
         return
     inside = isinstance(value, (dict, *_CONTAINERS)) or getattr(value, "__dict__", None)
-    if not inside or isinstance(value, _OPAQUE) or id(value) in seen:
+    if not inside or isinstance(value, _NOT_SEARCHED) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, dict):
@@ -121,7 +121,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _refused(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor) -> CaptureError:
+def _overlap_error(name: str, parameter: Tensor, kind: str, other: str, tensor: Tensor) -> CaptureError:
     same = byte_range(parameter) == byte_range(tensor) and parameter.stride() == tensor.stride()
     inside = tensor.numel() < parameter.numel()
     turned = parameter.numel() == tensor.numel() and parameter.storage_offset() == tensor.storage_offset()
@@ -176,7 +176,7 @@ def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
     """Move tensors to the CPU and cast floating and complex ones to ``dtype``, in place, keeping shared memory."""
     made: dict[int, Tensor] = {}
     for tensor in tensors:
-        wanted = _dtype(tensor, dtype)
+        wanted = _cast_dtype(tensor, dtype)
         if tensor.is_meta or (tensor.dtype, tensor.device.type) == (wanted, "cpu"):
             if tensor.dtype != wanted:
                 tensor.data = tensor.data.to(wanted)
@@ -189,7 +189,7 @@ def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
             tensor.data = made[memory(tensor)].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype to which ``cast`` casts a tensor; unlike ``Module.to``, it keeps the imaginary part of complex numbers."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.dtype

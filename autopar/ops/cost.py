@@ -1,6 +1,6 @@
 """Computes the cost of an op, FLOPs and bytes of device memory, at the shapes of its node.
 
-Matrix products, convolutions and attention count FLOPs; other ops are memory-bound and count bytes read and written; views are free.
+Matrix products, convolutions, attention, and ops that contain them have FLOPs; every op except views has bytes read plus written.
 Counts are for the global tensors in ``meta(node)["val"]``; the caller divides them among the devices of an axis.
 
 Conventions: a multiply-add is two FLOPs; attention is flash attention (no score matrix in memory). *Model* FLOPs (for MFU) of causal
@@ -89,30 +89,30 @@ class GradientProduct:
     operand: str
 
 
-def gradient_products(node: fx.Node, wants: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
+def gradient_products(node: fx.Node, needs_gradient: Mapping[str, bool]) -> tuple[GradientProduct, ...]:
     """Return the products in the backward of an op other than attention: one with the forward's FLOPs per factor that needs a gradient.
 
-    ``wants`` maps a value to whether it needs a gradient.
+    ``needs_gradient`` maps a value's name to whether the value needs a gradient.
     """
     if isinstance(node.target, Experts):
-        return tuple(_experts_gradient_products(node, node.target, wants))
+        return tuple(_experts_products(node, node.target, needs_gradient))
     flops = model_flops(node)
-    return tuple(GradientProduct(flops, o.name) for o in factors(node) if flops and wants[o.name])
+    return tuple(GradientProduct(flops, o.name) for o in factors(node) if flops and needs_gradient[o.name])
 
 
-def _experts_gradient_products(node: fx.Node, experts: Experts, wants: Mapping[str, bool]) -> Iterator[GradientProduct]:
+def _experts_products(node: fx.Node, experts: Experts, needs_gradient: Mapping[str, bool]) -> Iterator[GradientProduct]:
     tokens, _, _, *parameters = operands(node)
     rows = next(n for n in experts.body.graph.nodes if n.op == "placeholder")
     outer = {rows: tokens} | dict(zip(experts.parameters, parameters, strict=True))
-    wanting = {inner for inner, operand in outer.items() if wants[operand.name]}
+    with_gradient = {inner for inner, operand in outer.items() if needs_gradient[operand.name]}
     for inner in experts.body.graph.nodes:
         if inner.op != "call_function":
             continue
-        if any(read in wanting for read in inner.all_input_nodes):
-            wanting.add(inner)
+        if any(read in with_gradient for read in inner.all_input_nodes):
+            with_gradient.add(inner)
         if flops := model_flops(inner):
             for factor in factors(inner):
-                if factor in wanting:
+                if factor in with_gradient:
                     yield GradientProduct(flops, outer.get(factor, tokens).name)
 
 
@@ -129,13 +129,13 @@ def bytes_moved(node: fx.Node) -> int:
 
 def attention_dropout(node: fx.Node) -> float:
     """Return the dropout probability of an attention op."""
-    given = arguments(node).get("dropout_p", 0.0)
-    return float(given) if isinstance(given, (int, float)) else 0.0
+    probability = arguments(node).get("dropout_p", 0.0)
+    return float(probability) if isinstance(probability, (int, float)) else 0.0
 
 
 def _causal(node: fx.Node) -> bool:
-    given = arguments(node)
-    return given.get("is_causal", given.get("causal")) is True
+    named = arguments(node)
+    return named.get("is_causal", named.get("causal")) is True
 
 
 def _attention_flops(node: fx.Node) -> float:
@@ -152,8 +152,8 @@ def _product(node: fx.Node) -> float:
 def _convolution(node: fx.Node) -> float:
     source, weight = operands(node)[:2]
     # weight: [out channels, in channels / groups, *kernel]; transposed convolutions swap the first two
-    over = source if facts(node).kind is OpKind.TRANSPOSED_CONVOLUTION else node
-    return 2.0 * val(over).numel() * math.prod(shape_of(weight)[1:])
+    counted = source if facts(node).kind is OpKind.TRANSPOSED_CONVOLUTION else node
+    return 2.0 * val(counted).numel() * math.prod(shape_of(weight)[1:])
 
 
 def _einsum(node: fx.Node) -> float:

@@ -27,7 +27,7 @@ class Experts:
         self.__name__ = self.__qualname__ = "experts"  # fx names the node, and ``op_name`` the op, by these
         self.__module__ = kernels_experts.__name__
         self.body, self.count = body, count
-        self._text = tuple(_described(body))
+        self._text = tuple(_node_descriptions(body))
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, **axes: Any) -> Tensor:
         return kernels_experts.experts(x, index, weights, parameters, self.body, self.count, **axes)
@@ -92,8 +92,8 @@ def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
     return Experts(body, op.count)
 
 
-def _described(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:
-    """Describe the body's nodes; equal bodies have equal descriptions."""
+def _node_descriptions(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:
+    """Yield a description of each node of the body; equal bodies have equal descriptions."""
     for node in body.graph.nodes:
         value = meta(node).get("val")
         shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else None

@@ -1,6 +1,6 @@
 """A table of facts about each op, by its name: its kind, and properties that follow from the kind.
 
-Rules, cost model, passes, capture, emit and checks use ``facts(node)`` instead of comparing names. Ops that aren't in the table are of
+Rules, cost model, passes, capture, emit and checks use ``facts(node)``. Ops that aren't in the table are of
 kind ``OTHER``. FLOPs and bytes depend on shapes, and are in ``autopar.ops.cost``.
 """
 
@@ -17,7 +17,7 @@ from torch import fx
 from autopar.ops.operands import argument
 from autopar.torch_private import overload_name
 
-_TORCHS_OWN = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher_order"))
+_BUILTIN_NAMESPACES = frozenset(("aten", "prim", "prims", "autopar", "profiler", "higher_order"))
 
 
 def aten_names(text: str) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class OpKind(Enum):
     RANDOM = ("kernels_random.uniform", "kernels_random.normal")  # seeded random numbers
     VALUE_INDEPENDENT = aten_names(
         "rand randn randint rand_like randn_like empty empty_like new_empty"
-    )  # independent of operands
+    )  # independent of operands' values
     ADDITION = aten_names("add sub")
     CAST = aten_names("to type_as _to_copy cpu cuda")
     DETACH = aten_names("detach")
@@ -82,7 +82,7 @@ ALSO_POINTWISE = frozenset(
         arccos arcsin arctan arctan2 arccosh arcsinh arctanh"""
     )
 )
-NOT_POINTWISE = frozenset(("aten::where",))  # with one argument: indices
+NOT_POINTWISE = frozenset(("aten::where",))  # this overload, with one argument, returns indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,4 +216,4 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_custom(target: Any) -> bool:
     """Return whether ``target`` is an operator that is neither torch's nor autopar's."""
-    return overload_name(target) is not None and op_of(target).name.partition(".")[0] not in _TORCHS_OWN
+    return overload_name(target) is not None and op_of(target).name.partition(".")[0] not in _BUILTIN_NAMESPACES

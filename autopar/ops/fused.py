@@ -34,9 +34,9 @@ class FusedOp:
 
     ``name`` is the op's name in ``ops.facts``. ``flops`` counts its forward products, which the backward recomputes; ``slices`` is the
     number of parts in which the op computes them. ``extra_work`` is the rest of the work. ``padding_after`` returns the same as
-    ``rules.padding.padding_after``; ``resize(new, old)`` sets the unpadded sizes in the padded graph's call ``new``. ``call`` returns a
-    rank's call (``passes.kernel_calls``). ``samples`` returns arguments for checking the rule; it gets functions that draw normal floats of
-    a shape, and integers below a limit.
+    ``rules.padding.padding_after``; ``resize(new, old)`` stores the unpadded sizes of call ``old`` in its padded copy ``new``. ``call``
+    returns a rank's call (``passes.kernel_calls``). ``samples`` returns arguments for checking the rule; it gets functions that draw
+    normal floats of a shape, and integers below a limit.
     """
 
     name: str

@@ -93,7 +93,7 @@ class GraphMeta(TypedDict, total=False):
     notes: list[str]
     """Notes for the user."""
     unmicrobatchable: str
-    """The reason why the batch cannot be split into microbatches."""
+    """The reason why splitting the batch into microbatches changes the result. Written by cleaning (batch_norm)."""
     local_batch_norm: bool
     """Whether batch norm uses the statistics of each rank's part of each microbatch. Set by the user."""
     updates: tuple[str, ...]

@@ -44,8 +44,8 @@ def _frames(trace: str) -> list[Frame]:
 
 
 def user_frame(node: fx.Node) -> Frame | None:
-    """Return the user's frame that created the node: the innermost one of a ``forward`` method, or else of any function; torch's frame if
-    none is the user's; ``None`` without frames."""
+    """Return the user's frame that created the node: the innermost one of a ``forward`` method, or else of any function; the innermost
+    frame if none is the user's; ``None`` without frames."""
     found = frames(node)
     users = [frame for frame in found if not frame[0].startswith(_TORCH)]
     best = [frame for frame in users if frame[2] == "forward"] or users or found
@@ -63,7 +63,7 @@ def source_line(node: fx.Node) -> str:
 def source_name(node: fx.Node) -> str:
     """Return the name that the user's code assigns the node's value to, or one derived from the code.
 
-    For ``y = self.up(x) * -f(x)`` the product is named ``y``, its right factor ``y_neg``, and the results of the module and the function
+    In ``y = self.up(x) * -f(x)`` the product is named ``y``, the negation ``y_neg``, and the results of ``self.up`` and ``f`` are named
     ``up`` and ``f``.
     """
     return _name(node)[0]
@@ -81,12 +81,12 @@ def _name(node: fx.Node) -> tuple[str, bool]:
         here = _statement(*at[depth][:2])
         if here is None or not (here.returns or here.targets):
             break
-        if _is_last(node, at[: depth + 1]):
+        if _ends_statement(node, at[: depth + 1]):
             if here.returns:
                 continue
             if len(here.targets) == 1:
                 return here.targets[0], True
-            if (index := _index(node)) is not None and index < len(here.targets):
+            if (index := _result_index(node)) is not None and index < len(here.targets):
                 return here.targets[index], True
         elif depth + 1 < len(at) and at[depth + 1][2] != "forward":
             return at[depth + 1][2].strip("_<>") or op, False
@@ -109,13 +109,13 @@ def _module_name(node: fx.Node) -> str:
     return "" if name.isdigit() or name == "module" else name
 
 
-def _index(node: fx.Node) -> int | None:
+def _result_index(node: fx.Node) -> int | None:
     """Return the index of the node among an op's results; ``None`` if it is the only result."""
     index = node.args[1] if node.target is operator.getitem else None
     return index if isinstance(index, int) and index >= 0 else None
 
 
-def _is_last(node: fx.Node, at: list[Frame]) -> bool:
+def _ends_statement(node: fx.Node, at: list[Frame]) -> bool:
     """Return whether the node is its statement's final value: no other node of the same statement and frames (``at``) reads it."""
     place = [(file, _first_line(file, line)) for file, line, *_ in at]
     waiting, seen = list(node.users), set[fx.Node]()
@@ -152,17 +152,17 @@ def _statements(file: str) -> dict[int, _Statement]:
     found: dict[int, _Statement] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not hasattr(node, "body"):
-            made = _Statement(node.lineno, *_bound(node))
+            made = _Statement(node.lineno, *_assignment(node))
             found.update(dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), made))
     return found
 
 
-_SEVERAL = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
+_COLLECTIONS = (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
-def _bound(node: ast.stmt) -> tuple[tuple[str, ...], bool]:
+def _assignment(node: ast.stmt) -> tuple[tuple[str, ...], bool]:
     """Return the names to which a statement assigns its expression, and whether it returns the expression."""
-    if isinstance(getattr(node, "value", None), _SEVERAL):
+    if isinstance(getattr(node, "value", None), _COLLECTIONS):
         return (), False
     if isinstance(node, ast.Return):
         return (), node.value is not None

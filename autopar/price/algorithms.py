@@ -34,7 +34,7 @@ from autopar.devices import Cluster
 from autopar.price.collectives import RankGroup
 from autopar.types import Collective
 
-TO_ALL = Collective.ALL_REDUCE
+ALL_REDUCE = Collective.ALL_REDUCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ class Algorithm:
 
 def sequential(collective: Collective, ranks: int, size: float) -> Algorithm:
     """Return the rounds in which a server exchanges the tensor with one rank at a time."""
-    ways = 2 if collective is TO_ALL else 1
-    rounds = tuple(Round(size, 1, distance, ways) for distance in range(1, ranks))
-    return Algorithm(rounds, ways * (ranks - 1) * size)
+    directions = 2 if collective is ALL_REDUCE else 1
+    rounds = tuple(Round(size, 1, distance, directions) for distance in range(1, ranks))
+    return Algorithm(rounds, directions * (ranks - 1) * size)
 
 
 def ring(collective: Collective, ranks: int, size: float) -> Algorithm:
     """Return the rounds of a ring, which pass pieces from neighbour to neighbour."""
     n, piece = ranks, size / ranks
     around = Round(piece, n, n - 1, n - 1, True)  # the last rank's neighbour is the first
-    if collective is TO_ALL:
+    if collective is ALL_REDUCE:
         return Algorithm((around, around), 4 * (n - 1) * piece)
     to_one = tuple(Round(piece, left, n - 1, 1, True) for left in range(n - 1, 0, -1))
     rounds = (around, *to_one) if collective is Collective.REDUCE else (*reversed(to_one), around)
@@ -106,14 +106,14 @@ def halving_doubling(collective: Collective, ranks: int, size: float) -> Algorit
     # of the first 2 * extra ranks only every other one continues, so partners may be twice as far apart
     doubling = [Round(piece * step, n, step + min(step, extra)) for step in steps]
     to_one = [Round(piece * step, n // (2 * step), step + min(step, extra)) for step in steps]
-    give = [Round(size, extra, 1)] if extra else []
+    fold = [Round(size, extra, 1)] if extra else []
     first, last = {
-        Collective.ALL_REDUCE: ([*give, *reversed(doubling)], [*doubling, *give]),
-        Collective.REDUCE: ([*give, *reversed(doubling)], to_one),
-        Collective.BROADCAST: ([*reversed(to_one)], [*doubling, *give]),
+        Collective.ALL_REDUCE: ([*fold, *reversed(doubling)], [*doubling, *fold]),
+        Collective.REDUCE: ([*fold, *reversed(doubling)], to_one),
+        Collective.BROADCAST: ([*reversed(to_one)], [*doubling, *fold]),
     }[collective]
-    through = (4 if collective is TO_ALL else 3) * (n - 1) * piece
-    return Algorithm((*first, *last), through + (2 if collective is TO_ALL else 1) * size * bool(extra))
+    busiest_bytes = (4 if collective is ALL_REDUCE else 3) * (n - 1) * piece
+    return Algorithm((*first, *last), busiest_bytes + (2 if collective is ALL_REDUCE else 1) * size * bool(extra))
 
 
 ALGORITHMS: dict[str, Callable[[Collective, int, float], Algorithm]] = {

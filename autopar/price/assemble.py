@@ -14,10 +14,10 @@ import math
 from autopar.devices import Cluster
 from autopar.layer_price import LayerPrice
 from autopar.plan import Strategy
-from autopar.price.host import StateBytes, exposed_copy_s
+from autopar.price.host import OffloadedStateBytes, exposed_copy_s
 from autopar.price.live_memory import LayerMemory, PrefetchContext
 from autopar.price.microbatch import Microbatch, Pass, SavedActivations
-from autopar.price.replicas import ReplicaCosts, runs
+from autopar.price.replicas import ReplicaCosts, run_counts
 from autopar.price.state import Precision, padded, state_bytes
 from autopar.price.trainer import TrainerModel
 
@@ -35,9 +35,9 @@ def assemble(
     describes are assumed to have the same strategy."""
     sized, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
     data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
-    trainable, states = sized.counts.trainable, StateBytes.of(strategy, cluster, precision)
-    parts = replicas.seconds[min(zero, 2)]
-    in_forward, in_backward, _ = runs(zero, strategy.options.unsharded_gradients, gathers(kept))
+    trainable, states = sized.counts.trainable, OffloadedStateBytes.of(strategy, cluster, precision)
+    seconds = replicas.seconds[min(zero, 2)]
+    in_forward, in_backward, _ = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept))
     exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
     each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
     copies_s = _copies_s(replicas, strategy, kept, zero)
@@ -49,8 +49,8 @@ def assemble(
     backward_compute_s = max(device_s, backward.host_s + kept.recomputed.host_s - backward_wire_s)
     waits_s = _waits_s(microbatch, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
-    forward_exposed = exposed(in_forward.gather * parts.gather, forward_compute_s)
-    back_s = in_backward.reduce * parts.reduce + in_backward.gather * parts.gather
+    forward_exposed = exposed(in_forward.gather * seconds.gather, forward_compute_s)
+    back_s = in_backward.reduce * seconds.reduce + in_backward.gather * seconds.gather
     backward_exposed = exposed(back_s, backward_compute_s)
     if kept.copied_bytes:
         forward_exposed += exposed_copy_s(kept.copied_bytes, forward_compute_s, cluster)
@@ -62,9 +62,9 @@ def assemble(
         if replicas.staleness:  # gradients are copied into the reduction's buffer, and the sums are copied back
             step_s += 4 * trainable * precision.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the copies lengthen the last backward
-        last_s = exposed(back_s + parts.reduce, backward_compute_s + copies_s[2])
+        last_s = exposed(back_s + seconds.reduce, backward_compute_s + copies_s[2])
         step_s += copies_s[2] + last_s - exposed(back_s, backward_compute_s) + waits_s[2]
-    step_s += parts.mirror
+    step_s += seconds.mirror
     parameters, gradients, optimizer, saved, transient = _bytes(
         microbatch, replicas, strategy, zero, precision, trainer, states, context
     )
@@ -118,11 +118,11 @@ def _copies_s(
     if zero < 2:
         return 0.0, 0.0, 0.0
     gather_s, reduce_s = replicas.copies_s
-    back_s = gathers(kept) * gather_s if zero == 3 else 0.0
+    back_s = backward_gathers(kept) * gather_s if zero == 3 else 0.0
     return (gather_s, back_s, reduce_s) if strategy.options.unsharded_gradients else (gather_s, back_s + reduce_s, 0.0)
 
 
-def gathers(kept: SavedActivations) -> float:
+def backward_gathers(kept: SavedActivations) -> float:
     """Return how often a backward gathers a layer's parameters under ZeRO 3, as a mean over the layers of a segment: twice per layer, for
     the recomputation and the backward, but once for the last layer."""
     return 2 - 1 / kept.layers
@@ -138,13 +138,13 @@ def _waits_s(
     """
     if cluster.collective_times is None:
         return 0.0, 0.0, 0.0
-    gathers = (shards,) if shards > 1 else ()
+    shard_group = (shards,) if shards > 1 else ()
     again = microbatch.kept.layers > 1  # one more gather, except for the segment's last layer
-    gathered = gathers * (1 + again if strategy.zero == 3 else 0)
-    back = microbatch.backward.group_sizes + gathered + microbatch.kept.recomputed.group_sizes
+    gather_groups = shard_group * (1 + again if strategy.zero == 3 else 0)
+    back = microbatch.backward.group_sizes + gather_groups + microbatch.kept.recomputed.group_sizes
     wait_s = cluster.collective_times.wait_s
-    forward_wait_s = wait_s(microbatch.forward.group_sizes + gathers, forward_s)
-    reduced_s = wait_s(back + gathers, backward_s)
+    forward_wait_s = wait_s(microbatch.forward.group_sizes + shard_group, forward_s)
+    reduced_s = wait_s(back + shard_group, backward_s)
     if not strategy.options.unsharded_gradients:
         return forward_wait_s, reduced_s, 0.0
     unreduced_s = wait_s(back, backward_s)
@@ -158,7 +158,7 @@ def _bytes(
     zero: int,
     precision: Precision,
     trainer: TrainerModel,
-    states: StateBytes,
+    states: OffloadedStateBytes,
     context: PrefetchContext,
 ) -> tuple[int, int, int, int, int]:
     """Return the bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
@@ -173,7 +173,7 @@ def _bytes(
     )
     if replicas.staleness:  # this step's gradients, and the reductions in flight, including this step's
         gradients *= 2 + replicas.staleness
-    share = LayerMemory(
+    layer = LayerMemory(
         microbatch.passes.peaks,
         kept,
         sized.plain_bytes,
@@ -183,6 +183,8 @@ def _bytes(
         replicas.microbatches,
         context,
     )
-    live, transient = trainer.live_bytes(share, gradients, data, zero, strategy.options.unsharded_gradients, precision)
+    all_gradients, transient = trainer.live_bytes(
+        layer, gradients, data, zero, strategy.options.unsharded_gradients, precision
+    )
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
-    return stored, math.ceil(live), optimizer, saved, math.ceil(transient)
+    return stored, math.ceil(all_gradients), optimizer, saved, math.ceil(transient)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
-from autopar.price.assemble import gathers
+from autopar.price.assemble import backward_gathers
 from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import RankGroup, group, group_time_s
 from autopar.price.layer import Runs, pair_sizes
 from autopar.price.microbatch import Microbatch, SavedActivations
-from autopar.price.replicas import Replicas, runs
+from autopar.price.replicas import Replicas, run_counts
 from autopar.types import Collective
 
 
@@ -73,10 +73,10 @@ def replica_costs(
 ) -> Iterator[CollectiveCost]:
     """Yield the collectives between a layer's replicas."""
     zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
-    forward, backward, once = runs(zero, strategy.options.unsharded_gradients, gathers(kept))
+    forward, backward, once = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept))
     for one in replicas.collectives[min(zero, 2)]:
-        in_passes = getattr(forward, one.part) + getattr(backward, one.part)
-        count = one.times * (microbatches * in_passes + getattr(once, one.part))
+        in_passes = getattr(forward, one.kind) + getattr(backward, one.kind)
+        count = one.times * (microbatches * in_passes + getattr(once, one.kind))
         if count:
             seconds = replicas.seconds_of(one)
             yield CollectiveCost(one.purpose, one.collective, one.axes, one.members, one.bytes, seconds, count)

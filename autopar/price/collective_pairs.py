@@ -59,11 +59,11 @@ def pairs_of_layer(
     pairs: list[CollectivePair] = []
     joined = products_of(cls, types, gradient)
     for one in conversions(cls.graph, types, gradient):
-        own = pairs_of_conversion(one.value, value_bytes[one.value], one.steps)
-        if own:
+        of_value = pairs_of_conversion(one.value, value_bytes[one.value], one.steps)
+        if of_value:
             products = tuple(product.name for product in joined.get((one.value, one.target), ()))
-            own[-1] = replace(own[-1], overlapped_products=products, target=one.target)
-        pairs += converted(own, gradient[one.value])
+            of_value[-1] = replace(of_value[-1], overlapped_products=products, target=one.target)
+        pairs += converted(of_value, gradient[one.value])
     for exchange in kernel_exchanges(cls.graph, types):
         collective = exchange.collective
         name = collective.value.name

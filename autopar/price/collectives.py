@@ -70,7 +70,7 @@ def group(axes: tuple[Axis, ...], cluster: Cluster) -> RankGroup:
 def _rank_group(
     axes: tuple[tuple[int, int], ...], parts: tuple[tuple[int, int], ...], first: int, by_part: bool
 ) -> RankGroup:
-    """Return the group of ``axes`` (size, stride): count the members of each group on each node, and with ``by_part`` in each part.
+    """Return the group of ``axes`` (size, stride) by counting its members on each node and, with ``by_part``, in each part.
     ``parts`` has (devices, devices per node) of each part; ``first`` is the index of rank 0's device on its node."""
     size = math.prod(size for size, _ in axes)
     count = sum(count for count, _ in parts) - first

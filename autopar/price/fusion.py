@@ -2,7 +2,7 @@
 
 Every op gets a *depth*: the number of heavy ops (products, attention, lookups, cross entropies, random draws) on the longest path before
 it. Connected pointwise ops and reductions of equal depth form one kernel: no path between two of them has a heavy op, so the kernels can be
-ordered. A kernel reads each input once and writes the values that others read. For the backward pass it saves values that it read or wrote,
+ordered. A kernel reads each input once and writes what other kernels read. For the backward pass it saves values that it read or wrote,
 instead of those that its ops would save. Its backward kernel recomputes the rest from these and from dropout masks, which are drawn once.
 """
 
@@ -23,7 +23,7 @@ from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 @dataclass(frozen=True)
 class Fusion:
     """The kernels of a layer. ``group[name]`` is the number of a pointwise op's kernel; ``source[name]`` is the op (or placeholder) whose
-    storage a view uses; ``written`` are the fused ops whose result leaves their kernel; ``saved`` are the saved entries."""
+    storage a view uses; ``written`` are the fused ops whose result leaves their kernel; ``saved``: what the backward needs."""
 
     group: dict[str, int]
     source: dict[str, fx.Node]
@@ -38,7 +38,7 @@ def merge(costs: OpCosts) -> None:
     fused = fuse(ops, run, costs.saved)
     started: set[int] = set()
     read: dict[tuple[int, str], OpSlot] = {}
-    views: set[tuple[int, str]] = set()
+    counted: set[tuple[int, str]] = set()
     saved = {entry.storage for entry in fused.saved}
     for i, node in enumerate(ops):
         if (group := fused.group.get(node.name)) is not None:
@@ -53,21 +53,21 @@ def merge(costs: OpCosts) -> None:
         if group is None:
             continue
         value = fused.source.get(slot.value)
-        maker = value.name if value is not None else slot.value
+        producer = value.name if value is not None else slot.value
         if slot.operand == OUTPUT:
             if node.name not in fused.written:
                 slot.forward = slot.backward = slot.gradient = 0.0
-        elif fused.group.get(maker) == group or (group, slot.value) in views:
+        elif fused.group.get(producer) == group or (group, slot.value) in counted:
             slot.forward = slot.backward = slot.gradient = 0.0
         else:
-            views.add((group, slot.value))
-            storage = run.storage.get(maker, -1)
-            backs = (storage in saved or storage in run.excluded) + run.requires_grad[slot.value]
-            slot.backward = slot.bytes * backs if slot.backward else 0.0
-            first = read.setdefault((group, maker), slot)
+            counted.add((group, slot.value))
+            storage = run.storage.get(producer, -1)
+            backward_moves = (storage in saved or storage in run.excluded) + run.requires_grad[slot.value]
+            slot.backward = slot.bytes * backward_moves if slot.backward else 0.0
+            first = read.setdefault((group, producer), slot)
             if first is not slot:  # another view of a value that the kernel already reads completely
-                whole = run.extent[storage][0] if storage in run.extent else 0
-                if whole and first.bytes >= whole:
+                elements = run.extent[storage][0] if storage in run.extent else 0
+                if elements and first.numel >= elements:
                     slot.forward = slot.backward = slot.gradient = 0.0
     for slot in slots:
         slot.materialised = slot.gradient > 0
@@ -124,9 +124,9 @@ def _written(ops: Sequence[fx.Node], group: dict[str, int], origin: Callable[[fx
     written = set()
     for node in ops:
         reads = node.name in group or origin(node) is node  # a view of a value is not a read
-        for maker in (origin(o).name for o in operands(node)):
-            if maker in group and reads and group.get(node.name) != group[maker]:
-                written.add(maker)
+        for producer in (origin(o).name for o in operands(node)):
+            if producer in group and reads and group.get(node.name) != group[producer]:
+                written.add(producer)
     graph = ops[0].graph if ops else None
     for node in graph.nodes if graph is not None else ():
         if node.op == "output":
@@ -143,10 +143,10 @@ def _saved(
     written: frozenset[str],
 ) -> tuple[Saved, ...]:
     """Return the entries that the backward kernels need."""
-    maker = {}
+    producers = {}
     for node in ops:
         if node.name not in run.views:
-            maker[run.storage[node.name]] = node
+            producers[run.storage[node.name]] = node
     found: list[Saved] = []
     seen: set[tuple[int, str]] = set()
 
@@ -160,7 +160,7 @@ def _saved(
             seen.add((storage, reader.name))
             found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
 
-    def again(node: fx.Node) -> None:
+    def save_inputs(node: fx.Node) -> None:
         """Save the values from which a fused op's result is recomputed; a result that leaves the kernel, or is reduced, is saved itself."""
         if node.name in written or _reduces(node):
             save(node, node, OUTPUT)
@@ -168,17 +168,17 @@ def _saved(
         for i, o in enumerate(operands(node)):
             made = origin(o)
             if made.name in group and group[made.name] == group[node.name]:
-                again(made)
+                save_inputs(made)
             else:
                 save(made, node, i)
 
     by_name = {node.name: node for node in ops}
     for entry in saved:
-        node, made = by_name[entry.node], maker.get(entry.storage)
+        node, made = by_name[entry.node], producers.get(entry.storage)
         inside = node.name in group and made is not None and group.get(made.name) == group[node.name]
         if inside and entry.operand != INTERNAL:
             assert made is not None
-            again(made)
+            save_inputs(made)
         elif (entry.storage, entry.node) not in seen:
             seen.add((entry.storage, entry.node))
             found.append(entry)

@@ -19,7 +19,7 @@ from autopar.ops.operands import operands
 from autopar.price.op_costs import OpCosts
 from autopar.price.trace import INTERNAL, OUTPUT
 
-POWER = 2
+POWER_TEMPORARIES = 2
 """The number of temporaries in the backward of ``x ** n``: ``x ** (n - 1)``, and ``n`` times it."""
 
 
@@ -51,7 +51,7 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
     for k, slot in enumerate(slots):
         by_op[slot.op].append(k)
     live = np.zeros((len(ops), len(slots)))
-    waiting = _given(costs)
+    waiting = _result_gradients(costs)
     for t in reversed(range(len(ops))):
         internal = [k for k in by_op[t] if slots[k].operand == INTERNAL]
         live[t, internal] = 1
@@ -62,18 +62,18 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
                 live[t, tensor.slot] += 1
             continue
         result = next(k for k in by_op[t] if slots[k].operand == OUTPUT)
-        given = waiting.pop(ops[t].node.name, None) or _Tensor(result, 1)
-        made: dict[str, _Tensor] = {}
+        incoming = waiting.pop(ops[t].node.name, None) or _Tensor(result, 1)
+        outgoing: dict[str, _Tensor] = {}
         for k in by_op[t]:
             if slots[k].operand >= 0 and sizes[k]:
-                same = _passes_on(costs, k, result) and sizes[given.slot] >= sizes[k]
-                made.setdefault(slots[k].value, given if same else _Tensor(k))
-        for tensor in {given, *made.values(), *waiting.values()}:
+                same = _passes_on(costs, k, result) and sizes[incoming.slot] >= sizes[k]
+                outgoing.setdefault(slots[k].value, incoming if same else _Tensor(k))
+        for tensor in {incoming, *outgoing.values(), *waiting.values()}:
             live[t, tensor.slot] += 1
         for k, count in _temporaries(costs, by_op[t], result):
             live[t, k] += count
-        given.holders -= 1
-        for value, tensor in made.items():
+        incoming.holders -= 1
+        for value, tensor in outgoing.items():
             first = waiting.get(value)
             if first is None:
                 waiting[value] = tensor
@@ -84,7 +84,7 @@ def held_gradients(costs: OpCosts, sizes: Floats) -> Floats:
     return live
 
 
-def _given(costs: OpCosts) -> dict[str, _Tensor]:
+def _result_gradients(costs: OpCosts) -> dict[str, _Tensor]:
     """Return the gradients that exist before the layer runs backward, by value: those of its results, which later layers computed."""
     results = {o.name for node in costs.nodes[:1] for o in node.graph.output_node().all_input_nodes}
     return {
@@ -101,8 +101,8 @@ def _passes_on(costs: OpCosts, operand: int, result: int) -> bool:
     return same_size and (facts(node).backward_is_free or node.name in costs.trace.views)
 
 
-def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int, int]]:
-    """Return (slot, count) of the tensors that an op's backward allocates besides its operands' gradients; ``own`` are the op's slots.
+def _temporaries(costs: OpCosts, of_op: list[int], result: int) -> list[tuple[int, int]]:
+    """Return (slot, count) of the tensors that an op's backward allocates besides its operands' gradients; ``of_op`` are the op's slots.
 
     The gradient of a broadcast operand is first computed in the result's shape, and then summed.
     """
@@ -112,11 +112,11 @@ def _temporaries(costs: OpCosts, own: list[int], result: int) -> list[tuple[int,
     wanted = {o.name for o in operands(node) if costs.trace.requires_grad[o.name]}
     whole = sum(t.numel() for t in cost.tensors(node.meta["val"]))
     found = []
-    for k in own:
+    for k in of_op:
         slot = costs.slots[k]
         if slot.operand >= 0 and slot.value in wanted:
             if slot.numel < whole:
                 found.append((result, 1))
             if facts(node).short == "pow":
-                found.append((k, POWER))
+                found.append((k, POWER_TEMPORARIES))
     return found

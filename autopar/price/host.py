@@ -19,7 +19,7 @@ from autopar.plan import Strategy
 from autopar.price.state import Precision
 
 
-class StateBytes(NamedTuple):
+class OffloadedStateBytes(NamedTuple):
     """Bytes per element of the optimizer states and master weights that the host updates, in each memory: the device's (if devices and host
     share one memory), the host's, or NVMe. ``device`` is ``None`` if the states aren't offloaded."""
 
@@ -28,13 +28,13 @@ class StateBytes(NamedTuple):
     nvme: int = 0
 
     @staticmethod
-    def of(strategy: Strategy, cluster: Cluster, precision: Precision) -> StateBytes:
+    def of(strategy: Strategy, cluster: Cluster, precision: Precision) -> OffloadedStateBytes:
         memory, size = strategy.options.states_in, precision.optimizer + (0 if precision.master else precision.shard)
         if memory == "nvme":
-            return StateBytes(0, nvme=size)
+            return OffloadedStateBytes(0, nvme=size)
         if not memory:
-            return StateBytes()
-        return StateBytes(size) if cluster.host is None else StateBytes(0, host=size)
+            return OffloadedStateBytes()
+        return OffloadedStateBytes(size) if cluster.host is None else OffloadedStateBytes(0, host=size)
 
     def update_s(self, elements: float, tensors: int, zero: int, precision: Precision, cluster: Cluster) -> float:
         """Return the seconds of an optimizer step over ``elements`` elements of ``tensors`` tensors."""

@@ -80,13 +80,13 @@ class SizedClass:
 
     bound: BoundClass
     cluster: Cluster
-    cuts: tuple[tuple[AxisFlags, int], ...]
+    cuts: tuple[tuple[AxisFlags, int], ...]  # the entries that axes divide, and into how many parts
     pair_sizes: dict[PairRuns, PairSizes]
     forward_s: Floats  # of each op
     backward_s: Floats
     saved: Floats  # bytes of each saved entry
     plain_bytes: float  # saved bytes if the layer keeps all activations
-    deferred_bytes: float  # live between the two parts of a backward
+    deferred_bytes: float  # live between the two parts of a split backward (``price.split``)
     input_bytes: float
     output_bytes: float
     counts: ParameterCount
@@ -109,13 +109,13 @@ class SizedClass:
         table, gpu = self.bound.table, self.cluster.gpu
         arithmetic_s = getattr(self, f"{side}_s")
         kernels = getattr(table, f"{side}_kernels")
-        own = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
+        chosen = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
         launches = len(self.group_sizes(pairs, side, True))
         return Pass(
-            compute_s=float(own[0].sum()),
+            compute_s=float(chosen[0].sum()),
             wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not pair.overlapped_op),
             exposed_s=self._kernel_exposed_s(pairs, side, arithmetic_s),
-            host_s=float(own[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
+            host_s=float(chosen[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
             group_sizes=self.group_sizes(pairs, side, False),
         )
 
@@ -205,10 +205,10 @@ def sizes_on(bound: BoundClass, runs: Runs, cluster: Cluster) -> Sizes:
     return Sizes(tuple(parts), tuple(pair_sizes(over, runs, cluster) for over in bound.pair_runs))
 
 
-def pair_sizes(over: PairRuns, runs: Runs, cluster: Cluster) -> PairSizes:
-    """Return the sizes of pairs over these runs."""
-    axes = tuple(axis for i in over[0] for axis in runs[i])
-    others = math.prod([axis.size for i in over[1] for axis in runs[i]])
+def pair_sizes(runs_of_pair: PairRuns, runs: Runs, cluster: Cluster) -> PairSizes:
+    """Return the sizes of the pairs over ``runs_of_pair``."""
+    axes = tuple(axis for i in runs_of_pair[0] for axis in runs[i])
+    others = math.prod([axis.size for i in runs_of_pair[1] for axis in runs[i]])
     return PairSizes(group(axes, cluster), math.prod([axis.size for axis in axes]), others)
 
 

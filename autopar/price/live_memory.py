@@ -60,51 +60,51 @@ class LayerMemory:
     context: PrefetchContext = PrefetchContext()
 
 
-def replicated_transient(share: LayerMemory, data: int, zero: int, precision: Precision, cpu: bool) -> float:
+def replicated_transient(layer: LayerMemory, data: int, zero: int, precision: Precision, cpu: bool) -> float:
     """Return a layer's transient bytes under ZeRO 0 and 1. Reductions of two layers' gradients at a time overlap the backward of earlier
     layers; then the optimizer runs.
 
     ``cpu``: gloo's reduce-scatter copies its input, and AdamW allocates two temporaries of the size of the parameter that it updates.
     """
     # bytes per element of a reduction in flight: its result and the copy of its input
-    kept = (1 / data + cpu) * precision.reduced if zero else 0.0
-    later, freed = share.context.later_trainable, share.context.later_saved
+    per_element = (1 / data + cpu) * precision.reduced if zero else 0.0
+    later, freed = layer.context.later_trainable, layer.context.later_saved
     # reductions of the next two layers (the second is assumed to be no larger), whose saved activations are already free
-    in_flight = max(0.0, later * kept - freed, (later + min(later, share.trainable)) * kept - 2 * freed)
-    running = share.kept.working_bytes + max(0.0, share.peaks.forward, share.peaks.one_gradient) + in_flight
-    reducing = (share.trainable + later) * kept
-    own = share.trainable * precision.reduced / (data if zero else 1)
-    updating = 2 * min(own, share.largest * precision.reduced) if cpu else 0.0
-    return max(running, reducing, updating) - share.kept.saved_bytes
+    in_flight = max(0.0, later * per_element - freed, (later + min(later, layer.trainable)) * per_element - 2 * freed)
+    running = layer.kept.working_bytes + max(0.0, layer.peaks.forward, layer.peaks.one_gradient) + in_flight
+    reducing = (layer.trainable + later) * per_element
+    shard = layer.trainable * precision.reduced / (data if zero else 1)
+    updating = 2 * min(shard, layer.largest * precision.reduced) if cpu else 0.0
+    return max(running, reducing, updating) - layer.kept.saved_bytes
 
 
 def sharded_bytes(
-    share: LayerMemory, data: int, zero: int, unsharded_gradients: bool, precision: Precision, cpu: bool
+    layer: LayerMemory, data: int, zero: int, unsharded_gradients: bool, precision: Precision, cpu: bool
 ) -> tuple[float, float]:
     """Return a layer's bytes of gradients and transient bytes under ZeRO 2 and 3; ``unsharded_gradients``: gradients are reduced once per
     step."""
-    kept = share.kept
-    whole, made = share.parameters * precision.width, share.trainable * precision.width
-    sent = share.trainable * precision.reduced
-    shard = sent / data
-    next_gathered = share.context.later * precision.width  # in the forward
-    previous_gathered = share.context.earlier * precision.width if zero == 3 else 0.0  # in the backward
-    reducing = share.context.later_trainable * precision.reduced
-    earlier = (sent if unsharded_gradients else shard) if share.microbatches > 1 else 0.0  # of earlier microbatches
-    before = kept.saved_bytes + (whole if zero == 2 else 0.0)
+    kept = layer.kept
+    full, gradients = layer.parameters * precision.width, layer.trainable * precision.width
+    unreduced = layer.trainable * precision.reduced
+    shard = unreduced / data
+    next_gathered = layer.context.later * precision.width  # in the forward
+    previous_gathered = layer.context.earlier * precision.width if zero == 3 else 0.0  # in the backward
+    reducing = layer.context.later_trainable * precision.reduced
+    earlier = (unreduced if unsharded_gradients else shard) if layer.microbatches > 1 else 0.0  # earlier microbatches
+    before = kept.saved_bytes + (full if zero == 2 else 0.0)
     after = shard - earlier
     # in a segment of several recomputed layers, the parameters of all but the last layer are gathered again
     again = zero == 3 and kept.layers > 1
     phases = (
-        kept.working_bytes - share.plain_bytes + share.peaks.forward + 3 * whole + reducing if again else 0.0,
-        kept.saved_bytes + 2 * whole + reducing + (share.context.earlier_ready * precision.width if zero == 3 else 0.0),
+        kept.working_bytes - layer.plain_bytes + layer.peaks.forward + 3 * full + reducing if again else 0.0,
+        kept.saved_bytes + 2 * full + reducing + (layer.context.earlier_ready * precision.width if zero == 3 else 0.0),
         kept.working_bytes
-        + share.peaks.forward
-        + whole
+        + layer.peaks.forward
+        + full
         # a recomputed forward uses the parameters that its backward has gathered
-        + (previous_gathered + reducing if kept.recomputes else whole + next_gathered),
-        kept.working_bytes + max(0.0, share.peaks.all_gradients) + whole + previous_gathered + reducing,
-        made + sent + previous_gathered,
-        sent * (2 if cpu else 1) + shard + previous_gathered,
+        + (previous_gathered + reducing if kept.recomputes else full + next_gathered),
+        kept.working_bytes + max(0.0, layer.peaks.all_gradients) + full + previous_gathered + reducing,
+        gradients + unreduced + previous_gathered,
+        unreduced * (2 if cpu else 1) + shard + previous_gathered,
     )
     return earlier + max(0.0, after - before), max(phases) - max(before, after)

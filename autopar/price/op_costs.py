@@ -36,8 +36,8 @@ class PricedOp:
 @dataclass(slots=True)
 class OpSlot:
     """One operand or result of one op: its ``bytes``, those that the op moves for it in the ``forward`` and in the ``backward``, and those
-    of its ``gradient``, which is live while the op's backward runs. ``operand`` is the operand's index, ``OUTPUT`` or ``INTERNAL``; an
-    ``INTERNAL`` tensor is live in both passes. ``materialised`` is false if a kernel computes the value without writing it to memory."""
+    of its ``gradient``, which is live while the op's backward runs. ``operand`` is the operand's index, ``OUTPUT`` or ``INTERNAL`` (live in
+    both passes). ``numel`` is 0 unless it is an operand. If not ``materialised``, a kernel computes it without writing it to memory."""
 
     op: int
     operand: int
@@ -153,7 +153,7 @@ def _add_gradient_sums(costs: OpCosts) -> None:
 
 
 def _add_fp8_conversions(costs: OpCosts) -> None:
-    """Multiply the bytes that matrix products move for their operands by those of a conversion to 8 bits (``FP8_PASSES``)."""
+    """Multiply the bytes that matrix products move for their operands by ``FP8_PASSES``, which includes the conversion to 8 bits."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
         if op.memory_bound or slot.operand == OUTPUT:  # memory-bound kernels convert no operands
@@ -169,15 +169,15 @@ def _set_fp8_linear_bytes(costs: OpCosts) -> None:
     The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients.
     """
     rounding = constants.FP8_ROUNDING.value
-    once = 0.5  # reading or writing a tensor in 8 bits moves half the bytes that it has in 16
+    narrow_pass = 0.5  # reading or writing a tensor in 8 bits moves half the bytes that it has in 16
     for slot in costs.slots:
         if not facts(costs.ops[slot.op].node).in_float8:
             continue
         if slot.operand != OUTPUT:
-            slot.forward = (rounding + once) * slot.bytes
+            slot.forward = (rounding + narrow_pass) * slot.bytes
         if slot.backward:
             reads, writes = (2, 0) if slot.operand == OUTPUT else (1, costs.trace.requires_grad[slot.value])
-            slot.backward = (rounding + (2 + reads) * once + writes) * slot.bytes
+            slot.backward = (rounding + (2 + reads) * narrow_pass + writes) * slot.bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-r"""The forward and the backward pass of a layer's microbatch: when collectives run, and which of their time is exposed.
+r"""The forward and the backward pass of a layer's microbatch: when collectives run, and how much of their time is exposed.
 
 A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and except under two options:
 
@@ -139,7 +139,7 @@ def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[Si
 
 def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
     """Return the passes of ``parts`` that take turns; if ``chained``, they continue into the next layer without a wait."""
-    bound, gpu, own = part.bound, part.cluster.gpu, plain(part)
+    bound, gpu, one_part = part.bound, part.cluster.gpu, plain(part)
     exposed = []
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
         spans = [(*span, part.seconds_of(pair, side)) for pair, span in _spans(bound, turns)]
@@ -157,9 +157,9 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
     )
     backward_peaks = ("backward", "one_gradient", "all_gradients")
     return Passes(
-        forward=own.forward * parts + added[0],
-        backward=own.backward * parts + added[1],
-        weight_s=parts * own.weight_s,
+        forward=one_part.forward * parts + added[0],
+        backward=one_part.backward * parts + added[1],
+        weight_s=parts * one_part.weight_s,
         peaks=dataclasses.replace(whole.peaks, **{n: getattr(whole.peaks, n) + gradient_bytes for n in backward_peaks}),
         part=part,
         parts=parts,
@@ -181,8 +181,8 @@ def _pieces(turns: Turns, names: Sequence[str], seconds: Floats, chained: bool) 
     """Return the seconds of each piece; in a chained layer the ops after the last turn belong to the first piece."""
     position = {name: i for i, name in enumerate(turns.ops)}
     found = [0.0] * (turns.count + 1)
-    for name, own_s in zip(names, seconds.tolist(), strict=True):
-        found[turns.piece(position[name])] += own_s
+    for name, op_s in zip(names, seconds.tolist(), strict=True):
+        found[turns.piece(position[name])] += op_s
     if chained:
         found[0] += found.pop()
     return found

@@ -21,7 +21,7 @@ from autopar.price.collective_costs import CollectiveCost, layer_collectives, pa
 from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import misaligned_widths
-from autopar.price.host import StateBytes
+from autopar.price.host import OffloadedStateBytes
 from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
@@ -48,15 +48,15 @@ Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the index of a mesh (``Pricer._mesh_index``), the roles of its axes, and the microbatches per step."""
 
 _SAMPLE_ROLES = (Role.DATA, Role.IDLE)
-"""Roles whose axes at most change the number of a layer's samples."""
+"""Roles whose axes leave a layer's shapes as they are, or only divide its samples."""
 
 NO_PREFETCH = PrefetchContext()
 
 
 class Pricer:
-    """Prices ``graph`` on ``cluster`` at ``precision_name``.
+    """Prices ``graph`` on ``cluster`` at ``precision_name``; an unknown name raises ``UsageError``.
 
-    ``solve`` computes the types of layer classes (``shard.LayerTypes``); ``trainer`` models the program that runs the plan.
+    ``solve`` replaces the solver for the types of layer classes (``shard.LayerTypes``); ``trainer`` models the program that runs the plan.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Pricer:
         self._contexts: dict[tuple[str, int, tuple[Role, ...], int], Adjacent] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # an index per mesh: hashing a mesh takes longer than the rest of a look-up
-        self._latest: tuple[Mesh, int] = ((), -1)
+        self._latest_mesh: tuple[Mesh, int] = ((), -1)
         self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
         self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
-        self._elsewhere: dict[Cluster, Pricer] = {}
-        self._programs: dict[tuple[int, str], Pricer] = {}
-        self._with_copies: dict[int, Pricer] = {}
-        self._kernels: dict[tuple[tuple[str, ...], bool], Pricer] = {}
-        self._compiles = False
-        self._makers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
-        self._readers = self._find_readers()
+        self._by_cluster: dict[Cluster, Pricer] = {}
+        self._by_program: dict[tuple[int, str], Pricer] = {}
+        self._by_copies: dict[int, Pricer] = {}
+        self._variants: dict[tuple[tuple[str, ...], bool], Pricer] = {}
+        self._layers_compiled = False
+        self._producers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
+        self._last_readers = self._find_last_readers()
         self._adjacent = [self._find_adjacent(1)]
 
     def on(self, cluster: Cluster) -> Pricer:
@@ -104,7 +104,7 @@ class Pricer:
         on devices."""
         if _without_name_and_limit(cluster) == _without_name_and_limit(self.cluster):
             return self
-        if _without_name_and_limit(cluster) not in self._elsewhere:
+        if _without_name_and_limit(cluster) not in self._by_cluster:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._sized, other._by_samples, other._microbatches, other._placed, other._replica_costs = (
@@ -115,8 +115,8 @@ class Pricer:
                 {},
             )
             other._contexts, other._edges, other._p2p = {}, {}, {}
-            self._elsewhere[_without_name_and_limit(cluster)] = other
-        return self._elsewhere[_without_name_and_limit(cluster)]
+            self._by_cluster[_without_name_and_limit(cluster)] = other
+        return self._by_cluster[_without_name_and_limit(cluster)]
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
         """Return the pricer of a program that synchronises its replicas by ``sync``, and prefetches the parameters of ``prefetch`` layers
@@ -128,31 +128,31 @@ class Pricer:
         """
         if (prefetch, sync) == (self.prefetch, self.sync):
             return self
-        if (prefetch, sync) not in self._programs:
+        if (prefetch, sync) not in self._by_program:
             other = self._variant()
             other.prefetch, other.sync, other._contexts, other._replica_costs = prefetch, sync, {}, {}
             other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
-            self._programs[prefetch, sync] = other
-        return self._programs[prefetch, sync]
+            self._by_program[prefetch, sync] = other
+        return self._by_program[prefetch, sync]
 
     def with_copies(self, copies: int) -> Pricer:
         """Return the pricer of a program with ``copies`` copies of each stage on mirrored pipeline ranks (``Schedule.copies``): the copies'
         gradients are summed, and each copy runs an equal share of the microbatches.
 
-        The sum is priced between the two ranks that are farthest apart: those of the first and the last stage.
+        The sum is priced between ranks half of the cluster apart: those of the first and the last stage are no closer.
         """
         if copies == self.copies:
             return self
-        if copies not in self._with_copies:
+        if copies not in self._by_copies:
             other = self._variant()
             other.copies, other._replica_costs = copies, {}
-            self._with_copies[copies] = other
-        return self._with_copies[copies]
+            self._by_copies[copies] = other
+        return self._by_copies[copies]
 
     def _variant(self) -> Pricer:
         """Return a copy of this pricer without cached layer prices and without variants."""
         other = copy.copy(self)
-        other._layers, other._elsewhere, other._programs, other._with_copies, other._kernels = {}, {}, {}, {}, {}
+        other._layers, other._by_cluster, other._by_program, other._by_copies, other._variants = {}, {}, {}, {}, {}
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -187,19 +187,19 @@ class Pricer:
         key = strategy.options.rewrites, strategy.options.compiled
         if key == ((), False):
             return self
-        if key not in self._kernels:
-            self._kernels[key] = self._of_kernels(strategy.options)
-        return self._kernels[key]
+        if key not in self._variants:
+            self._variants[key] = self._with_options(strategy.options)
+        return self._variants[key]
 
-    def _of_kernels(self, options: Options) -> Pricer:
+    def _with_options(self, options: Options) -> Pricer:
         """Return the pricer of a program whose layers are all rewritten and compiled according to ``options``, if their classes admit
         it."""
         other = self._variant()
         other._tables, other._flags, other._bound, other._sized, other._by_samples = {}, {}, {}, {}, {}
-        other._microbatches, other._placed, other._replica_costs, other._contexts, other._kernels = {}, {}, {}, {}, {}
-        other._kernels[options.rewrites, options.compiled] = other
+        other._microbatches, other._placed, other._replica_costs, other._contexts, other._variants = {}, {}, {}, {}, {}
+        other._variants[options.rewrites, options.compiled] = other
         other.trainer = dataclasses.replace(self.trainer, fused=self.trainer.fused or options.compiled)
-        other._compiles = options.compiled
+        other._layers_compiled = options.compiled
         if options.rewrites:
             classes = {name: rewritten_class(cls, options) for name, cls in self.graph.classes.items()}
             other.graph = dataclasses.replace(self.graph, classes=classes)
@@ -219,8 +219,8 @@ class Pricer:
     def _microbatch(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
     ) -> tuple[Microbatch, Cluster] | None:
-        """Return a microbatch before ZeRO, and the cluster as the mesh sees it (``_seen_by``); ``None`` if there is no price."""
-        found = self._place(cls_name, mesh, strategy.roles, microbatches)
+        """Return a microbatch before ZeRO, and the cluster from ``_cluster_of(mesh)``; ``None`` if there is no price."""
+        found = self._sized_on(cls_name, mesh, strategy.roles, microbatches)
         if found is None:
             return None
         sized, cluster = found
@@ -262,11 +262,11 @@ class Pricer:
         found = pricer._microbatch(cls_name, mesh, strategy, microbatches)
         if found is None:
             return ()
-        (microbatch, cluster), mine = found, microbatches // self.copies
+        (microbatch, cluster), per_copy = found, microbatches // self.copies
         runs = self._with_microbatches(mesh, strategy.roles, self.graph.parts(microbatches))
         replicas = pricer._replicas(mesh, strategy, microbatch.sized, cluster)
-        own = replica_costs(replicas, mine, strategy, microbatch.kept)
-        return (*layer_collectives(microbatch, runs, cluster, mine), *own)
+        own = replica_costs(replicas, per_copy, strategy, microbatch.kept)
+        return (*layer_collectives(microbatch, runs, cluster, per_copy), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Return the seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
@@ -278,7 +278,7 @@ class Pricer:
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
             axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
-            self._edges[key] = sum(_both_s(pair, axes, self.cluster) for pair in pairs)
+            self._edges[key] = sum(_pair_s(pair, axes, self.cluster) for pair in pairs)
         return self._edges[key]
 
     def _edge_pairs(
@@ -286,8 +286,8 @@ class Pricer:
     ) -> Iterator[CollectivePair]:
         """Yield the collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
         for name in self.graph.layers[layer_index + 1].activations:
-            source = self._made_as(name, mesh, left)
-            target = self._read_as(name, layer_index + 1, mesh, right)
+            source = self._produced_types(name, mesh, left)
+            target = self._needed_types(name, layer_index + 1, mesh, right)
             if left != right and source is not None and target is not None:
                 steps = conversion_steps(source, target, self.graph.values[name].requires_grad)
                 yield from pairs_of_conversion(name, self._value_bytes(name), steps)
@@ -297,9 +297,9 @@ class Pricer:
     ) -> Iterator[CollectiveCost]:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
         runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
-        mine = microbatches // self.copies
+        per_copy = microbatches // self.copies
         for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
-            yield from pair_costs(pair, runs, self.cluster, "activations between layers", mine, mine)
+            yield from pair_costs(pair, runs, self.cluster, "activations between layers", per_copy, per_copy)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
@@ -316,9 +316,9 @@ class Pricer:
         """Return the bytes that one device sends to the next stage for one microbatch: the values that later layers read."""
         axes = self._axes(mesh, microbatches)
         sent = 0.0
-        for name, (maker, _) in self._makers.items():
-            if maker <= layer_index < self._readers.get(name, -1):
-                types = self._made_as(name, mesh, strategy.roles) or ()
+        for name, (producer, _) in self._producers.items():
+            if producer <= layer_index < self._last_readers.get(name, -1):
+                types = self._produced_types(name, mesh, strategy.roles) or ()
                 sent += self._value_bytes(name) / math.prod(
                     a.size for a, t in zip(axes, types, strict=False) if t.sharded
                 )
@@ -326,7 +326,7 @@ class Pricer:
 
     def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
         """Return the bytes of the tied parameter ``name``, its gradient and its optimizer state: a device that already stores them for
-        another layer does not store them again for this layer."""
+        another layer does not store them again for this layer. Zeros if a role is inadmissible."""
         layer = self.graph.layers[layer_index]
         table = self._table(layer.cls)[0]
         k = layer.parameters.index(name)
@@ -338,7 +338,7 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        states = StateBytes.of(strategy, self.cluster, self.precision).device
+        states = OffloadedStateBytes.of(strategy, self.cluster, self.precision).device
         trainable = numel if table.trainable[k] else 0
         return state_bytes(numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients)
 
@@ -347,24 +347,27 @@ class Pricer:
         found = self._types.by_role(cls_name, mesh, roles)
         return None if found is None else (found[Role.DATA], *(found[role] for role in roles))
 
-    def _place(
+    def _sized_on(
         self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
     ) -> tuple[SizedClass, Cluster] | None:
-        """Return a class at its sizes on the mesh, and the cluster as the mesh sees it; ``None`` if the axes do not divide a dim."""
+        """Return a class at its sizes on the mesh, and the cluster from ``_cluster_of(mesh)``; ``None`` if the axes do not divide a dim."""
         key = (cls_name, self._mesh_index(mesh), roles, microbatches)
         if key not in self._placed:
-            sized, cluster = self._at(cls_name, mesh, roles, self.graph.parts(microbatches)), self._seen_by(mesh)
+            sized, cluster = (
+                self._sized_at(cls_name, mesh, roles, self.graph.parts(microbatches)),
+                self._cluster_of(mesh),
+            )
             self._placed[key] = None if sized is None else (sized, cluster)
         return self._placed[key]
 
     def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> SizedClass | None:
         """Return a part of a microbatch; ``None`` if its size does not divide."""
-        return self._at(cls_name, mesh, strategy.roles, strategy.options.parts * self.graph.parts(microbatches))
+        return self._sized_at(cls_name, mesh, strategy.roles, strategy.options.parts * self.graph.parts(microbatches))
 
-    def _at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> SizedClass | None:
+    def _sized_at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> SizedClass | None:
         """Return a class at the sizes of a batch that is cut into ``parts``. Meshes share it if the product of microbatches and
         data-parallel degree is equal, whatever the length of their pipelines."""
-        runs, cluster = self._runs(mesh, roles), self._seen_by(mesh)
+        runs, cluster = self._runs(mesh, roles), self._cluster_of(mesh)
         samples, shape = parts, []
         for role, axes in runs:
             if role is Role.DATA:
@@ -372,16 +375,16 @@ class Pricer:
             shape.append((role, () if role in _SAMPLE_ROLES else tuple([(axis.size, axis.stride) for axis in axes])))
         key = cls_name, samples, tuple(shape), cluster is self.cluster
         if key not in self._by_samples:
-            found, alone = self._size(cls_name, mesh, roles, parts)
-            if alone:
+            found, has_sample_collectives = self._size(cls_name, mesh, roles, parts)
+            if has_sample_collectives:
                 return found
             self._by_samples[key] = found
         return self._by_samples[key]
 
     def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
-        """Compute the class that ``_at`` caches, and whether it depends on more than the number of samples, because it has collectives over
-        data-parallel or idle axes."""
-        runs, cluster = self._with_microbatches(mesh, roles, parts), self._seen_by(mesh)
+        """Compute the class that ``_sized_at`` caches, and whether it has collectives over data-parallel or idle axes, so that it
+        depends on more than the number of samples."""
+        runs, cluster = self._with_microbatches(mesh, roles, parts), self._cluster_of(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
             return None, False
@@ -419,19 +422,19 @@ class Pricer:
         if strategy.zero == 0:
             return NO_PREFETCH
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
-        how = strategy.options, strategy.zero >= 2
-        if how not in known:
+        key = strategy.options, strategy.zero >= 2
+        if key not in known:
             if strategy.options.segment_layers > 1:
                 adjacent = adjacent[:1]  # programs prefetch one layer if several are recomputed as one
             later = adjacent[0][1]
-            known[how] = PrefetchContext(
+            known[key] = PrefetchContext(
                 sum(_largest(earlier) for earlier, _ in adjacent),
                 sum(_largest(after) for _, after in adjacent),
                 max((sized.counts.trainable for sized in later), default=0),
                 min((self._saved_bytes(sized, strategy) for sized in later), default=0.0),
                 sum(_largest(earlier) for earlier, _ in adjacent[:-1]),
             )
-        return known[how]
+        return known[key]
 
     def _saved_bytes(self, sized: SizedClass, strategy: Strategy) -> float:
         """Return the bytes on the device that a layer saves for the backward of one microbatch."""
@@ -443,10 +446,10 @@ class Pricer:
         key = (cls_name, self._mesh_index(mesh), strategy.roles, microbatches)
         if key not in self._contexts:
             # an adjacent layer without experts is data-parallel on the expert axes
-            either = (strategy.roles, strategy.dense.roles)
+            both = (strategy.roles, strategy.dense.roles)
 
             def sized(names: set[str]) -> list[SizedClass]:
-                placed = [[self._place(name, mesh, roles, microbatches) for roles in either] for name in sorted(names)]
+                placed = [[self._sized_on(name, mesh, roles, microbatches) for roles in both] for name in sorted(names)]
                 return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
 
             found = [tuple(map(sized, adjacent[cls_name])) for adjacent in self._adjacent]
@@ -488,7 +491,7 @@ class Pricer:
 
     def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.ShapeRows]:
         """Build the table of ``cls``: the class ``cls_name`` or its padded version."""
-        eager = self._compiles and stays_eager(self.graph.classes[cls_name])
+        eager = self._layers_compiled and stays_eager(self.graph.classes[cls_name])
         trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
         return tables.build(cls, self.precision, trainer)
 
@@ -507,9 +510,9 @@ class Pricer:
         return self._tables[cls_name, counts]
 
     def _mesh_index(self, mesh: Mesh) -> int:
-        if mesh is not self._latest[0]:
-            self._latest = mesh, self._meshes.setdefault(mesh, len(self._meshes))
-        return self._latest[1]
+        if mesh is not self._latest_mesh[0]:
+            self._latest_mesh = mesh, self._meshes.setdefault(mesh, len(self._meshes))
+        return self._latest_mesh[1]
 
     @staticmethod
     def _runs(mesh: Mesh, roles: tuple[Role, ...]) -> list[tuple[Role, Mesh]]:
@@ -521,7 +524,7 @@ class Pricer:
         """Return the axis of a batch's ``parts``, then the runs of the mesh's axes."""
         return ((Axis(MICROBATCH, parts, 0),), *(axes for _, axes in self._runs(mesh, roles)))
 
-    def _seen_by(self, mesh: Mesh) -> Cluster:
+    def _cluster_of(self, mesh: Mesh) -> Cluster:
         """Return the cluster as a stage on ``mesh`` sees it: ``pipelined`` (there are other stages) unless the mesh has all devices."""
         if self.cluster.network is None or self.cluster.nodes == 1:
             return self.cluster
@@ -530,7 +533,7 @@ class Pricer:
     def _axes(self, mesh: Mesh, microbatches: int) -> Mesh:
         return Axis(MICROBATCH, self.graph.parts(microbatches), 0), *mesh
 
-    def _find_readers(self) -> dict[str, int]:
+    def _find_last_readers(self) -> dict[str, int]:
         """Return the index of the last layer that reads each value."""
         return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
 
@@ -548,13 +551,13 @@ class Pricer:
         value = self.graph.values[name]
         return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.precision))
 
-    def _made_as(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
+    def _produced_types(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
         """Return the types of the value that its layer produces under ``roles``; ``None`` if the roles are inadmissible there."""
-        maker, index = self._makers[name]
-        types = self.types(self.graph.layers[maker].cls, mesh, roles)
+        producer, index = self._producers[name]
+        types = self.types(self.graph.layers[producer].cls, mesh, roles)
         return None if types is None else tuple(t.outputs[index] for t in types)
 
-    def _read_as(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
+    def _needed_types(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
         """Return the types of the value that layer ``reader`` needs under ``roles``; ``None`` if the roles are inadmissible there."""
         layer = self.graph.layers[reader]
         types = self.types(layer.cls, mesh, roles)
@@ -567,7 +570,7 @@ def _without_name_and_limit(cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, name="", memory_override_bytes=None)
 
 
-def _both_s(pair: CollectivePair, axes: Mesh, cluster: Cluster) -> float:
+def _pair_s(pair: CollectivePair, axes: Mesh, cluster: Cluster) -> float:
     """Return the seconds of both collectives of a pair, forward plus backward."""
     return collective_s(pair, pair.forward, axes, cluster) + collective_s(pair, pair.backward, axes, cluster)
 

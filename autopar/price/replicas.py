@@ -19,11 +19,11 @@ from autopar.types import Collective
 class ReplicaCollective:
     """A collective of ``members``, the ranks along ``axes``, on ``bytes`` of a layer's parameters or gradients.
 
-    ``part`` is a field of ``Parts``. ``times`` is less than 1 if the collective runs only in some steps (local SGD's average).
+    ``kind`` is a field of ``PerKind``. ``times`` is less than 1 if the collective runs only in some steps (local SGD's average).
     ``around_layer``: the collective runs in every pass of the layer, not once per step.
     """
 
-    part: str
+    kind: str
     collective: Collective
     bytes: int
     axes: tuple[Axis, ...]
@@ -34,11 +34,11 @@ class ReplicaCollective:
     @property
     def purpose(self) -> str:
         """What the collective sends: ``"parameters"`` or ``"gradients"``."""
-        return "parameters" if self.part in ("gather", "mean") else "gradients"
+        return "parameters" if self.kind in ("gather", "mean") else "gradients"
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PerKind:
     """A number for each kind of collective between replicas.
 
     ``gather``: of parameters, from ZeRO's shards or a parameter server. ``reduce``: of gradients. ``mean``: of the parameters of local
@@ -51,9 +51,9 @@ class Parts:
     mirror: float = 0.0
 
 
-NONE = Parts()
+NONE = PerKind()
 
-Along = tuple[Axis, ...]
+Axes = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ReplicaCosts:
     size: int
     microbatches: int
     flops: float
-    seconds: tuple[Parts, ...]
+    seconds: tuple[PerKind, ...]
     copies_s: tuple[float, float]
     staleness: int = 0
     has_copies: bool = False
@@ -103,29 +103,29 @@ class Replicas:
     @functools.cached_property
     def collectives(self) -> tuple[tuple[ReplicaCollective, ...], ...]:
         """The collectives without ZeRO, under stage 1, and under stages 2 and 3."""
-        (inside, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
-        copies, ranks = (*mirror, *inside), group(shards, self.cluster)
-        everyone = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
+        (in_stage, shards), (mirror, *_) = self.axes[:2], (*self.axes[2:], ())
+        copies, ranks = (*mirror, *in_stage), group(shards, self.cluster)
+        all_axes = shards if SYNC.averaging_steps(self.sync) else (*copies, *shards)
         by_stage = (
-            self._replicated(everyone, ranks if everyone == shards else group(everyone, self.cluster), copies),
+            self._replicated(all_axes, ranks if all_axes == shards else group(all_axes, self.cluster), copies),
             self._sharded(shards, ranks, copies, (), False),
-            self._sharded(shards, ranks, inside, mirror, True),
+            self._sharded(shards, ranks, in_stage, mirror, True),
         )
         return tuple(tuple([one for one in each if one.bytes and one.members.size > 1]) for each in by_stage)
 
-    def _replicated(self, axes: Along, ranks: RankGroup, copies: Along) -> Iterator[ReplicaCollective]:
+    def _replicated(self, axes: Axes, ranks: RankGroup, copies: Axes) -> Iterator[ReplicaCollective]:
         """Yield the collectives without ZeRO: sums of gradients along ``axes``, and local SGD's averages of parameters along ``copies``."""
-        precision, trainable, served = self.precision, self.tensors.trainable, SYNC.mode(self.sync).has_server
-        reduction = Collective.REDUCE if served else Collective.ALL_REDUCE
+        precision, trainable, has_server = self.precision, self.tensors.trainable, SYNC.mode(self.sync).has_server
+        reduction = Collective.REDUCE if has_server else Collective.ALL_REDUCE
         yield ReplicaCollective("reduce", reduction, trainable * precision.averaged, axes, ranks)
-        if served:
+        if has_server:
             yield ReplicaCollective("gather", Collective.BROADCAST, trainable * precision.width, axes, ranks)
         if steps := SYNC.averaging_steps(self.sync):
             masters, members = trainable * (precision.at_rest or precision.width), group(copies, self.cluster)
             yield ReplicaCollective("mean", Collective.ALL_REDUCE, masters, copies, members, times=1 / steps)
 
     def _sharded(
-        self, axes: Along, ranks: RankGroup, copies: Along, mirror: Along, around: bool
+        self, axes: Axes, ranks: RankGroup, copies: Axes, mirror: Axes, around: bool
     ) -> Iterator[ReplicaCollective]:
         """Yield the collectives of ZeRO along ``axes``. After a reduce-scatter, gradients are summed along ``copies``; their sum along
         ``mirror`` starts after a stage's last backward."""
@@ -147,32 +147,32 @@ class Replicas:
     def costs(self, microbatches: int, flops: float) -> ReplicaCosts:
         """Return the costs of all collectives, for ``microbatches`` per step of ``flops`` each."""
 
-        def seconds(collectives: tuple[ReplicaCollective, ...]) -> Parts:
-            by_part: dict[str, float] = {}
+        def seconds(collectives: tuple[ReplicaCollective, ...]) -> PerKind:
+            by_kind: dict[str, float] = {}
             for one in collectives:
-                by_part[one.part] = by_part.get(one.part, 0.0) + one.times * self.seconds_of(one)
-            return Parts(**by_part) if by_part else NONE
+                by_kind[one.kind] = by_kind.get(one.kind, 0.0) + one.times * self.seconds_of(one)
+            return PerKind(**by_kind) if by_kind else NONE
 
         precision, trainable = self.precision, self.tensors.trainable
-        gathered, computed = self.tensors.parameters * precision.width, trainable * precision.width
+        gathered, gradients = self.tensors.parameters * precision.width, trainable * precision.width
         return ReplicaCosts(
             size=group(self.axes[1], self.cluster).size,
             microbatches=microbatches,
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
-            copies_s=self.trainer.sharded_copies_s(gathered, computed, trainable * precision.reduced, self.cluster),
+            copies_s=self.trainer.sharded_copies_s(gathered, gradients, trainable * precision.reduced, self.cluster),
             staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,
             has_copies=len(self.axes) > 2,
         )
 
 
 @functools.lru_cache(maxsize=256)
-def runs(zero: int, unsharded_gradients: bool, backward_gathers: float) -> tuple[Parts, Parts, Parts]:
+def run_counts(zero: int, unsharded_gradients: bool, backward_gathers: float) -> tuple[PerKind, PerKind, PerKind]:
     """Return how often each kind of collective runs in a layer's forward, in its backward, and outside both per step. ZeRO 3 gathers
     parameters ``backward_gathers`` times in a backward. ``unsharded_gradients``: gradients are reduced once per step."""
     each_time = zero >= 2 and not unsharded_gradients
     return (
-        Parts(gather=zero >= 2),
-        Parts(gather=backward_gathers * (zero == 3), reduce=each_time),
-        Parts(gather=zero < 2, reduce=not each_time, mean=1, mirror=1),
+        PerKind(gather=zero >= 2),
+        PerKind(gather=backward_gathers * (zero == 3), reduce=each_time),
+        PerKind(gather=zero < 2, reduce=not each_time, mean=1, mirror=1),
     )

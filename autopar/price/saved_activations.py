@@ -27,7 +27,7 @@ from autopar.techniques.technique import QuantizedStorage
 
 def saved_activations(sized: SizedClass, passes: Passes, options: Options) -> SavedActivations:
     """Return the activations that the layer keeps under its options."""
-    assert not (options.recomputes and options.quantized), "fewer bits have no price where values are computed again"
+    assert not (options.recomputes and options.quantized), "quantized activations have no price with recomputation"
     if options.recomputes == "all":
         found = _input_alone(sized, passes, options.segment_layers)
     elif options.recomputes:
@@ -90,10 +90,10 @@ def _in_host(found: SavedActivations, separate: bool) -> SavedActivations:
     )
 
 
-def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> SavedActivations:
+def _quantized(sized: SizedClass, passes: Passes, storage: QuantizedStorage) -> SavedActivations:
     """Return the kept activations when large floating-point tensors are quantized (not arguments, and not in the layer with the loss)."""
-    saved_bytes, live_bytes = _quantized_bytes(sized, how)[:2]
-    *_, storing, restoring = _quantized_bytes(passes.part, how)
+    saved_bytes, live_bytes = _quantized_bytes(sized, storage)[:2]
+    *_, storing, restoring = _quantized_bytes(passes.part, storage)
     working_bytes = saved_bytes + live_bytes
     times = passes.parts
     return SavedActivations(
@@ -101,21 +101,21 @@ def _quantized(sized: SizedClass, passes: Passes, how: QuantizedStorage) -> Save
     )
 
 
-def _quantized_bytes(sized: SizedClass, how: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
+def _quantized_bytes(sized: SizedClass, storage: QuantizedStorage) -> tuple[float, float, Pass, Pass]:
     """Return the bytes that are saved, the additional bytes that are live while the layer runs, and the work added to each pass."""
     table, gpu, plain = sized.bound.table, sized.cluster.gpu, list(sized.bound.plain)
     floats = np.array([entry.dtype.is_floating_point for entry in table.saved], dtype=bool)
     numel, whole = sized.local(table.saved_numel, "saved"), sized.saved
-    narrow = floats & ~table.saved_argument & (numel >= how.min_elements) & (not table.cls.gives_loss)
-    stored = np.where(narrow, numel + how.scale_bytes * np.ceil(numel / how.block), whole)
+    narrow = floats & ~table.saved_argument & (numel >= storage.min_elements) & (not table.cls.gives_loss)
+    stored = np.where(narrow, numel + storage.scale_bytes * np.ceil(numel / storage.block), whole)
     at = np.array(plain, dtype=np.intp)[narrow[plain]]
     elements, moved = float(numel[at].sum()), float(whole[at].sum()) + float(stored[at].sum())
     # in a compiled layer one kernel quantizes a tensor, and one dequantizes it
-    calls = float(len(at) if table.fused else np.ceil(numel[at] / how.chunk).sum())
-    eager = (how.rounding.value, how.restoring.value, how.kernels.value)
+    calls = float(len(at) if table.fused else np.ceil(numel[at] / storage.chunk).sum())
+    eager = (storage.rounding.value, storage.restoring.value, storage.kernels.value)
     rounding, restoring, launches = (0.0, 0.0, 1.0) if table.fused else eager
     kernels = calls * launches
-    temporary = 0.0 if table.fused else how.temporary_bytes * min(how.chunk, float(numel[at].max(initial=0.0)))
+    temporary = 0.0 if table.fused else storage.temporary_bytes * min(storage.chunk, float(numel[at].max(initial=0.0)))
 
     def added(temporaries: float) -> Pass:
         arithmetic_s = (moved + temporaries * elements) / gpu.bytes_per_s + kernels * gpu.kernel_s

@@ -82,14 +82,14 @@ class Selection:
         recomputed = self.recomputed.copy()
         for i in self.costly:
             recomputed[i] = partial[i] or rotates[i]
-        running = {node.name for node, runs in zip(ops, recomputed, strict=True) if runs}
+        repeated_ops = {node.name for node, runs in zip(ops, recomputed, strict=True) if runs}
 
-        def happens(pair: CollectivePair) -> bool:
+        def is_repeated(pair: CollectivePair) -> bool:
             if pair.op:
-                return pair.op in running
+                return pair.op in repeated_ops
             return pair.value in self.read and not (pair.forward in _REDUCTIONS and pair.value in self.reduced_values)
 
-        return Selected(may_save, recomputed, tuple(pair for pair in pairs if happens(pair)))
+        return Selected(may_save, recomputed, tuple(pair for pair in pairs if is_repeated(pair)))
 
     def memory(
         self,
@@ -109,8 +109,8 @@ class Selection:
         """
         saved = float(entry_bytes[selected].sum())
         resaved = np.bincount(saver[plain], weights=entry_bytes[plain], minlength=ops).cumsum()
-        waits = np.bincount(self.producer[selected], weights=entry_bytes[selected], minlength=ops)
-        working = resaved + waits.sum() - waits.cumsum()
+        unused = np.bincount(self.producer[selected], weights=entry_bytes[selected], minlength=ops)
+        working = resaved + unused.sum() - unused.cumsum()
         inputs = sum(float(entry_bytes[i]) for i in plain if entries[i].storage in self.inputs)
         return saved + input_bytes, float(working.max(initial=saved)) + max(0.0, input_bytes - inputs)
 
@@ -143,7 +143,7 @@ def select_emitted(
         may_save=np.array([*(i >= 0 for i in inside), *(True for _ in found)], dtype=bool),
         recomputed=np.arange(len(ops)) < count,
         producer=np.array([*inside, *(i for _, i, _ in found)], dtype=np.intp),
-        is_reduction=np.array([*(False for _ in plain), *(late for _, _, late in found)], dtype=bool),
+        is_reduction=np.array([*(False for _ in plain), *(reduced for _, _, reduced in found)], dtype=bool),
         costly=tuple(i for i, node in made if facts(node).is_expensive),
         inputs=frozenset(run.storage[name] for name in names if name in run.storage),
         read=frozenset(o.name for node in ops[: count + 1] for o in operands(node)),

@@ -28,7 +28,7 @@ def weight_shares(ops: tuple[fx.Node, ...], run: Trace, parameters: Collection[s
         weight = weight_of(node)
         if weight is None or weight.name not in parameters or not run.requires_grad[weight.name]:
             continue
-        shares[i] = _of_weight(node, run)
+        shares[i] = _weight_share(node, run)
     return shares
 
 
@@ -40,11 +40,11 @@ def product_shares(ops: tuple[fx.Node, ...], run: Trace) -> NDArray[np.float64]:
     )
     shares = np.zeros(len(ops))
     for i, node in linears:
-        shares[i] = _of_weight(node, run)
+        shares[i] = _weight_share(node, run)
     return shares
 
 
-def _of_weight(node: fx.Node, run: Trace) -> float:
+def _weight_share(node: fx.Node, run: Trace) -> float:
     """Return the weight gradient's share of the FLOPs of a ``linear``'s backward; 0 if only the bias requires a gradient."""
     products = cost.gradient_products(node, run.requires_grad)
     weight: fx.Node = arguments(node)["weight"]

@@ -206,8 +206,8 @@ def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
             first.setdefault(storage, i)
             last[storage] = i
     size: dict[int, float] = {}
-    maker: dict[int, str] = {}
-    forward, whole, cut = np.zeros((3, len(slots)))
+    producer: dict[int, str] = {}
+    forward, unsharded_loss, sharded_loss = np.zeros((3, len(slots)))
     gradient = gradient_bytes(costs)
     for k, slot in enumerate(slots):
         storage = run.storage[slot.value]
@@ -219,12 +219,12 @@ def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
             forward[k] = slot.bytes
         if gradient[k] and facts(ops[slot.op]).is_cross_entropy and costs.torch_loss:
             # the gradient of the log-probabilities, then the gradient of the logits
-            whole[k] = slot.gradient
+            unsharded_loss[k] = slot.gradient
             # with a sharded vocabulary, exponentials are recomputed; in place, if they are in float32 or wider
-            cut[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
+            sharded_loss[k] = 0.0 if slot.bytes >= 4 * slot.numel else 3 * slot.bytes
         if slot.operand == OUTPUT and ops[slot.op].name not in run.views and here:
-            size[storage], maker[storage] = slot.bytes, slot.value
-    storages = [storage for storage in maker if last[storage] > first[storage] + 1]
+            size[storage], producer[storage] = slot.bytes, slot.value
+    storages = [storage for storage in producer if last[storage] > first[storage] + 1]
     live_through = np.zeros((len(ops), len(storages)), dtype=bool)
     for k, storage in enumerate(storages):
         live_through[first[storage] + 1 : last[storage], k] = True
@@ -233,9 +233,9 @@ def live_ranges(costs: OpCosts, parameters: tuple[str, ...]) -> Live:
                 live_through[i, k] = False
     return Live(
         forward,
-        whole,
-        cut,
-        tuple(maker[storage] for storage in storages),
+        unsharded_loss,
+        sharded_loss,
+        tuple(producer[storage] for storage in storages),
         live_through,
         np.array([0.0 if storage in saved else size[storage] for storage in storages]),
         gradient,

@@ -61,9 +61,9 @@ class _Tracer(fx.Interpreter):
         super().__init__(cls.graph, garbage_collect_values=False)
         self.cpu = cpu
         self.borders = dict(zip((n.name for n in cls.graph.graph.nodes if n.op == "placeholder"), borders, strict=True))
-        free = (*cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
+        resident = (*cls.inputs, *cls.constants, *cls.scalars, *cls.parameters)
         names = [n.name for n in cls.graph.graph.nodes if n.op == "placeholder"]
-        self.excluded_names = set(names[len(cls.activations) :]) if free else set()
+        self.excluded_names = set(names[len(cls.activations) :]) if resident else set()
         self.storages: dict[int, Any] = {}  # number to storage
         self.numbers: dict[int, int] = {}  # id of a storage to its number
         self.excluded: set[int] = set()

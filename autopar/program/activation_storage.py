@@ -12,8 +12,8 @@ of at most two layers. On a CPU the copies are made too, but save no memory.
 *In 8 bits.* Numbers are rounded in blocks of ``BLOCK`` consecutive elements: one float32 scale per block, its largest
 magnitude / 127. So zeros stay zeros, and the error is at most 1/254 of the block's largest magnitude. Sharding does not change the
 rounding if each rank's part of the tensor consists of complete blocks. -infinity has its own code; in a block with NaN or +infinity
-every number becomes NaN. The layer's arguments, integers, and tensors of fewer than ``LEAST`` elements are not rounded. Tensors that share
-memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
+every number becomes NaN. The layer's arguments, integers, and tensors of fewer than ``MIN_ELEMENTS`` elements are not rounded. Tensors that
+share memory are views of one restored tensor until the last of them is read. The forward pass does not change, gradients do:
 ``allow={"int8_activations"}`` permits that.
 
 This file has not run on a GPU yet.
@@ -34,45 +34,45 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812  torch's own convention
 
 BLOCK = 64
-LEAST = 1024
+MIN_ELEMENTS = 1024
 CHUNK = 2**22
-"""The most elements that unfused kernels round or restore at a time, which limits their temporary tensors."""
+"""Without ``fused``, at most this many elements are rounded or restored at a time, which limits the temporary tensors."""
 
 
 # -- saved tensors as views of memory -----------------------------------------------------------------------------------
 
 
 class StorageView(NamedTuple):
-    """A tensor's view of its storage. Tensors with the same ``key`` read the same memory. ``steps`` are the strides, or ``None`` if the
+    """A tensor's view of its storage. Tensors with the same ``key`` read the same memory. ``strides`` is ``None`` if the
     tensor has gaps in memory: its elements are then stored without the gaps."""
 
     key: tuple[Any, ...]
     size: tuple[int, ...]
-    steps: tuple[int, ...] | None
+    strides: tuple[int, ...] | None
 
     @staticmethod
     def of(tensor: Tensor) -> StorageView:
-        size, steps, span = tuple(tensor.size()), tensor.stride(), _span(tensor)
+        size, strides, span = tuple(tensor.size()), tensor.stride(), _span(tensor)
         dense = span <= tensor.numel()
-        place = (tensor.storage_offset(), span) if dense else (tensor.storage_offset(), size, steps)
+        place = (tensor.storage_offset(), span) if dense else (tensor.storage_offset(), size, strides)
         key = (tensor.untyped_storage().data_ptr(), tensor.dtype, *place)
-        return StorageView(key, size, steps if dense else None)
+        return StorageView(key, size, strides if dense else None)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return the elements of ``tensor`` as a 1-d tensor, in the order of memory, or in logical order if ``steps`` is ``None``."""
-        if self.steps is None:
+        """Return the elements of ``tensor`` as a 1-d tensor, in the order of memory, or in logical order if ``strides`` is ``None``."""
+        if self.strides is None:
             return tensor.detach().reshape(-1)
         return tensor.detach().as_strided((_span(tensor),), (1,))
 
     def read(self, stored: Tensor) -> Tensor:
         """Return the tensor as a view of ``stored``, the result of the method ``stored``."""
-        return stored.view(self.size) if self.steps is None else stored.as_strided(self.size, self.steps)
+        return stored.view(self.size) if self.strides is None else stored.as_strided(self.size, self.strides)
 
 
 def _span(tensor: Tensor) -> int:
     """Return the number of elements in a tensor's storage from its first element to its last."""
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return 1 + sum((extent - 1) * step for extent, step in steps) if tensor.numel() else 0
+    strides = zip(tensor.size(), tensor.stride(), strict=True)
+    return 1 + sum((extent - 1) * stride for extent, stride in strides) if tensor.numel() else 0
 
 
 class _Stored(Protocol):
@@ -97,13 +97,13 @@ def _saving(
 
     The parameters and buffers of ``layer`` and the tensors ``resident`` stay in memory anyway, and are saved unchanged."""
     tensors = (*layer.parameters(), *layer.buffers(), *resident)
-    stay = {0, *(tensor.untyped_storage().data_ptr() for tensor in tensors)}  # 0: the address of an empty storage
+    addresses = {0, *(tensor.untyped_storage().data_ptr() for tensor in tensors)}  # 0: the address of an empty storage
 
     @torch.compiler.disable  # torch.compile would compile the copies into the layer
     @torch.no_grad()
     def put(tensor: Tensor) -> Tensor | _Saved:
         plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-        if not plain or tensor.untyped_storage().data_ptr() in stay:
+        if not plain or tensor.untyped_storage().data_ptr() in addresses:
             return tensor
         view = StorageView.of(tensor)
         stored = store(tensor, view)
@@ -137,28 +137,28 @@ def _finish_pending_offload() -> None:
     """Make the current stream wait until the last call's tensors are in the host's memory, and free the device's copies."""
     global _pending
     if _pending is not None:
-        for _, _, storage in _pending.begun.values():
+        for _, _, storage in _pending.in_flight.values():
             storage.wait()
-        _pending.begun.clear()
+        _pending.in_flight.clear()
         _pending = None
 
 
 class _Call:
-    """One forward pass of a layer: its offloaded tensors, and the previous call ``before``, whose backward pass follows this one's."""
+    """One forward pass of a layer: its offloaded tensors, and the call before it (``previous``), whose backward pass follows this one's."""
 
-    def __init__(self, before: weakref.ref[_Call] | None) -> None:
-        self.before = before
+    def __init__(self, previous: weakref.ref[_Call] | None) -> None:
+        self.previous = previous
         # by ``StorageView.key``: the source tensors (kept until the copy ends, so that their address is not reused), and the copy
-        self.begun: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Offloaded]] = {}
+        self.in_flight: dict[tuple[Any, ...], tuple[Tensor, Tensor, _Offloaded]] = {}
         self.storages: list[weakref.ref[_Offloaded]] = []
 
     def put(self, tensor: Tensor, view: StorageView) -> _Offloaded:
-        if view.key not in self.begun:
+        if view.key not in self.in_flight:
             stored = view.stored(tensor)
             storage = _Offloaded(stored, self)
-            self.begun[view.key] = tensor, stored, storage
+            self.in_flight[view.key] = tensor, stored, storage
             self.storages.append(weakref.ref(storage))
-        return self.begun[view.key][2]
+        return self.in_flight[view.key][2]
 
     def fetch(self) -> None:
         """Start to copy all tensors that are still needed back to the device."""
@@ -174,16 +174,16 @@ class _Offloaded:
     def __init__(self, tensor: Tensor, call: _Call) -> None:
         self.call, self.device, self.dtype = call, tensor.device, tensor.dtype
         width = tensor.element_size()
-        there = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        there = there.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (tensor.numel() * width,), (1,))
-        self.host = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        self.back: Tensor | None = None
-        self.ready = _copy(self.host, there, self.device)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        source = source.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (tensor.numel() * width,), (1,))
+        self.host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self.fetched: Tensor | None = None
+        self.ready = _copy(self.host, source, self.device)
 
     def fetch(self) -> None:
-        if self.back is None:
-            self.back = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
-            self.ready = _copy(self.back, self.host, self.device, after=self.ready)
+        if self.fetched is None:
+            self.fetched = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
+            self.ready = _copy(self.fetched, self.host, self.device, after=self.ready)
 
     def wait(self) -> None:
         """Make the current stream wait for the latest copy."""
@@ -193,16 +193,16 @@ class _Offloaded:
     def restore(self) -> Tensor:
         _finish_pending_offload()
         self.call.fetch()
-        before = self.call.before and self.call.before()
-        if before:
-            before.fetch()
-        assert self.back is not None
+        previous = self.call.previous and self.call.previous()
+        if previous:
+            previous.fetch()
+        assert self.fetched is not None
         self.wait()
-        return self.back.view(self.dtype)
+        return self.fetched.view(self.dtype)
 
     def __del__(self) -> None:
-        if self.back is not None:
-            self.wait()  # fetched but never read: its memory must not be reused before the copy ends
+        if self.fetched is not None:
+            self.wait()  # fetched but never read: the memory must not be reused before the copy ends
 
 
 def _copy(
@@ -213,10 +213,10 @@ def _copy(
     if device.type != "cuda":
         to.copy_(source)
         return None
-    way = device, to.device
-    if way not in _streams:
-        _streams[way] = torch.cuda.Stream(device)
-    stream = _streams[way]
+    direction = device, to.device
+    if direction not in _streams:
+        _streams[direction] = torch.cuda.Stream(device)
+    stream = _streams[direction]
     stream.wait_stream(torch.cuda.current_stream(device))
     if after is not None:
         stream.wait_event(after)
@@ -239,7 +239,7 @@ def in_8_bits(layer: nn.Module, *resident: Tensor, fused: bool = False) -> Abstr
     known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Rounded]] = {}
 
     def store(tensor: Tensor, view: StorageView) -> _Rounded | None:
-        if not tensor.is_floating_point() or (stored := view.stored(tensor)).numel() < LEAST:
+        if not tensor.is_floating_point() or (stored := view.stored(tensor)).numel() < MIN_ELEMENTS:
             return None
         if view.key not in known or known[view.key][0].expired():  # a new tensor may be at this address
             known[view.key] = StorageWeakRef(tensor.untyped_storage()), _Rounded(stored, fused)
@@ -259,25 +259,25 @@ class _Rounded:
         else:
             self.codes = torch.empty(blocks, BLOCK, dtype=torch.int8, device=tensor.device)
             self.scales = torch.empty(blocks, 1, dtype=torch.float32, device=tensor.device)
-            for at, some in enumerate(tensor.split(CHUNK)):
-                rows = slice(at * CHUNK // BLOCK, at * CHUNK // BLOCK + math.ceil(some.numel() / BLOCK))
-                self.codes[rows], self.scales[rows] = rounded(_in_blocks(some))
+            for i, chunk in enumerate(tensor.split(CHUNK)):
+                rows = slice(i * CHUNK // BLOCK, i * CHUNK // BLOCK + math.ceil(chunk.numel() / BLOCK))
+                self.codes[rows], self.scales[rows] = rounded(_in_blocks(chunk))
         self.codes = self.codes.view(-1)[: self.numel]
-        self.whole: Tensor | None = None
+        self.result: Tensor | None = None
 
     def restore(self) -> Tensor:
-        if self.whole is None:
+        if self.result is None:
             codes = _in_blocks(self.codes)
             if self.fused:
-                self.whole = _compiled(restored)(codes, self.scales, self.dtype).view(-1)[: self.numel]
+                self.result = _compiled(restored)(codes, self.scales, self.dtype).view(-1)[: self.numel]
             else:
-                self.whole = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
+                self.result = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
                 rows = CHUNK // BLOCK
-                parts = zip(self.whole.split(rows), codes.split(rows), self.scales.split(rows), strict=True)
-                for part, some, scales in parts:
-                    part.copy_(restored(some, scales, torch.float32))
-                self.whole = self.whole.view(-1)[: self.numel]
-        return self.whole
+                parts = zip(self.result.split(rows), codes.split(rows), self.scales.split(rows), strict=True)
+                for part, chunk, scales in parts:
+                    part.copy_(restored(chunk, scales, torch.float32))
+                self.result = self.result.view(-1)[: self.numel]
+        return self.result
 
 
 def rounded(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
         return
     other_entries = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
     digests = {f"{name!r}": digest(batch[name]) for name in names} | {"the other entries": other_entries}
-    _same(digests, device, "the ranks were given different batches", "every rank takes the full global batch")
+    _require_equal(digests, device, "the ranks were given different batches", "every rank takes the full global batch")
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
@@ -46,7 +46,7 @@ def same_values(digests: Mapping[str, int], device: torch.device) -> None:
     """Raise ``ValueError`` if the digests of the initial values differ between ranks."""
     if dist.get_world_size() > 1:
         what = "the ranks start from different values"
-        _same(digests, device, what, "every rank takes the same state dict and options")
+        _require_equal(digests, device, what, "every rank takes the same state dict and options")
 
 
 def digest(tensor: Tensor, limit: int | None = None) -> int:
@@ -67,11 +67,11 @@ def digest(tensor: Tensor, limit: int | None = None) -> int:
     return head
 
 
-def _same(digests: Mapping[str, int], device: torch.device, what: str, hint: str) -> None:
+def _require_equal(digests: Mapping[str, int], device: torch.device, what: str, hint: str) -> None:
     own = torch.tensor(list(digests.values()), dtype=torch.int64, device=device)
-    ends = torch.cat((own, -own))
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    if torch.equal(ends[: len(own)], -ends[len(own) :]):
+    extremes = torch.cat((own, -own))  # all-reduced: the maxima, then the negative minima
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    if torch.equal(extremes[: len(own)], -extremes[len(own) :]):
         return
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)

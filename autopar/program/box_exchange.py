@@ -77,8 +77,8 @@ def writes(piece: Piece, replicated_axes: Sequence[str], program: LoadedProgram,
 
 
 def copy_index(replicated_axes: Sequence[str], program: LoadedProgram, world: World) -> tuple[int, int]:
-    """Return this rank's index among the ranks with the same values, and their number: those along ``replicated_axes`` in its local SGD
-    replica."""
+    """Return this rank's index among the ranks along ``replicated_axes`` in its local SGD replica, which all have the same values, and the
+    number of these ranks."""
     return world.place_on(program.split_local_sgd_axes(list(replicated_axes))[0])
 
 
@@ -217,8 +217,8 @@ def _sent_bytes(chunk: Chunk, values: Mapping[tuple[int, tuple[str, ...]], Seque
 def _group_tensors(
     tensors: Sequence[MasterValues], axes: Axes, program: LoadedProgram, world: World
 ) -> list[GroupTensors]:
-    """Return the tensors that a ZeRO group has of each parameter, in the same order on all ranks. Raises ``UnequalStatesError`` on all of
-    them."""
+    """Return the tensors that a ZeRO group has of each parameter, in the same order on all ranks of the group.
+    Raises ``UnequalStatesError`` on all of them."""
     group = world.group(axes)
     kinds: dict[TensorKinds, int] = {}  # equal for most parameters, so each is sent once
     local: dict[int, tuple[int, int, int]] = {}
@@ -231,19 +231,19 @@ def _group_tensors(
     dist.all_gather_object(gathered, (problem, list(kinds), local), group=group)
     if problems := [problem for problem, _, _ in gathered if problem]:
         raise UnequalStatesError(problems[0])
-    ranks = [(theirs, parts) for _, theirs, parts in gathered]
+    ranks = [(rank_kinds, parts) for _, rank_kinds, parts in gathered]
     found = []
     for index in sorted({index for _, parts in ranks for index in parts}):
         layout = program.layouts[index]
         window = layout.window(world.coordinates)
-        states = {theirs[parts[index][2]] for theirs, parts in ranks if index in parts}
+        states = {rank_kinds[parts[index][2]] for rank_kinds, parts in ranks if index in parts}
         if len(states) != 1:
             raise UnequalStatesError(f"ranks have different states of {layout.original}")
         ranges = {rank: parts[index][:2] for rank, (_, parts) in enumerate(ranks) if index in parts}
         elements = math.prod(extent for _, extent in window)
         if _end_of_consecutive(ranges.values()) != elements:
             raise UnequalStatesError(f"the ranks' parts of {layout.original} are not consecutive")
-        paths = tuple(((what, layout.original, *key), getattr(torch, dtype)) for (what, *key), dtype in states.pop())
+        paths = tuple(((root, layout.original, *key), getattr(torch, dtype)) for (root, *key), dtype in states.pop())
         replicated_axes = [axis for axis in world.coordinates if axis not in axes and axis not in dict(layout.sharded)]
         row = math.prod(extent for _, extent in window[1:])
         found.append(GroupTensors(index, paths, elements, row, ranges, *copy_index(replicated_axes, program, world)))
@@ -263,7 +263,7 @@ def _end_of_consecutive(ranges: Iterable[tuple[int, int]]) -> int | None:
 def _ranges(
     tensors: Sequence[MasterValues], program: LoadedProgram
 ) -> Iterator[tuple[int, tuple[int, int], TensorKinds]]:
-    """Yield, for each parameter with elements on this rank, the layout's index, the first element and their number, and its tensors."""
+    """Yield, for each parameter with elements on this rank, its layout's index, its range here (first element, count), and its tensors."""
     indices = {layout: index for index, layout in enumerate(program.layouts)}
     found: dict[int, dict[tuple[tuple[str, ...], str], tuple[int, int]]] = {}
     for tensor in sorted(tensors, key=lambda tensor: tensor.master.first):

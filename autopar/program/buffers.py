@@ -31,17 +31,17 @@ class StageBuffers:
 
     def clear(self) -> None:
         """Drop the new values of the last step, before another step begins."""
-        for stage in self._writers():
-            self._returned(stage).clear()
+        for stage in self._writing_stages():
+            self._updates(stage).clear()
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write the new values that the forward passes of the microbatches returned."""
+        """Write the mean of the new values that the microbatches returned, or the last one of a buffer that is not floating-point."""
         if not self._records:
             return
         returned: dict[tuple[int, str], list[list[Tensor]]] = {}
-        for stage in self._writers():
-            for layer, values in self._returned(stage):
+        for stage in self._writing_stages():
+            for layer, values in self._updates(stage):
                 returned.setdefault((stage, layer), []).append(values)
         for (stage, layer), microbatches in returned.items():
             module = self._stages[stage].get_submodule(layer)
@@ -50,7 +50,7 @@ class StageBuffers:
                 module.get_buffer(name).copy_(self._mean(new) if new[0].is_floating_point() else new[-1])
         self.clear()
         for name in sorted({record.original for record in self._records}):
-            self._spread(name)
+            self._copy_to_readers(name)
 
     def _mean(self, new: Sequence[Tensor]) -> Tensor:
         """Return the mean of the microbatches' new values, including those from Chimera's second copy of the stage."""
@@ -62,31 +62,31 @@ class StageBuffers:
             mean /= copies
         return mean
 
-    def _writers(self) -> list[int]:
+    def _writing_stages(self) -> list[int]:
         """Return this rank's stages with layers that write buffers, in order; other stages only read copies of the buffers."""
         return sorted({record.stage for record in self._own if record.written})
 
-    def _returned(self, stage: int) -> list[tuple[str, list[Tensor]]]:
+    def _updates(self, stage: int) -> list[tuple[str, list[Tensor]]]:
         updates: Any = self._stages[stage].updates
         return updates
 
-    def _held(self, record: BufferRecord) -> Tensor | None:
+    def _local_copy(self, record: BufferRecord) -> Tensor | None:
         """Return this rank's copy of a buffer; ``None`` if another pipeline rank has it."""
         return self._stages[record.stage].get_buffer(record.name) if record.stage in self._stages else None
 
-    def _spread(self, name: str) -> None:
-        """Copy the new value of a buffer to the other layers that read it."""
+    def _copy_to_readers(self, name: str) -> None:
+        """Copy a buffer's new value from the layer that writes it to the other layers that read it."""
         copies = [record for record in self._records if record.original == name]
         writer = next(record for record in copies if record.written)
         if len(copies) == 1:
             return
-        held, placed = self._held(writer), self._world.placed
+        held, placed = self._local_copy(writer), self._world.placed
         new = _empty(writer, self._world) if held is None else held
         if len({placed[record.stage] for record in copies}) > 1:
             group = self._world.mesh.get_group("pipeline")
             dist.broadcast(new, dist.get_global_rank(group, placed[writer.stage]), group=group)
         for record in copies:
-            buffer = self._held(record)
+            buffer = self._local_copy(record)
             if buffer is not None:
                 buffer.copy_(new)
 

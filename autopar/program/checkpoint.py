@@ -97,7 +97,7 @@ class Background:
 
     def __init__(self, timeout_s: float) -> None:
         before = os.environ.get(_LAZY)
-        os.environ[_LAZY] = "1"  # else gloo connects all pairs of ranks, and a process may open 1,024 files
+        os.environ[_LAZY] = "1"  # else gloo connects every pair of ranks, and may reach the limit of 1,024 open files
         try:
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         finally:
@@ -206,7 +206,7 @@ def _prepared(
     def prepare() -> str:
         if keep is not None and keep < 1:
             raise CheckpointError(
-                f"keep is {keep}, and the new checkpoint is one that stays", "give a number of at least 1"
+                f"keep is {keep}, but at least the new checkpoint is kept", "give a number of at least 1"
             )
         masters = [m for m in updates.masters if training.program.is_first_copy(m.layout)]
         states.append(saved(updates.optimizer, masters, training.program, training.world))
@@ -288,10 +288,10 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
         restored.append(state)
         return without_state(training.program, checkpoint.facts["optimizer"], stored)
 
-    anew = on_every_rank(prepare, path, writing=False)
-    if anew and dist.get_rank() == 0:
-        what = f"{path} has no state of {opened[0].facts['optimizer']['class']}, which starts anew, for"
-        print(sentence(what, anew), file=sys.stderr, flush=True)
+    stateless = on_every_rank(prepare, path, writing=False)
+    if stateless and dist.get_rank() == 0:
+        what = f"{opened[0].facts['optimizer']['class']} starts without state, because {path} has none, for"
+        print(sentence(what, stateless), file=sys.stderr, flush=True)
     on_every_rank(lambda: read_values(reads[0], opened[0]), path, writing=False, replaces=True)
     restored[0].install()
     restore_scheduler(updates.scheduler, opened[0].facts.get("scheduler"))

@@ -115,14 +115,14 @@ def finish(partial: Path, facts: Mapping[str, Any], keep: int | None) -> Path:
     sync(target.parent)
     shutil.rmtree(before, ignore_errors=True)
     if keep is not None:
-        _forget(target, keep)
+        _remove_old(target, keep)
     return target
 
 
-def _forget(newest: Path, keep: int) -> None:
+def _remove_old(newest: Path, keep: int) -> None:
     """Remove checkpoints before ``newest`` except the last ``keep - 1``, and incomplete ones."""
-    own = _order(newest)
-    earlier = [path for path in _steps(newest.parent) if _order(path) < own]
+    newest_key = _sort_key(newest)
+    earlier = [path for path in _steps(newest.parent) if _sort_key(path) < newest_key]
     for path in earlier[keep - 1 :]:
         with contextlib.suppress(OSError):  # rename first: a kill during the removal must not leave a ``step-N``
             path.rename(path.with_name(f"{path.name}{_REMOVED}"))
@@ -162,7 +162,7 @@ def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
         if isinstance(opened, str):
             raise CheckpointError(f"the checkpoint {folder} is damaged: {opened}", "load an earlier one")
         return opened, ""
-    skipped = [f"{path.name} (its save did not end)" for path in folder.glob(f"step-*{PARTIAL}")]
+    skipped = [f"{path.name} (its save did not finish)" for path in folder.glob(f"step-*{PARTIAL}")]
     for path in _steps(folder):
         opened = open_or_reason(path)
         if isinstance(opened, StoredCheckpoint):
@@ -175,10 +175,10 @@ def newest(folder: Path) -> tuple[StoredCheckpoint, str]:
 def _steps(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that have their final names, newest first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
-    return sorted(found, key=_order, reverse=True)
+    return sorted(found, key=_sort_key, reverse=True)
 
 
-def _order(path: Path) -> tuple[int, bool]:
+def _sort_key(path: Path) -> tuple[int, bool]:
     found = _STEP.fullmatch(path.name)
     assert found is not None
     return int(found[1]), found[2] is None
@@ -194,10 +194,10 @@ def open_or_reason(path: Path, files: bool = True) -> StoredCheckpoint | str:
         content = (path / METADATA).read_bytes()
         form = facts.get("format")
         if form not in (FORMAT, _WITHOUT_CHECKSUMS):
-            return f"its format is {form}, and this program reads {FORMAT}"
+            return f"its format is {form}, and this program reads {_WITHOUT_CHECKSUMS} and {FORMAT}"
         if form == FORMAT and facts["checksum"] != _checksum(facts):
             return f"its {FACTS} does not match its checksum"
-        if form == FORMAT and facts["metadata"] != _described(content):
+        if form == FORMAT and facts["metadata"] != _size_and_crc32(content):
             return f"its {METADATA} does not have the checksum in {FACTS}"
         metadata = _Unpickler(BytesIO(content)).load()
         ends: dict[str, int] = {}
@@ -213,7 +213,7 @@ def open_or_reason(path: Path, files: bool = True) -> StoredCheckpoint | str:
         if size is None or size < end:
             return f"its file {name} is missing" if size is None else f"its file {name} ends {end - size} bytes early"
         if form == _WITHOUT_CHECKSUMS and has_table(file_path):
-            return f"its file {name} has checksums, and its {FACTS} is of a format without"
+            return f"its file {name} has checksums, but its {FACTS} has format {_WITHOUT_CHECKSUMS}, which has none"
     if form == FORMAT and files:
         try:
             tables_of(path, sorted(ends), facts["save"])
@@ -224,11 +224,11 @@ def open_or_reason(path: Path, files: bool = True) -> StoredCheckpoint | str:
 
 def _sealed(facts: Mapping[str, Any], metadata: bytes) -> dict[str, Any]:
     """Return the facts with the checksums of torch's metadata and of themselves."""
-    plain: dict[str, Any] = json.loads(json.dumps({**facts, "metadata": _described(metadata)}))
+    plain: dict[str, Any] = json.loads(json.dumps({**facts, "metadata": _size_and_crc32(metadata)}))
     return plain | {"checksum": _checksum(plain)}
 
 
-def _described(metadata: bytes) -> dict[str, int]:
+def _size_and_crc32(metadata: bytes) -> dict[str, int]:
     return {"bytes": len(metadata), "crc32": zlib.crc32(metadata)}
 
 
@@ -253,7 +253,7 @@ class _Unpickler(pickle.Unpickler):
             names = allowed[module]
             if name in names if names is not None else getattr(found, "__module__", None) == module:
                 return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed")
 
 
 # -- the lock on a folder --------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ LOCK = ".lock"
 PARENT = "AUTOPAR_CLAIM"
 """The environment variable in which a process passes its lock (``FolderLock.inherited``) to the processes that it starts."""
 
-_ANOTHER = "give another folder, or end that training"
+_LOCKED_HINT = "give another folder, or end that training"
 
 
 class FolderLock:
@@ -283,7 +283,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise ``CheckpointError`` if the lock file was removed or replaced: other programs would lock the new file."""
         if not _is_at(self._file.fileno(), self.folder / LOCK):
-            raise _lost(self.folder)
+            raise _lock_lost(self.folder)
 
     def close(self, remove: bool = False) -> None:
         """Release the lock; ``remove`` also removes the file."""
@@ -317,7 +317,7 @@ def lock_folder(folder: Path, timeout_s: float) -> FolderLock:
                     return FolderLock(folder, descriptor)
                 if not locked and time.monotonic() >= deadline:
                     owner = os.pread(descriptor, 4096, 0).decode(errors="replace").partition("\n")[0]
-                    raise CheckpointError(f"another training writes checkpoints into {folder} ({owner})", _ANOTHER)
+                    raise CheckpointError(f"another training writes checkpoints into {folder} ({owner})", _LOCKED_HINT)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -340,22 +340,22 @@ def lock_for_save(folder: Path) -> FolderLock | None:
     if own is not None:
         own.check()
         return None
-    token, _, of = os.environ.get(PARENT, "").partition(" ")
-    if of != str(folder.resolve()):
+    token, _, locked_folder = os.environ.get(PARENT, "").partition(" ")
+    if locked_folder != str(folder.resolve()):
         return lock_folder(folder, 0.0)
     try:
         descriptor = _opened(folder / LOCK, create=False)
     except FileNotFoundError as error:
-        raise _lost(folder) from error
+        raise _lock_lost(folder) from error
     try:
         if token not in os.pread(descriptor, 4096, 0).decode(errors="replace").split("\n"):
-            raise _lost(folder)
+            raise _lock_lost(folder)
     finally:
         os.close(descriptor)
     return None
 
 
-def _lost(folder: Path) -> CheckpointError:
+def _lock_lost(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder / LOCK} was removed or replaced after this training had locked it",
         "another training may write there: give another folder, or start this one again with --resume",
@@ -369,17 +369,17 @@ def _opened(path: Path, create: bool = True) -> int:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
-            raise _no_file(path) from error
+            raise _not_a_regular_file(path) from error
         raise
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)
-        raise _no_file(path)
+        raise _not_a_regular_file(path)
     return descriptor
 
 
-def _no_file(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is a link, or no plain file", "remove it, or give another folder")
+def _not_a_regular_file(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is a link or not a regular file", "remove it, or give another folder")
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -36,7 +36,7 @@ from .checkpoint_files import METADATA, CheckpointError, StoredCheckpoint
 
 
 def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
-    """Return the metadata of the tables' boxes. Raises ``CheckpointError`` if they don't cover each element of a tensor exactly once."""
+    """Return the metadata of the boxes. Raises ``CheckpointError`` unless they cover each tensor once, with one dtype and shape."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -50,14 +50,14 @@ def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
                     TensorProperties(entry.dtype), torch.Size(entry.shape), []
                 )
             if (there.properties.dtype, tuple(there.size)) != (entry.dtype, entry.shape):
-                raise _wrong(name, "ranks have it with different dtypes or shapes")
+                raise _inconsistent(name, "ranks have it with different dtypes or shapes")
             index = MetadataIndex(name, entry.box.offsets, len(there.chunks))
             if index not in places:  # a tensor without elements may be in several files
                 places[index] = _StorageInfo(table.file, entry.region.begin, entry.region.length)
                 there.chunks.append(ChunkStorageMetadata(torch.Size(entry.box.offsets), torch.Size(entry.box.sizes)))
     for name, tensor in tensors.items():
-        if wrong := _not_filled(tensor):
-            raise _wrong(name, wrong)
+        if wrong := _coverage_error(tensor):
+            raise _inconsistent(name, wrong)
     return Metadata(dict(tensors), paths, places, StorageMeta(), CURRENT_DCP_VERSION)
 
 
@@ -72,11 +72,11 @@ def write_metadata(metadata: Metadata, folder: Path) -> None:
     _MetadataWriter(folder).finish(metadata, [places])
 
 
-def _wrong(name: str, why: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint's {name} is incomplete: {why}", "this is a bug in autopar: report it")
+def _inconsistent(name: str, why: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's {name} is inconsistent: {why}", "this is a bug in autopar: report it")
 
 
-def _not_filled(tensor: TensorStorageMetadata) -> str:
+def _coverage_error(tensor: TensorStorageMetadata) -> str:
     """Return why boxes do not cover each element of a tensor exactly once, or an empty string."""
     size = tuple(tensor.size)
     elements = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
@@ -85,7 +85,7 @@ def _not_filled(tensor: TensorStorageMetadata) -> str:
     open_boxes: list[ChunkStorageMetadata] = []
     for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
         ends = [offset + extent for offset, extent in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(end > whole for end, whole in zip(ends, size, strict=True)):
+        if any(end > extent for end, extent in zip(ends, size, strict=True)):
             return f"a box ends at {tuple(ends)} in a tensor of {size}"
         open_boxes = [box for box in open_boxes if not size or box.offsets[0] + box.sizes[0] > chunk.offsets[0]]
         if any(_overlap(_box(box), _box(chunk)) for box in open_boxes):
@@ -135,7 +135,7 @@ def plan_reads(pieces: Sequence[Piece], checkpoint: StoredCheckpoint) -> Reads:
             raise CheckpointError(f"the checkpoint {checkpoint.path} lacks parts of {piece.name}", "load another one")
     if checkpoint.save is None:
         return reads
-    return {name: _verified(name, theirs, checkpoint, checkpoint.save) for name, theirs in reads.items()}
+    return {name: _verified(name, file_reads, checkpoint, checkpoint.save) for name, file_reads in reads.items()}
 
 
 def _verified(name: str, reads: Sequence[Read], checkpoint: StoredCheckpoint, save: str) -> list[Read]:
@@ -143,33 +143,33 @@ def _verified(name: str, reads: Sequence[Read], checkpoint: StoredCheckpoint, sa
     with explained_damage(checkpoint.path):
         table = box_files.read_table(checkpoint.path / name, save)
         entries = {(entry.name, entry.box.offsets): entry for entry in table.entries}
-        whole = []
+        verified = []
         for read in reads:
             entry = entries.get((read.index.fqn, tuple(read.index.offset or ())))
             place = checkpoint.metadata.storage_data[read.index]
             if entry is None or (entry.region.begin, entry.region.length) != (place.offset, place.length):
                 raise DamageError(name, f"does not have {read.index.fqn} where {METADATA} has it")
-            whole.append(Read(read.index, entry, read.part, read.into))
-    return whole
+            verified.append(Read(read.index, entry, read.part, read.into))
+    return verified
 
 
 def read_values(reads: Reads, checkpoint: StoredCheckpoint) -> None:
     """Execute the reads of ``plan_reads``: fill this rank's pieces, and check the checksums of the blocks. Raises ``CheckpointError``."""
-    for name, theirs in reads.items():
+    for name, file_reads in reads.items():
         with (
             explained_damage(checkpoint.path, partially_loaded=True),
             (checkpoint.path / name).open("rb", buffering=0) as file,
         ):
-            whole: tuple[MetadataIndex, Tensor] | None = None
-            for read in theirs:
+            box: tuple[MetadataIndex, Tensor] | None = None
+            for read in file_reads:
                 if read.entry is not None:
                     box_files.read(file, read.entry, read.part, read.into)
                     continue
-                if whole is None or whole[0] != read.index:
+                if box is None or box[0] != read.index:
                     place = checkpoint.metadata.storage_data[read.index]
                     file.seek(place.offset)
-                    whole = read.index, torch.load(BytesIO(file.read(place.length)), weights_only=True)
-                values = whole[1]
+                    box = read.index, torch.load(BytesIO(file.read(place.length)), weights_only=True)
+                values = box[1]
                 for dim, (offset, size) in enumerate(zip(read.part.offsets, read.part.sizes, strict=True)):
                     values = values.narrow(dim, offset, size)
                 read.into.copy_(values)
@@ -177,7 +177,7 @@ def read_values(reads: Reads, checkpoint: StoredCheckpoint) -> None:
 
 @contextmanager
 def explained_damage(path: Path, partially_loaded: bool = False) -> Iterator[None]:
-    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``partially_loaded``: some state may be overwritten."""
+    """Convert a ``DamageError`` inside this context to a ``CheckpointError``; ``partially_loaded``: some state may have changed."""
     try:
         yield
     except DamageError as error:

@@ -65,49 +65,49 @@ def _parsed(text: str) -> RankStep:
 def with_transfers(orders: Sequence[Sequence[RankStep]], stages: int) -> list[list[RankStep]]:
     """Return every rank's actions, transfers and reductions, in an order that cannot deadlock.
 
-    The ranks take turns. An action's results are sent right after it; the receive is added to the receiver's list at once. After the last
-    backward of a stage on the later of the two ranks with copies, both lists get the stage's reduction. So every rank's transfers
-    and reductions follow one common order.
+    The ranks take turns. An action's results are sent right after it; the receive is added to the receiver's list at once. When both ranks
+    with copies of a stage have run all its backward passes, both lists get the stage's reduction. So every rank's transfers and reductions
+    follow one common order.
 
     Raises ``ValueError`` if some actions can never run, because their inputs are never computed.
     """
     ranks = {(step.stage, step.microbatch): rank for rank, order in enumerate(orders) for step in order}
-    found: list[list[RankStep]] = [[] for _ in orders]
-    here: set[tuple[str, int, int]] = set()  # the inputs that have been sent
+    result: list[list[RankStep]] = [[] for _ in orders]
+    available: set[tuple[str, int, int]] = set()  # the inputs of actions that exist by now
     backwards = Counter(step.stage for order in orders for step in order if step.kind == BACKWARD)  # still to run
-    left = [deque(order) for order in orders]
-    while any(left):
-        moved = False
-        for rank, order in enumerate(left):
-            if not order or not _ready(order[0], here, stages):
+    remaining = [deque(order) for order in orders]
+    while any(remaining):
+        progressed = False
+        for rank, order in enumerate(remaining):
+            if not order or not _ready(order[0], available, stages):
                 continue
-            step, moved = order.popleft(), True
-            found[rank].append(step)
+            step, progressed = order.popleft(), True
+            result[rank].append(step)
             if step.kind == BACKWARD:
                 backwards[step.stage] -= 1
-                for own in sorted(
+                for member in sorted(
                     {r for (stage, _), r in ranks.items() if stage == step.stage and not backwards[stage]}
                 ):
-                    found[own].append(RankStep(REDUCE, step.stage, 0))
+                    result[member].append(RankStep(REDUCE, step.stage, 0))
             target = step.stage + (1 if step.kind == FORWARD else -1)
             if not 0 <= target < stages:
                 if step.kind == FORWARD:
-                    here.add((BACKWARD, step.stage, step.microbatch))
+                    available.add((BACKWARD, step.stage, step.microbatch))
                 continue
-            here.add((step.kind, target, step.microbatch))
+            available.add((step.kind, target, step.microbatch))
             peer = ranks[target, step.microbatch]
-            found[rank].append(RankStep(step.kind, target, step.microbatch, peer, True))
-            found[peer].append(RankStep(step.kind, target, step.microbatch, rank, False))
-        if not moved:
-            stuck = [f"{order[0].stage}{order[0].kind}{order[0].microbatch}" for order in left if order]
+            result[rank].append(RankStep(step.kind, target, step.microbatch, peer, True))
+            result[peer].append(RankStep(step.kind, target, step.microbatch, rank, False))
+        if not progressed:
+            stuck = [f"{order[0].stage}{order[0].kind}{order[0].microbatch}" for order in remaining if order]
             raise ValueError(f"{ORDERS} has actions that wait for each other: {', '.join(stuck)}")
-    return found
+    return result
 
 
-def _ready(step: RankStep, here: set[tuple[str, int, int]], stages: int) -> bool:
+def _ready(step: RankStep, available: set[tuple[str, int, int]], stages: int) -> bool:
     if step.kind == FORWARD and step.stage == 0:
         return True
-    return (step.kind, step.stage, step.microbatch) in here
+    return (step.kind, step.stage, step.microbatch) in available
 
 
 Metas = tuple[Tensor, ...]
@@ -184,7 +184,7 @@ class ScheduleChimera:
         self._clear()
 
     def _forward(self, step: RankStep, inputs: dict[str, Tensor]) -> None:
-        arrived = self._taken(step) if step.stage else []
+        arrived = self._await_received(step) if step.stage else []
         for tensor, meta in zip(arrived, self._borders[step.stage][0], strict=True):
             tensor.requires_grad_(meta.requires_grad)
         result: Any = self._modules[step.stage](*arrived, **inputs)
@@ -198,8 +198,12 @@ class ScheduleChimera:
         if step.stage == self._last:
             outputs[0].backward()
         else:
-            used = [output for output, meta in zip(outputs, self._borders[step.stage][1], strict=True) if _flows(meta)]
-            pairs = [pair for pair in zip(used, self._taken(step), strict=True) if pair[0].requires_grad]
+            used = [
+                output
+                for output, meta in zip(outputs, self._borders[step.stage][1], strict=True)
+                if _needs_gradient(meta)
+            ]
+            pairs = [pair for pair in zip(used, self._await_received(step), strict=True) if pair[0].requires_grad]
             if pairs:
                 torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         if step.stage:
@@ -209,7 +213,7 @@ class ScheduleChimera:
                 if tensor.requires_grad
             ]
 
-    def _taken(self, step: RankStep) -> list[Tensor]:
+    def _await_received(self, step: RankStep) -> list[Tensor]:
         """Wait for the tensors that a step receives from another stage, and return them."""
         works, tensors = self._received.pop((step.kind, step.stage, step.microbatch))
         _wait(works)
@@ -217,7 +221,7 @@ class ScheduleChimera:
 
     def _receive(self, step: RankStep) -> None:
         receives, sends = self._borders[step.stage]
-        metas = receives if step.kind == FORWARD else [meta for meta in sends if _flows(meta)]
+        metas = receives if step.kind == FORWARD else [meta for meta in sends if _needs_gradient(meta)]
         tensors = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas]
         self._received[step.kind, step.stage, step.microbatch] = self._transfer(dist.irecv, tensors, step), tensors
 
@@ -230,14 +234,14 @@ class ScheduleChimera:
             tensors = self._gradients.pop((step.stage + 1, step.microbatch))
         self._sent.append((self._transfer(dist.isend, tensors, step), tensors))
 
-    def _transfer(self, way: Callable[..., Any], tensors: Sequence[Tensor], step: RankStep) -> list[dist.Work]:
+    def _transfer(self, op: Callable[..., Any], tensors: Sequence[Tensor], step: RankStep) -> list[dist.Work]:
         assert step.peer is not None
         link = self._links[step.peer]
         peer = 1 - dist.get_rank(link)
-        return start_transfers([dist.P2POp(way, tensor, group=link, group_peer=peer) for tensor in tensors])
+        return start_transfers([dist.P2POp(op, tensor, group=link, group_peer=peer) for tensor in tensors])
 
 
-def _flows(meta: Tensor) -> bool:
+def _needs_gradient(meta: Tensor) -> bool:
     return meta.requires_grad
 
 

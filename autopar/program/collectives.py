@@ -37,14 +37,14 @@ def reduce_scatter(
     if dist.get_backend(group) != "gloo":
         work: Work | None = backend_reduce_scatter(output, input, group=group, async_op=async_op)
         return work
-    exchange = _Exchange(output, input, group)
+    exchange = _GlooReduceScatter(output, input, group)
     if async_op:
         return exchange
     exchange.wait()
     return None
 
 
-class _Exchange:
+class _GlooReduceScatter:
     """A reduce-scatter on gloo: an asynchronous all-to-all, and the sum of the received slices."""
 
     def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -68,7 +68,7 @@ def exchange(
 
     For each pair of ranks, the sender and the receiver list the tensors in the same order. They are sent in ``dtype``, from buffers on
     ``device``. All ranks of the group call this."""
-    flat = [[tensor for _, tensor in sorted(own, key=lambda item: item[0])] for own in (sent, received)]
+    by_rank = [[tensor for _, tensor in sorted(own, key=lambda item: item[0])] for own in (sent, received)]
     sizes = []
     for own in (sent, received):
         count = Counter[int]()
@@ -76,10 +76,10 @@ def exchange(
             count[rank] += tensor.numel()
         sizes.append([count[rank] for rank in range(dist.get_world_size(group))])
     outgoing, incoming = (torch.empty(sum(own), dtype=dtype, device=device) for own in sizes)
-    for tensor, part in zip(flat[0], outgoing.split([tensor.numel() for tensor in flat[0]]), strict=True):
+    for tensor, part in zip(by_rank[0], outgoing.split([tensor.numel() for tensor in by_rank[0]]), strict=True):
         part.view(tensor.shape).copy_(tensor)
     dist.all_to_all_single(incoming, outgoing, sizes[1], sizes[0], group=group)
-    for tensor, part in zip(flat[1], incoming.split([tensor.numel() for tensor in flat[1]]), strict=True):
+    for tensor, part in zip(by_rank[1], incoming.split([tensor.numel() for tensor in by_rank[1]]), strict=True):
         tensor.copy_(part.view(tensor.shape))
 
 

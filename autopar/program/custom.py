@@ -27,13 +27,13 @@ def call(
         result = op(*args, **kwargs)
     if not spmd.is_type_checking():
         return result
-    several = isinstance(result, tuple | list)
-    typed = [_typed(item, partition, partial_axes) for item in (result if several else [result])]
-    return tuple(typed) if several else typed[0]
+    is_sequence = isinstance(result, tuple | list)
+    typed = [_typed(item, partition, partial_axes) for item in (result if is_sequence else [result])]
+    return tuple(typed) if is_sequence else typed[0]
 
 
 def _typed(x: Any, partition: kernels.Partition, partial_axes: Sequence[kernels.Axis]) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
-    kernels._declare(x, kernels._axes(partition[: x.ndim]))
-    return kernels._terms(x, [axis for axis in partial_axes if kernels._size(axis) > 1])
+    kernels._declare(x, kernels._partition_axes(partition[: x.ndim]))
+    return kernels._as_partial(x, [axis for axis in partial_axes if kernels._size(axis) > 1])

@@ -32,11 +32,11 @@ class NonFiniteLossError(RuntimeError):
 
 
 def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], batch: Batch, key: int) -> str:
-    """Run the forward passes of a step again, and describe its first value that is not finite; all ranks call this."""
+    """Repeat a step's forward passes with its ``key`` (``Microbatches.run``); describe the first non-finite value. All ranks call this."""
     tensors = batch.tensors if isinstance(batch, Rows) else batch
-    inputs = [f"the input {name!r} has one" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
+    inputs = [f"in the input {name!r}" for name, tensor in sorted(tensors.items()) if not _finite(tensor)]
     masters = [master for group in groups for master in group.masters]
-    parameters = [f"the parameter {master.layout.original} has one" for master in masters if not _finite(master.tensor)]
+    parameters = [f"in the parameter {master.layout.original}" for master in masters if not _finite(master.tensor)]
     non_finite: list[tuple[int, int, int, str]] = []
     hooks = [
         child.register_forward_hook(_RecordNonFinite(non_finite, stage, order, name))
@@ -47,7 +47,7 @@ def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], b
     for hook in hooks:
         hook.remove()
     layers = [
-        (microbatch, stage, order, f"it is a result of the layer {name} (stage {stage}, microbatch {microbatch})")
+        (microbatch, stage, order, f"a result of the layer {name} (stage {stage}, microbatch {microbatch})")
         for microbatch, stage, order, name in non_finite
     ]
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -57,7 +57,7 @@ def first_non_finite(schedule: Microbatches, groups: Iterable[ParameterGroup], b
         if found:
             first, rank = min(found, key=lambda pair: pair[0][:3] if kind == 2 else ())
             return f"{first[3] if kind == 2 else first}, on rank {rank}"
-    return "no layer's result has one: the loss itself overflows in the sum over microbatches or ranks"
+    return "none in the layers' results: the loss itself overflows in the sum over microbatches or ranks"
 
 
 class _RecordNonFinite:

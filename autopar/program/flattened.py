@@ -58,7 +58,7 @@ def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, opti
     if len(on_mesh) < 2:
         return collective(x, flat, **options)
     merged = frozenset((mesh - on_mesh) | {spmd.MeshAxis.of(flat)})
-    # reinterpret_mesh checks types itself; the type checker would refuse the alias that it makes of a P
+    # reinterpret_mesh checks types itself, and returns an alias, which the type checker would refuse for P
     with spmd.no_typecheck():
         x = spmd.reinterpret_mesh(x, merged)
     with spmd.set_current_mesh(merged):

@@ -89,7 +89,7 @@ class ShardedGroup(ParameterGroup):
     def zero_grad(self) -> None:
         for param in self._params.values():
             param.grad = None
-        super().zero_grad()  # the masters' views of these gradients would keep them in memory beside the new ones
+        super().zero_grad()  # the masters' views of these gradients would keep them in memory alongside the new ones
 
     def free(self) -> None:
         self.module.reshard()
@@ -111,10 +111,10 @@ class ShardedGroup(ParameterGroup):
             layout: self._gradient(layout, param) for layout, param in self._params.items() if layout.trainable
         }
         for master in self.masters:
-            whole = gradients[master.layout]
+            shard = gradients[master.layout]
             first = rows_of(param := self._params[master.layout], param.shape[0])[0] * param.shape[1:].numel()
             piece = slice(master.first - first, master.first - first + master.tensor.numel())
-            master.holder.grad = whole if master.offloaded is None else whole.view(-1)[piece]
+            master.holder.grad = shard if master.offloaded is None else shard.view(-1)[piece]
 
     def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
         """Return this rank's shard of a gradient, with zeros in the padding; all zeros if there is no gradient."""
@@ -196,7 +196,7 @@ def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[Sharde
         module = stage.get_submodule(name)
         if name and isinstance(module, FSDPModule):  # "" is the stage itself, and only a root
             # The backward pass recomputes a segment by its layers' forward passes, which prefetch, too: with more than one layer ahead
-            # they would gather layers after the segment again, whose backward pass has already run.
+            # they would gather layers after the segment again, although the backward pass of those layers has already run.
             ahead = 1 if layer.segment > 1 else int(program.plan["prefetch"])
             layers.append(ShardedLayer(module, ahead, layer.backward))
     return layers
@@ -256,19 +256,19 @@ class LastBackward:
 
     def __init__(self, groups: Sequence[ShardedGroup], program: LoadedProgram) -> None:
         self._groups, self._microbatches, self._begun = groups, program.passes, 0
-        self._once = [group.module for group in groups if group.reduces_once]
+        self._reduced_once = [group.module for group in groups if group.reduces_once]
         self._root: FSDPModule | None = None
-        self._kept: list[FSDPModule] = []
+        self._stay_gathered: list[FSDPModule] = []
         self._event: torch.Event | None = None
         if not groups or not isinstance(groups[0].root, FSDPModule):
             return
         self._root, index = groups[0].root, groups[0].stage
         self._waits_each_time = any(group.mesh.ndim > 1 for group in groups)
-        self._followed = followed_by_forward(index, program)
+        self._followed_by_forward = followed_by_forward(index, program)
         first, *others = _layers(index, groups[0].root, program)
         cast(nn.Module, first.module).register_forward_hook(lambda *_: self._release())
-        if first.backward and self._followed:
-            self._kept = [first.module, *(layer.module for layer in others[: first.ahead])]
+        if first.backward and self._followed_by_forward:
+            self._stay_gathered = [first.module, *(layer.module for layer in others[: first.ahead])]
 
     def begin_step(self) -> None:
         """Prepare for a step; its all-gathers wait for the work that is on the compute stream now (the optimizer's update)."""
@@ -276,7 +276,7 @@ class LastBackward:
         if self._root is not None:
             self._event = recorded_event(self._groups[0].device)
             self._root.set_post_optim_event(self._event)
-        for kept in self._kept:
+        for kept in self._stay_gathered:
             kept.reshard()  # left gathered by an interrupted step
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
@@ -298,13 +298,13 @@ class LastBackward:
     def _begin_backward(self) -> None:
         self._begun += 1
         if self._begun in (1, self._microbatches):
-            for layer in self._once:
+            for layer in self._reduced_once:
                 layer.set_requires_gradient_sync(self._begun == self._microbatches, recurse=False)
         if self._root is not None:
             self._root.set_is_last_backward(self._begun == self._microbatches or self._waits_each_time)
         self._release()
-        for kept in self._kept:
-            kept.set_reshard_after_backward(self._begun > self._followed, recurse=False)
+        for kept in self._stay_gathered:
+            kept.set_reshard_after_backward(self._begun > self._followed_by_forward, recurse=False)
 
     def _release(self) -> None:
         if self._groups:

@@ -20,13 +20,13 @@ from .world import LoadedProgram
 
 @dataclass(frozen=True, slots=True)
 class _RunningReduction:
-    """A running reduce-scatter from ``whole`` to ``piece``; its result is then added to ``pieces[name]``."""
+    """A running reduce-scatter from ``unsharded`` to ``piece``; its result is then added to ``pieces[name]``."""
 
     work: Work | None
     pieces: dict[str, Tensor]
     name: str
     piece: Tensor
-    whole: Tensor
+    unsharded: Tensor
 
 
 class SingleReductionInFlight:
@@ -47,7 +47,7 @@ class SingleReductionInFlight:
 
 
 class SplitWeightGradients:
-    """Sums over microbatches and ranks the weight gradients of an FSDP layer that the second part of a backward pass computes.
+    """Sums, over microbatches and ranks, an FSDP layer's weight gradients from the second part (W) of its backward passes.
 
     FSDP2 reduces only gradients that autograd computes. This class reduce-scatters the others one by one, in ``dtype``, into pieces as
     large as FSDP2's shards: rows divided as by ``torch.chunk``, padded to equal pieces. ``shards`` is the process group that shards the
@@ -60,7 +60,7 @@ class SplitWeightGradients:
     ) -> None:
         self._shards, self._copies, self._dtype, self._once = shards, copies, dtype, once
         self.in_flight = SingleReductionInFlight()  # until ``join_stages`` gives all groups of the rank the same one
-        self._whole: dict[str, Tensor] = {}
+        self._unsharded: dict[str, Tensor] = {}
         self._pieces: dict[str, Tensor] = {}
 
     def clear(self) -> None:
@@ -72,26 +72,26 @@ class SplitWeightGradients:
         accumulate it."""
         if not self._once:
             self._reduce(name, gradient)
-        elif name in self._whole:
-            self._whole[name] += gradient
+        elif name in self._unsharded:
+            self._unsharded[name] += gradient
         else:
-            self._whole[name] = gradient.to(self._dtype)
+            self._unsharded[name] = gradient.to(self._dtype)
 
     def _reduce(self, name: str, gradient: Tensor) -> None:
         size, rows = dist.get_world_size(self._shards), gradient.shape[0]
         share = -(-rows // size)
-        whole = gradient.to(self._dtype)
+        unsharded = gradient.to(self._dtype)
         if share * size > rows:
-            whole = F.pad(whole, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
+            unsharded = F.pad(unsharded, [0, 0] * (gradient.dim() - 1) + [0, share * size - rows])
         self.in_flight.finish()
-        piece = whole.new_empty(share, *gradient.shape[1:])
-        work = reduce_scatter(piece, whole, group=self._shards, async_op=True)
-        self.in_flight.running = _RunningReduction(work, self._pieces, name, piece, whole)
+        piece = unsharded.new_empty(share, *gradient.shape[1:])
+        work = reduce_scatter(piece, unsharded, group=self._shards, async_op=True)
+        self.in_flight.running = _RunningReduction(work, self._pieces, name, piece, unsharded)
 
     def finish(self) -> dict[str, Tensor]:
         """Wait for all sums; return this rank's piece of each parameter's gradient, padding included, by the parameter's name."""
-        for name in list(self._whole):
-            self._reduce(name, self._whole.pop(name))
+        for name in list(self._unsharded):
+            self._reduce(name, self._unsharded.pop(name))
         self.in_flight.finish()
         if self._copies is not None:
             for piece in self._pieces.values():
@@ -107,7 +107,7 @@ class SplitShardedGroup(ShardedGroup):
         own, group = self.placement, self._world.group
         copies = group(own.copies) if own.copies else None
         self._split_gradients = SplitWeightGradients(group(own.shards), copies, own.master_dtype, self.reduces_once)
-        self.module.register_forward_pre_hook(self._gathered)
+        self.module.register_forward_pre_hook(self._register_adders)
 
     @staticmethod
     def join_stages(
@@ -120,7 +120,7 @@ class SplitShardedGroup(ShardedGroup):
             if isinstance(group, SplitShardedGroup):
                 group._split_gradients.in_flight = in_flight
 
-    def _gathered(self, *_: object) -> None:
+    def _register_adders(self, *_: object) -> None:
         """Register an adder for each tensor that FSDP2 has gathered for this forward pass: products read these tensors, not the shards."""
         for layout in self._params:
             gathered = self._module.get_parameter(layout.name)
@@ -142,11 +142,11 @@ class SplitShardedGroup(ShardedGroup):
             if param.grad is not None:  # some microbatches had an unsplit backward pass
                 shard_of(param.grad).add_(rows[: stop - start])
             else:
-                param.grad = _like(param, rows[: stop - start])
+                param.grad = _dtensor_like(param, rows[: stop - start])
         super().finish_reduction()
 
 
-def _like(param: Tensor, shard: Tensor) -> Tensor:
+def _dtensor_like(param: Tensor, shard: Tensor) -> Tensor:
     """Return a DTensor with the sharding of ``param`` whose local tensor on this rank is ``shard``."""
     assert isinstance(param, DTensor)
     return DTensor.from_local(

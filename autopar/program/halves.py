@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from . import flattened
 from .collectives import Work, all_gather, reduce_scatter
-from .kernels import Axes, _split, dense_gradient
+from .kernels import Axes, _nontrivial, dense_gradient
 from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
@@ -39,20 +39,20 @@ Finish = Callable[[], Tensor]
 
 
 def interleaved(
-    compute: Callable[..., Half], args: Sequence[Any], rows: Sequence[int | None], joined: Sequence[int]
+    compute: Callable[..., Half], args: Sequence[Any], arg_dims: Sequence[int | None], result_dims: Sequence[int]
 ) -> Result:
-    """Run ``compute`` on both halves of its arguments ``args`` in turn, and return the concatenated results. ``rows`` has each argument's
-    batch dim, or ``None`` if both halves take the full argument; ``joined`` has each result's batch dim."""
-    sides = [_cut(value, dim) for value, dim in zip(args, rows, strict=True)]
+    """Run ``compute`` on both halves of its arguments ``args`` in turn, and return the concatenated results. ``arg_dims`` has each
+    argument's batch dim, or ``None`` if both halves take the full argument; ``result_dims`` has each result's batch dim."""
+    pairs = [_cut(value, dim) for value, dim in zip(args, arg_dims, strict=True)]
     _converted_once.clear()  # left over from an interrupted call
-    running = [compute(*(side[half] for side in sides)) for half in range(2)]
+    running = [compute(*(pair[half] for pair in pairs)) for half in range(2)]
     halves: list[Result | None] = [None, None]
     _advance(running, halves, 0)  # the first half is a piece ahead
     while None in halves:
         for half in range(2):
             _advance(running, halves, half)
-    first, second = ([side] if isinstance(side, Tensor) else list(side or ()) for side in halves)
-    results = tuple(_joined(pair, dim) for *pair, dim in zip(first, second, joined, strict=True))
+    first, second = ([result] if isinstance(result, Tensor) else list(result or ()) for result in halves)
+    results = tuple(_joined(pair, dim) for *pair, dim in zip(first, second, result_dims, strict=True))
     return results[0] if len(results) == 1 else results
 
 
@@ -137,9 +137,9 @@ def start(x: Tensor, axis: Axes, *, src: Any, dst: Any, once: bool = False) -> A
             known = _converted_once[key] = start(x, axis, src=src, dst=dst)
             known.readers = 2
         return known
-    axes = _split(axis)
+    axes = _nontrivial(axis)
     if spmd.is_type_checking() or not axes or x.is_meta:
-        conversion = AsyncConversion(_nothing, _nothing)
+        conversion = AsyncConversion(_no_collective, _no_collective)
         conversion.sent = _converted(x, axis, src, dst)
         return conversion
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
@@ -218,8 +218,8 @@ def _collectives(
         return _all_reduce(x, group)
 
     if isinstance(src, S) and isinstance(dst, S):
-        there, back = dim(src), dim(dst)
-        return lambda x: _all_to_all(x, group, there, back), lambda x: _all_to_all(x, group, back, there)
+        src_dim, dst_dim = dim(src), dim(dst)
+        return lambda x: _all_to_all(x, group, src_dim, dst_dim), lambda x: _all_to_all(x, group, dst_dim, src_dim)
     if isinstance(src, S):
         forward = lambda x: _all_gather(x, group, dim(src))  # noqa: E731
         return forward, (lambda x: _reduce_scatter(x, group, dim(src))) if dst is R else lambda x: _slice(
@@ -228,10 +228,10 @@ def _collectives(
     if isinstance(dst, S):
         assert src is P, (src, dst)
         return lambda x: _reduce_scatter(x, group, dim(dst)), lambda x: _all_gather(x, group, dim(dst))
-    return reduced if src is P else _nothing, reduced if dst is R else _nothing
+    return reduced if src is P else _no_collective, reduced if dst is R else _no_collective
 
 
-def _nothing(x: Tensor) -> Finish:
+def _no_collective(x: Tensor) -> Finish:
     return lambda: x.view_as(x)
 
 
@@ -256,12 +256,12 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
     return _after(reduce_scatter(own.view(-1), parts.view(-1), group=group, async_op=True), lambda: own)
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup, there: int, back: int) -> Finish:
-    """Start to convert ``x`` from S(``there``) to S(``back``)."""
-    parts = torch.stack(x.chunk(dist.get_world_size(group), back))
+def _all_to_all(x: Tensor, group: dist.ProcessGroup, src_dim: int, dst_dim: int) -> Finish:
+    """Start to convert ``x`` from S(``src_dim``) to S(``dst_dim``)."""
+    parts = torch.stack(x.chunk(dist.get_world_size(group), dst_dim))
     out = torch.empty_like(parts)
     work = dist.all_to_all_single(out, parts, group=group, async_op=True)
-    return _after(work, lambda: torch.cat(out.unbind(), there))
+    return _after(work, lambda: torch.cat(out.unbind(), src_dim))
 
 
 def _after(work: Work | None, result: Finish) -> Finish:
@@ -279,8 +279,8 @@ def _after(work: Work | None, result: Finish) -> Finish:
 def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Finish:
     """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``."""
     group = group_of(*axes)
-    there, back = (lambda x: _exchange(x, group, sent, received)), (lambda x: _exchange(x, group, received, sent))
-    return begin(rows, there, back).wait
+    forward, backward = (lambda x: _exchange(x, group, sent, received)), (lambda x: _exchange(x, group, received, sent))
+    return begin(rows, forward, backward).wait
 
 
 def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Finish:

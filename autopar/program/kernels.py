@@ -1,7 +1,7 @@
-"""Kernels: functions in place of calls that are correct on shards, but that the type checker cannot follow.
+"""Kernels: replacements of calls that are correct on shards, but whose result types the type checker cannot derive.
 
-Each kernel checks the types of its operands, runs its body in a local region and declares the types of its result, so that a program
-typed with ``typecheck(local=False)`` stays typed through it. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
+Most kernels check the types of their operands, run in a local region and declare the types of their results, so that a program typed
+with ``typecheck(local=False)`` stays typed through them. An *axis* is a name on the current mesh (``mesh_axes.on_mesh``) or a
 process group. A *partition* names, for every dim of the result, the axis that shards it, a tuple of axes (outermost first), or ``None``.
 """
 
@@ -29,7 +29,7 @@ Partition = Sequence[str | tuple[str, ...] | None]
 # -- types -----------------------------------------------------------------------------------------------------------
 
 
-def _places(x: Tensor) -> list[tuple[Any, ...]]:
+def _sharding(x: Tensor) -> list[tuple[Any, ...]]:
     """Return the axes that shard each dim of a typed tensor."""
     spec = spmd.get_partition_spec(x)
     if spec is None:
@@ -37,7 +37,7 @@ def _places(x: Tensor) -> list[tuple[Any, ...]]:
     return [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
 
 
-def _axes(partition: Partition) -> list[tuple[Any, ...]]:
+def _partition_axes(partition: Partition) -> list[tuple[Any, ...]]:
     """Return a partition's axes in the checker's form, without axes of size one."""
     names = spmd.current_mesh_all_names() or {}
     entries = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in partition]
@@ -45,15 +45,15 @@ def _axes(partition: Partition) -> list[tuple[Any, ...]]:
     return [tuple(axis for axis in entry if axis.size() > 1) for entry in axes]
 
 
-def _declare(x: Tensor, places: Sequence[tuple[Any, ...]]) -> Tensor:
+def _declare(x: Tensor, sharding: Sequence[tuple[Any, ...]]) -> Tensor:
     """Declare which axes shard which dims of ``x``; the other axes keep the types from the local region."""
-    if spmd.is_type_checking() and any(places):
-        spec = PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in places))
+    if spmd.is_type_checking() and any(sharding):
+        spec = PartitionSpec(*(entry if len(entry) > 1 else entry[0] if entry else None for entry in sharding))
         spmd.assert_type(x, spec, {})
     return x
 
 
-def _terms(x: Tensor, axes: Sequence[Any]) -> Tensor:
+def _as_partial(x: Tensor, axes: Sequence[Any]) -> Tensor:
     """Declare that ``x``, which varies over ``axes`` (V), is a term of a sum over them (P). No communication, forward or backward."""
     for axis in axes:
         x = spmd.reinterpret(x, axis, src=V, dst=P)
@@ -73,14 +73,14 @@ def _size(axis: Axis) -> int:
     return names[axis].size()
 
 
-def _split(axes: Axes) -> list[Axis]:
+def _nontrivial(axes: Axes) -> list[Axis]:
     """Return the axes of size above one, outermost first."""
     several: Sequence[Any] = axes if isinstance(axes, list | tuple) else [axes]
     return [axis for axis in several if _size(axis) > 1]
 
 
-def _start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
-    """Return the first index of this rank's slice, if slices have ``extent`` elements: a tensor ``[1]``, so that the host doesn't wait."""
+def _slice_start(axes: Sequence[Axis], extent: int, device: torch.device) -> Tensor:
+    """Return the first index of this rank's slice of ``extent`` elements, as a tensor ``[1]``: the host doesn't wait for it."""
     start = torch.zeros(1, dtype=torch.long, device=device)
     for axis in reversed(axes):
         starts = torch.arange(0, _size(axis) * extent, extent, device=device)
@@ -101,14 +101,14 @@ def reshape(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     with spmd.local():
         y = x.reshape(list(shape))
     if spmd.is_type_checking():
-        places = _axes(partition)
-        before = {a: (prod(x.shape[:i]), entry) for i, entry in enumerate(_places(x)) for a in entry}
-        after = {a: (prod(y.shape[:j]), entry) for j, entry in enumerate(places) for a in entry}
+        sharding = _partition_axes(partition)
+        before = {a: (prod(x.shape[:i]), entry) for i, entry in enumerate(_sharding(x)) for a in entry}
+        after = {a: (prod(y.shape[:j]), entry) for j, entry in enumerate(sharding) for a in entry}
         _require(
             before == after,
-            f"reshape: {tuple(x.shape)} sharded as {_places(x)} is not {tuple(shape)} sharded as {places}",
+            f"reshape: {tuple(x.shape)} sharded as {_sharding(x)} is not {tuple(shape)} sharded as {sharding}",
         )
-        _declare(y, places)
+        _declare(y, sharding)
     return y
 
 
@@ -118,23 +118,23 @@ def expand(x: Tensor, shape: Sequence[int], partition: Partition) -> Tensor:
     A new dim, or one that grows from size one, may be sharded in the result: each rank expands its copy of ``x`` to its slice. On that axis
     ``x`` is R, and its gradient is a partial sum over the ranks (P).
     """
-    return _expand(x, shape, _axes(partition) if spmd.is_type_checking() else [])
+    return _expand(x, shape, _partition_axes(partition) if spmd.is_type_checking() else [])
 
 
-def _expand(x: Tensor, shape: Sequence[int], places: Sequence[tuple[Any, ...]]) -> Tensor:
+def _expand(x: Tensor, shape: Sequence[int], sharding: Sequence[tuple[Any, ...]]) -> Tensor:
     with spmd.local():
         if spmd.is_type_checking():
-            kept = [() for _ in range(len(shape) - x.ndim)] + _places(x)
-            for dim, (now, then) in enumerate(zip(places, kept, strict=True)):
+            kept = [() for _ in range(len(shape) - x.ndim)] + _sharding(x)
+            for dim, (wanted, current) in enumerate(zip(sharding, kept, strict=True)):
                 grows = dim < len(shape) - x.ndim or x.shape[dim - len(shape)] == 1
                 _require(
-                    now == then or (grows and not then),
-                    f"expand: dim {dim} is sharded as {then}, and cannot be as {now}",
+                    wanted == current or (grows and not current),
+                    f"expand: dim {dim} is sharded over {current}, which cannot become {wanted}",
                 )
-                for axis in set(now) - set(then):
+                for axis in set(wanted) - set(current):
                     x = spmd.reinterpret(x, axis, src=R, dst=V, expert_mode=True)
         y = x.expand(list(shape))
-    return _declare(y, places)
+    return _declare(y, sharding)
 
 
 def broadcast_matmul(a: Tensor, b: Tensor, partition: Partition) -> Tensor:
@@ -143,8 +143,8 @@ def broadcast_matmul(a: Tensor, b: Tensor, partition: Partition) -> Tensor:
     If an operand lacks a sharded batch dim, it is R on that dim's axis. The batch dims are expanded first, as in ``torch.matmul``.
     """
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    places = _axes(partition)[:-2] if spmd.is_type_checking() else []
-    a, b = (_expand(x, [*batch, *x.shape[-2:]], [*places, *_places(x)[-2:]]) for x in (a, b))
+    sharding = _partition_axes(partition)[:-2] if spmd.is_type_checking() else []
+    a, b = (_expand(x, [*batch, *x.shape[-2:]], [*sharding, *_sharding(x)[-2:]]) for x in (a, b))
     return torch.matmul(a, b)
 
 
@@ -213,7 +213,7 @@ def attention(
     ``SpmdTypeError`` (when types are checked) for any other layout, such as keys sharded over their length (see ``ring_attention``).
     """
     if spmd.is_type_checking():
-        q, k, v = _places(query), _places(key), _places(value)
+        q, k, v = _sharding(query), _sharding(key), _sharding(value)
         rows = q[-2] if not is_causal else ()
         shared = [
             () if key.shape[i] == 1 and not k[i] else entry for i, entry in enumerate(q[:-2])
@@ -226,8 +226,8 @@ def attention(
             f"attention: lengths or sizes are sharded: {q}, {k}, {v}",
         )
         if attn_mask is not None:
-            whole = [*q[:-1], ()][-attn_mask.ndim :]
-            for size, has, wants in zip(attn_mask.shape, _places(attn_mask), whole, strict=True):
+            expected = [*q[:-1], ()][-attn_mask.ndim :]
+            for size, has, wants in zip(attn_mask.shape, _sharding(attn_mask), expected, strict=True):
                 _require(
                     has == wants or (size == 1 and not has),
                     f"attention: the mask is sharded as {has}, not {wants}",
@@ -237,7 +237,7 @@ def attention(
         out = _attention(query, key, value, attn_mask, **options)
     else:
         out = _seeded_attention(seed, query, key, value, attn_mask, **options)
-    return _declare(out, _places(query)) if spmd.is_type_checking() else out
+    return _declare(out, _sharding(query)) if spmd.is_type_checking() else out
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
@@ -268,15 +268,15 @@ def convolution(
     rest = stride, padding, dilation, groups
     if not spmd.is_type_checking():
         return function(x, weight, bias, *rest)
-    given, taps = _places(x), _places(weight)
-    _require(not any((*given[2:], *taps[2:])), "convolution: a place or a window is sharded, which needs a halo")
+    x_axes, weight_axes = _sharding(x), _sharding(weight)
+    _require(not any((*x_axes[2:], *weight_axes[2:])), "convolution: spatial dims are sharded, which needs a halo")
     _require(
-        given[1] == taps[1] and (groups == 1 or not any((*given[1:2], *taps))),
-        f"convolution: channels are {given[1]} and {taps[1]}",
+        x_axes[1] == weight_axes[1] and (groups == 1 or not any((*x_axes[1:2], *weight_axes))),
+        f"convolution: the input channels of x and weight are sharded over {x_axes[1]} and {weight_axes[1]}",
     )
     with spmd.local():
-        out = _terms(function(x, weight, None, *rest), given[1])
-    out = _declare(out, [given[0], taps[0], *given[2:]])
+        out = _as_partial(function(x, weight, None, *rest), x_axes[1])
+    out = _declare(out, [x_axes[0], weight_axes[0], *x_axes[2:]])
     return out if bias is None else out + bias.reshape([-1] + [1] * (x.ndim - 2))
 
 
@@ -304,8 +304,8 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     gets the same seed.
     """
     with spmd.no_typecheck():
-        places = [torch.arange(_size(axis)) for axis in _split(axes)]
-        slices = [spmd.convert(place, axis, src=R, dst=S(0)) for place, axis in zip(places, _split(axes), strict=True)]
+        ranges = [torch.arange(_size(axis)) for axis in _nontrivial(axes)]
+        slices = [spmd.convert(r, axis, src=R, dst=S(0)) for r, axis in zip(ranges, _nontrivial(axes), strict=True)]
         numbers = [key, layer, op, *(int(own) for own in slices)]
     state = 0
     for number in numbers:  # splitmix64 (Steele, Lea and Flood 2014), one round for every number
@@ -317,7 +317,7 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
 
 
 def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
-    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes`` has the ``axes`` of ``seed`` for each op."""
+    """Return the seeds of a layer's random ops as tensors on the CPU; ``axes[op]`` is the argument ``axes`` of ``seed`` for each op."""
     numbers = [seed(key, layer, op, each) for op, each in enumerate(axes)]
     with spmd.no_typecheck():
         return tuple(torch.tensor(number, device="cpu") for number in numbers)
@@ -370,4 +370,4 @@ def cross_entropy_sum(
             label_smoothing=label_smoothing,
             reduction="none" if narrow else "sum",
         )
-        return _terms(loss.sum(dtype=torch.float32) if narrow else loss, partial_axes)
+        return _as_partial(loss.sum(dtype=torch.float32) if narrow else loss, partial_axes)

@@ -11,7 +11,7 @@ and each mesh axis may use a different one:
   arXiv:2006.16668). Several such axes are flattened into one.
 
 Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a layer, and
-not at all if no rows are exchanged and no products run expert by expert.
+not at all if every rank has all experts, and the body calls neither ``looped_linear`` nor ``of_rows``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, V
 from torch import Tensor
 
-from .kernels import _declare, _places, _require, _size, _start, _terms
+from .kernels import _as_partial, _declare, _require, _sharding, _size, _slice_start
 from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
@@ -104,10 +104,10 @@ def sizes(counts: Tensor, total: int) -> list[int]:
         base, rest = divmod(total, len(counts))
         return [base + (i < rest) for i in range(len(counts))]
     known: list[int] | None = getattr(counts, "on_host", None)
-    return _known(counts, counts.tolist()) if known is None else known
+    return _cache_on_host(counts, counts.tolist()) if known is None else known
 
 
-def _known(counts: Tensor, numbers: list[int]) -> list[int]:
+def _cache_on_host(counts: Tensor, numbers: list[int]) -> list[int]:
     """Cache the values of ``counts`` (the tensor is never written again), so that the host doesn't wait for them a second time."""
     counts.on_host = numbers  # type: ignore[attr-defined]
     return numbers
@@ -135,7 +135,7 @@ def experts(
     on which the result is a partial sum (P): the other ``owners``, and the axes that shard another dim of the parameters.
     """
     axes = {"owners": owners, "exchange": exchange, "partial_axes": partial_axes}
-    steps = in_steps(_at_once, (x, index, weights), parameters, body, count, **axes)
+    steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, **axes)
     while True:
         try:
             next(steps)
@@ -158,9 +158,9 @@ def in_steps(
     x, index, weights = tokens
     owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
     if spmd.is_type_checking():
-        if send is not _at_once:  # at a yield, the caller's ops would be checked under the ``spmd.local`` below
+        if send is not _send_and_wait:  # at a yield, the caller's ops would be checked under ``spmd.local``
             return experts(x, index, weights, parameters, body, count, **axes)
-        places = _check(x, index, weights, parameters, owners)
+        sharding = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
     exchange = [axis for axis in exchange if _size(axis) > 1]
     with spmd.local():
@@ -172,37 +172,38 @@ def in_steps(
         if len(owners) > len(exchange):
             order = order[: sum(row_counts.sent if row_counts else sizes(counts, len(order)))]
         rows = x.reshape(-1, x.shape[-1])[order // choices]
-        parameters = [_as_terms(parameter) for parameter in parameters]
+        parameters = [_as_varying(parameter) for parameter in parameters]
         if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
             rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
-        out = _terms(out, [axis for axis in partial_axes if _size(axis) > 1])
-    return _declare(out, places) if spmd.is_type_checking() else out
+        out = _as_partial(out, [axis for axis in partial_axes if _size(axis) > 1])
+    return _declare(out, sharding) if spmd.is_type_checking() else out
 
 
 def _check(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor], owners: Sequence[Axis]
 ) -> list[tuple[object, ...]]:
     """Check the operands' types, and return the axes that shard each dim of ``x``, and so of the result."""
-    places = _places(x)
-    _require(not places[-1], f"experts: the last dim of the tokens is sharded over {places[-1]}")
+    sharding = _sharding(x)
+    _require(not sharding[-1], f"experts: the last dim of the tokens is sharded over {sharding[-1]}")
     for name, choice in (("index", index), ("weights", weights)):
         _require(
-            _places(choice) == places, f"experts: tokens are sharded as {places}, their {name} as {_places(choice)}"
+            _sharding(choice) == sharding,
+            f"experts: tokens are sharded as {sharding}, their {name} as {_sharding(choice)}",
         )
     split = len([axis for axis in owners if _size(axis) > 1])
     for parameter in parameters:
         _require(
-            len(_places(parameter)[0]) == split,
-            f"experts: a parameter's are distributed over {_places(parameter)[0]}, not {owners}",
+            len(_sharding(parameter)[0]) == split,
+            f"experts: dim 0 of a parameter is sharded over {_sharding(parameter)[0]}, not {owners}",
         )
-    return places
+    return sharding
 
 
-def _as_terms(parameter: Tensor) -> Tensor:
+def _as_varying(parameter: Tensor) -> Tensor:
     """Declare a parameter of type P, such as a bias, as varying (V): the body adds a rank's term of it to the rank's partial product."""
     if not spmd.is_type_checking() or P not in spmd.get_local_type(parameter).values():
         return parameter
@@ -228,7 +229,7 @@ def _local_expert_ids(
     expert = torch.arange(count, device=ids.device).view(counts.shape)
     for dim, axis in enumerate(owners):
         if axis not in exchange:
-            place = _start([axis], 1, ids.device)
+            place = _slice_start([axis], 1, ids.device)
             counts, expert = counts.index_select(dim, place), expert.index_select(dim, place)
     if len(owners) == len(exchange):
         return ids, counts.flatten()
@@ -256,9 +257,9 @@ def _exchange_counts(counts: Tensor, exchange: Sequence[Axis], total: int) -> Ro
     if counts.is_meta:
         return RowCounts(sizes(theirs.sum(1), total), sizes(by_expert.sum(1), total), by_expert, own)
     numbers = torch.cat([theirs.sum(1), by_expert.flatten()]).tolist()
-    several = [numbers[i : i + by_expert.shape[1]] for i in range(n, len(numbers), by_expert.shape[1])]
-    _known(own, [sum(each) for each in zip(*several, strict=True)])
-    return RowCounts(numbers[:n], [sum(each) for each in several], by_expert, own)
+    per_rank = [numbers[i : i + by_expert.shape[1]] for i in range(n, len(numbers), by_expert.shape[1])]
+    _cache_on_host(own, [sum(each) for each in zip(*per_rank, strict=True)])
+    return RowCounts(numbers[:n], [sum(each) for each in per_rank], by_expert, own)
 
 
 def _dispatch_and_combine(
@@ -277,7 +278,7 @@ def _dispatch_and_combine(
     return returned()
 
 
-def _at_once(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Callable[[], Tensor]:
+def _send_and_wait(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Callable[[], Tensor]:
     here: Tensor = _RowExchange.apply(rows, axes, sent, received)
     return lambda: here
 

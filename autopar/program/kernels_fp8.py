@@ -3,7 +3,7 @@ arXiv:2209.05433), results in bfloat16.
 
 Every operand is multiplied by one scale per tensor, computed from the tensor's largest magnitude in the same call (dynamic tensorwise
 scaling). A scale is the largest power of two that leaves the tensor in range: the multiplication is exact, and in a floating-point
-format another factor would help only the smallest numbers. Each rank scales its slices by themselves: no collective is added, but the
+format another factor would help only the smallest numbers. Each rank computes scales of its own slices: no collective is added, but the
 rounding of a product depends on the plan, which ``allow={"fp8"}`` permits.
 
 GPUs with 8-bit tensor cores run the products by ``torch.nn.functional.scaled_mm``. Other devices multiply the same rounded numbers in
@@ -68,9 +68,9 @@ def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
 def product(a: Scaled, b: Scaled) -> Tensor:
     """Return ``a [m, k] @ b [n, k].T`` in bfloat16."""
     if a.values.is_cuda and torch.cuda.get_device_capability(a.values.device) >= _CAPABILITY:
-        whole: Any = F.ScalingType.TensorWise
+        tensorwise: Any = F.ScalingType.TensorWise
         return F.scaled_mm(
-            a.values, b.values.t(), a.unit.view(1), whole, b.unit.view(1), whole, output_dtype=torch.bfloat16
+            a.values, b.values.t(), a.unit.view(1), tensorwise, b.unit.view(1), tensorwise, output_dtype=torch.bfloat16
         )
     return F.linear(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16)) * (a.unit * b.unit)
 
@@ -95,12 +95,12 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = product(upstream, scaled(weight, FORWARD).transposed()).view(x.shape)
         if ctx.needs_input_grad[1]:
-            read = x.reshape(-1, x.shape[-1])
+            inputs = x.reshape(-1, x.shape[-1])
             if missing := -len(rows) % MULTIPLE:  # this product contracts the rows: pad them with zeros
-                upstream, read = scaled(_filled(rows, missing), BACKWARD), _filled(read, missing)
-            of_weight = product(upstream.transposed(), scaled(read, FORWARD).transposed())
+                upstream, inputs = scaled(_with_zero_rows(rows, missing), BACKWARD), _with_zero_rows(inputs, missing)
+            of_weight = product(upstream.transposed(), scaled(inputs, FORWARD).transposed())
         return of_x, of_weight
 
 
-def _filled(rows: Tensor, missing: int) -> Tensor:
+def _with_zero_rows(rows: Tensor, missing: int) -> Tensor:
     return torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))

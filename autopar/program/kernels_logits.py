@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import flattened
-from .kernels import Axes, Axis, _size, _split, _start, _terms
+from .kernels import Axes, Axis, _as_partial, _nontrivial, _size, _slice_start
 from .spmd import spmd
 
 Step = tuple[str] | tuple[str, float]
@@ -58,12 +58,12 @@ def loss_in_slices(
     ``partial_axes``, which shard the leading dims, the result is a term of the sum (P). If the vocabulary is padded, ``vocabulary`` is its
     size without padding. Accumulates in float32 or wider, and returns that dtype, 0-d.
     """
-    axes = _split(axis)
+    axes = _nontrivial(axis)
     with spmd.local():
         labels = labels.reshape(-1)
         width = weight.shape[0]
         padded = width * prod(_size(one) for one in axes)
-        start = _start(axes, width, labels.device)
+        start = _slice_start(axes, width, labels.device)
         unpadded = None if vocabulary in (None, padded) else vocabulary - start
         target, off = labels - start, label_smoothing / (vocabulary or padded)
         options = _Options(slices, tuple(after), 1.0 - label_smoothing, off)
@@ -77,10 +77,10 @@ def loss_in_slices(
             weights = weights + off * (width if unpadded is None else unpadded.clamp(0, width).to(shift.dtype))
         terms = torch.stack((exp_sum * (maximum - shift).exp(), weighted - shift * weights))
         if axes:
-            terms = flattened.all_reduce(_terms(terms, axes), axes, src=P, dst=I)
+            terms = flattened.all_reduce(_as_partial(terms, axes), axes, src=P, dst=I)
         exp_sum, weighted = terms.unbind(0)
         loss = (exp_sum.log() - weighted).masked_fill(labels == ignore_index, 0.0).sum()
-        return _terms(loss, partial_axes)
+        return _as_partial(loss, partial_axes)
 
 
 class _Options(NamedTuple):

@@ -16,7 +16,7 @@ from spmd_types import I, P, S
 from torch import Tensor
 
 from . import flattened
-from .kernels import Axes, _axes, _declare, _places, _require, _split
+from .kernels import Axes, _declare, _nontrivial, _partition_axes, _require, _sharding
 from .spmd import spmd
 
 
@@ -88,13 +88,16 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
     ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly; the result is I on it. Computed in float32
     or wider.
     """
-    axes = _split(axis)
-    places: list[tuple[Any, ...]] = []
+    axes = _nontrivial(axis)
+    sharding: list[tuple[Any, ...]] = []
     if spmd.is_type_checking():
-        places = _places(x)
-        sharding = {name for i, entry in enumerate(places) if i != 1 for name in entry}
-        named = {name for entry in _axes([tuple(str(one) for one in axes)]) for name in entry}
-        _require(sharding == named, f"batch_statistics: {places}: other dims than channels are not sharded over {axes}")
+        sharding = _sharding(x)
+        sharded_over = {name for i, entry in enumerate(sharding) if i != 1 for name in entry}
+        expected = {name for entry in _partition_axes([tuple(str(one) for one in axes)]) for name in entry}
+        _require(
+            sharded_over == expected,
+            f"batch_statistics: x is sharded as {sharding}; {axes} must shard its dims other than channels",
+        )
         _refuse_partial(x, "batch_statistics")
     with spmd.local():
         mean, var = _Moments.apply(x)
@@ -106,7 +109,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
             var = (variances + (means - mean).square()).mean(0)
             count *= parts.shape[0]
         out = torch.stack((mean, var, var * (count / max(count - 1, 1))))
-    return _declare(out, [(), places[1]]) if spmd.is_type_checking() else out
+    return _declare(out, [(), sharding[1]]) if spmd.is_type_checking() else out
 
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
@@ -127,13 +130,13 @@ def normalise(
     ``x`` may be sharded on any dim; the axes that shard its channels shard the other operands too.
     """
     if spmd.is_type_checking():
-        places = _places(x)
+        sharding = _sharding(x)
         for other in (mean, var, weight, bias):
-            _require(other is None or _places(other) == [places[1]], "normalise: channels are sharded differently")
+            _require(other is None or _sharding(other) == [sharding[1]], "normalise: channels are sharded differently")
         _refuse_partial(x, "normalise")
     with spmd.local():
         out = _Normalised.apply(x, mean, var, weight, bias, eps)
-    return _declare(out, _places(x)) if spmd.is_type_checking() else out
+    return _declare(out, _sharding(x)) if spmd.is_type_checking() else out
 
 
 def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -142,4 +145,4 @@ def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | Non
         _refuse_partial(x, "local_batch_norm")
     with spmd.local():
         out = F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=eps)
-    return _declare(out, _places(x)) if spmd.is_type_checking() else out
+    return _declare(out, _sharding(x)) if spmd.is_type_checking() else out

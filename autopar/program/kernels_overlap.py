@@ -7,7 +7,7 @@ waits. Megatron-LM does the same for one product (``LinearWithGradAccumulationAn
 layers.py``). If several products read one input (query, key and value), their input gradients are added up first: one collective, as
 without overlap.
 
-On GPUs they overlap if the collective is launched first, which the order of the calls ensures; CUDA_DEVICE_MAX_CONNECTIONS=1
+On GPUs the reduction overlaps the products if it is launched first, which the order of the calls ensures; CUDA_DEVICE_MAX_CONNECTIONS=1
 keeps that order on the device, too.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import flattened
-from .kernels import Axes, _split, dense_gradient
+from .kernels import Axes, _nontrivial, dense_gradient
 from .mesh_axes import group_of
 from .spmd import spmd
 
@@ -53,16 +53,18 @@ def linears(
     are reduced in 16 bits. If other ops read the converted ``x`` that is returned, their gradient is added before the reduction.
     """
     biases_or_none = biases or [None] * len(weights)
-    axes = _split(axis)
+    axes = _nontrivial(axis)
     if spmd.is_type_checking():
-        read = _converted(x, axis, src)
-        products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, biases_or_none, strict=True))
-        return (*products, read) if return_input else products
+        converted = _converted(x, axis, src)
+        products = tuple(
+            F.linear(converted, weight, bias) for weight, bias in zip(weights, biases_or_none, strict=True)
+        )
+        return (*products, converted) if return_input else products
     # the group is looked up here: on a GPU the backward runs in a thread that has no current mesh
     group = None if not axes or x.is_meta else group_of(*axes)
     reduction = _Reduction(group, src.dim % x.ndim if isinstance(src, S) else None)
-    found: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, return_input, *weights, *biases_or_none)
-    return found
+    results: tuple[Tensor, ...] = _Products.apply(x, axes, src, reduction, return_input, *weights, *biases_or_none)
+    return results
 
 
 def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
@@ -106,44 +108,46 @@ class _Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         count = len(operands) // 2
         weights, biases = operands[:count], operands[count:]
-        read = flattened.all_gather(x, axes, src=src, dst=R) if isinstance(src, S) else x
+        converted = flattened.all_gather(x, axes, src=src, dst=R) if isinstance(src, S) else x
         ctx.reduction = reduction
-        ctx.save_for_backward(read, *weights)
-        products = tuple(F.linear(read, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-        return (*products, read.view_as(read)) if return_input else products
+        ctx.save_for_backward(converted, *weights)
+        products = tuple(F.linear(converted, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return (*products, converted.view_as(converted)) if return_input else products
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        read, *weights = ctx.saved_tensors
+        converted, *weights = ctx.saved_tensors
         count = len(weights)
         rows = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads[:count]]
         wanted = ctx.needs_input_grad
         finish = None
         if wanted[0]:
-            terms = _terms(rows, weights, *grads[count:])
-            finish = None if terms is None else ctx.reduction.start(terms.view(read.shape))
-        of_weights: list[Tensor | None] = []
-        of_biases: list[Tensor | None] = []
-        flat = read.reshape(-1, read.shape[-1])
+            terms = _input_gradient_term(rows, weights, *grads[count:])
+            finish = None if terms is None else ctx.reduction.start(terms.view(converted.shape))
+        weight_grads: list[Tensor | None] = []
+        bias_grads: list[Tensor | None] = []
+        flat = converted.reshape(-1, converted.shape[-1])
         for i, (grad, weight) in enumerate(zip(rows, weights, strict=True)):
-            of_weights.append(_of_weight(grad, flat, weight) if grad is not None and wanted[5 + i] else None)
-            of_biases.append(grad.sum(0) if grad is not None and wanted[5 + count + i] else None)
-        return None if finish is None else finish(), None, None, None, None, *of_weights, *of_biases
+            weight_grads.append(_weight_grad(grad, flat, weight) if grad is not None and wanted[5 + i] else None)
+            bias_grads.append(grad.sum(0) if grad is not None and wanted[5 + count + i] else None)
+        return None if finish is None else finish(), None, None, None, None, *weight_grads, *bias_grads
 
 
-def _terms(rows: Sequence[Tensor | None], weights: Sequence[Tensor], read: Tensor | None = None) -> Tensor | None:
-    """Return this rank's term ``[rows, k]`` of the input gradient, in a new tensor; ``read`` is the gradient from other ops that read the
-    input."""
-    total = None if read is None else read.reshape(-1, read.shape[-1]).clone()
+def _input_gradient_term(
+    rows: Sequence[Tensor | None], weights: Sequence[Tensor], others: Tensor | None = None
+) -> Tensor | None:
+    """Return this rank's term ``[rows, k]`` of the input gradient, in a new tensor; ``others`` is the gradient from other ops that read
+    the input."""
+    total = None if others is None else others.reshape(-1, others.shape[-1]).clone()
     for grad, weight in zip(rows, weights, strict=True):
         if grad is not None:
             total = grad @ weight if total is None else total.addmm_(grad, weight)
     return total
 
 
-def _of_weight(grad: Tensor, read: Tensor, weight: Tensor) -> Tensor:
+def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient ``[n, k]`` of a weight, in the weight's memory layout."""
     if weight.stride(0) == 1 and weight.stride(1) != 1:  # a transposed view
-        return (read.t() @ grad).t()
-    return grad.t() @ read
+        return (x.t() @ grad).t()
+    return grad.t() @ x

@@ -32,9 +32,9 @@ def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, seed: Seed | None 
     return _drawn("normal", like, like.dtype, [mean, std], seed)
 
 
-def bernoulli_mask(like: Tensor, share: float, seed: Seed) -> Tensor:
-    """Return a boolean mask with the shape and SPMD types of ``like``: each element is true with probability ``share``."""
-    return _drawn("bernoulli", like, torch.bool, [share], seed)
+def bernoulli_mask(like: Tensor, probability: float, seed: Seed) -> Tensor:
+    """Return a boolean mask with the shape and SPMD types of ``like``: each element is true with this ``probability``."""
+    return _drawn("bernoulli", like, torch.bool, [probability], seed)
 
 
 def _drawn(distribution: str, like: Tensor, dtype: torch.dtype, params: list[float], seed: Seed | None) -> Tensor:

@@ -13,7 +13,7 @@ rank *r* computes chunks *r* and *2n - 1 - r*, so that every step costs every ra
 the kernel: operands and results are exchanged on entry and on exit, and the rest of the program is unaffected. If the local length is odd,
 the original order is kept.
 
-An axis may be several axes, outermost first: blocks then go around the inner ring before they move on the outer.
+Several axes (outermost first) form one ring: blocks go around the inner axis before they move along the outer one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 
-from .kernels import Axes, _declare, _places, _require, _split
+from .kernels import Axes, _declare, _nontrivial, _require, _sharding
 from .kernels_random import Seed
 from .mesh_axes import group_of
 from .spmd import spmd
 
 SCORES = 2**26
-"""The largest number of scores in memory at once: queries are processed in runs of rows with at most so many scores."""
+"""The maximum number of scores in memory at once: queries are processed in runs of rows that have at most this many scores."""
 
 
 @torch.compiler.disable  # its sends and receives overlap its own arithmetic
@@ -58,7 +58,7 @@ def ring_attention(
     Key and value have as many heads as the query or, with ``enable_gqa``, fewer. Dropout needs a ``seed``, and is a function of it; ranks
     along ``axis`` must pass different seeds. Accumulates in float32 or wider.
     """
-    axes = _split(axis)
+    axes = _nontrivial(axis)
     if spmd.is_type_checking():
         _check(query, key, value, attn_mask, axes)
     with spmd.local():
@@ -71,16 +71,16 @@ def ring_attention(
             ring = Ring(tuple(group_of(one) for one in axes))
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             out = _RingAttention.apply(query, key, value, attn_mask, ring, is_causal, scale, dropout_p, seed)
-    return _declare(out, _places(query)) if spmd.is_type_checking() else out
+    return _declare(out, _sharding(query)) if spmd.is_type_checking() else out
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, axes: Sequence[Any]) -> None:
     """Raise ``SpmdTypeError`` unless the operands are sharded as the ring requires."""
-    q, k, v = _places(query), _places(key), _places(value)
+    q, k, v = _sharding(query), _sharding(key), _sharding(value)
     _require(q == k == v and not q[-1], f"ring_attention: operands are sharded as {q}, {k} and {v}")
     _require(len(q[-2]) == len(axes), f"ring_attention: lengths are sharded over {q[-2]}, the ring is {axes}")
     if mask is not None:
-        for size, has, wants in zip(mask.shape, _places(mask), [*q[:-1], ()][-mask.ndim :], strict=True):
+        for size, has, wants in zip(mask.shape, _sharding(mask), [*q[:-1], ()][-mask.ndim :], strict=True):
             _require(
                 has == wants or (size == 1 and not has), f"ring_attention: the mask is sharded as {has}, not {wants}"
             )
@@ -103,7 +103,7 @@ class Ring:
         return tuple(dist.get_world_size(group) for group in self.groups)
 
     @cached_property
-    def place(self) -> tuple[int, ...]:
+    def coordinates(self) -> tuple[int, ...]:
         """Return this rank's coordinate on every axis."""
         return tuple(dist.get_rank(group) for group in self.groups)
 
@@ -111,22 +111,22 @@ class Ring:
     def size(self) -> int:
         return prod(self.sizes)
 
-    def index(self, place: Sequence[int]) -> int:
+    def index(self, coordinates: Sequence[int]) -> int:
         """Return a rank's position in the ring."""
         at = 0
-        for coordinate, size in zip(place, self.sizes, strict=True):
+        for coordinate, size in zip(coordinates, self.sizes, strict=True):
             at = at * size + coordinate
         return at
 
     def at(self, index: int) -> tuple[int, ...]:
         """Return the coordinates of the rank at a position in the ring: the inverse of ``index``."""
-        place = []
+        coordinates = []
         for size in reversed(self.sizes):
             index, coordinate = divmod(index, size)
-            place.append(coordinate)
-        return tuple(reversed(place))
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
 
-    def hop(self, step: int) -> int:
+    def shift_axis(self, step: int) -> int:
         """Return the axis along which blocks move before step ``step`` (1 and up)."""
         axis, turns = len(self.sizes) - 1, self.sizes[-1]
         while step % turns == 0:
@@ -136,16 +136,16 @@ class Ring:
 
     def origins(self) -> Iterator[tuple[int, ...]]:
         """Yield for every step the coordinates of the rank whose block this rank has."""
-        place = list(self.place)
-        yield tuple(place)
+        coordinates = list(self.coordinates)
+        yield tuple(coordinates)
         for step in range(1, self.size):
-            axis = self.hop(step)
-            place[axis] = (place[axis] - 1) % self.sizes[axis]
-            yield tuple(place)
+            axis = self.shift_axis(step)
+            coordinates[axis] = (coordinates[axis] - 1) % self.sizes[axis]
+            yield tuple(coordinates)
 
     def shift(self, tensors: Sequence[Tensor], axis: int, distance: int = 1) -> Arrival:
         """Start sending ``tensors`` to the rank ``distance`` ahead on an axis, and receiving those of the rank ``distance`` behind."""
-        group, n, here = self.groups[axis], self.sizes[axis], self.place[axis]
+        group, n, here = self.groups[axis], self.sizes[axis], self.coordinates[axis]
         arriving = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
         for tensor, into in zip(tensors, arriving, strict=True):
@@ -161,7 +161,7 @@ class Ring:
         The parts move along one axis after the other, by an all-to-all in which every rank of a group takes part: in a batch of
         point-to-point transfers NCCL would also wait for ranks without any.
         """
-        me = self.index(self.place)
+        me = self.index(self.coordinates)
         mine = dict(zip(held[me], parts, strict=True))
         where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
         goal = {part: self.at(i) for i, numbers in enumerate(wanted) for part in numbers}
@@ -171,7 +171,7 @@ class Ring:
                 where[part] = (*source[:axis], goal[part][axis], *source[axis + 1 :])
                 if self._in_same_group(source, axis) and source != where[part]:
                     moves[part] = source[axis], goal[part][axis]
-            here = self.place[axis]
+            here = self.coordinates[axis]
             leaving = sorted(
                 (part for part, (start, _) in moves.items() if start == here), key=lambda p: (moves[p][1], p)
             )
@@ -193,9 +193,9 @@ class Ring:
             mine |= dict(zip(coming, got.unbind(), strict=True))
         return [mine[part] for part in wanted[me]]
 
-    def _in_same_group(self, place: Sequence[int], axis: int) -> bool:
+    def _in_same_group(self, coordinates: Sequence[int], axis: int) -> bool:
         """Return whether a rank is in this rank's group on an axis."""
-        return all(a == b for i, (a, b) in enumerate(zip(place, self.place, strict=True)) if i != axis)
+        return all(a == b for i, (a, b) in enumerate(zip(coordinates, self.coordinates, strict=True)) if i != axis)
 
 
 def _wait(works: Sequence[dist.Work]) -> None:
@@ -213,7 +213,7 @@ def _received(arrival: Arrival) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _ChunkOrder:
-    """The chunks of the sequence that each rank of the ring computes, ascending."""
+    """The chunks of the sequence that each rank of the ring has inside the kernel, in ascending order."""
 
     ring: Ring
     chunks: tuple[tuple[int, ...], ...]
@@ -243,8 +243,8 @@ class _ChunkOrder:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Query rows ``start`` to ``stop``, and the keys that they read of one rank's block: the first ``keys``.
+class _Tile:
+    """Query rows ``start`` to ``stop``, and the keys that they read: the first ``keys`` keys of one rank's block.
     ``offset`` is the number of these keys before the first row's position; ``None`` if every row reads all of them."""
 
     start: int
@@ -253,20 +253,20 @@ class _Block:
     offset: int | None
 
 
-def _blocks(order: _ChunkOrder, origin: int, causal: bool, length: int, scores_per_pair: int) -> Iterator[_Block]:
+def _tiles(order: _ChunkOrder, origin: int, causal: bool, length: int, batch_heads: int) -> Iterator[_Tile]:
     """Yield this rank's work on the block of the ``origin``-th rank of the ring, in runs of at most ``SCORES`` scores."""
-    mine, theirs = order.chunks[order.ring.index(order.ring.place)], order.chunks[origin]
+    mine, theirs = order.chunks[order.ring.index(order.ring.coordinates)], order.chunks[origin]
     chunk = length // len(mine)
     for i, number in enumerate(mine):
         seen = [other for other in theirs if other <= number] if causal else theirs
         if not seen:
             continue
         keys = chunk * len(seen)
-        run = max(1, SCORES // (keys * scores_per_pair))
+        run = max(1, SCORES // (keys * batch_heads))
         for row in range(0, chunk, run):
             stop = min(row + run, chunk)
             offset = keys - chunk + row if causal and seen[-1] == number else None
-            yield _Block(i * chunk + row, i * chunk + stop, keys, offset)
+            yield _Tile(i * chunk + row, i * chunk + stop, keys, offset)
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------------
@@ -300,26 +300,26 @@ class _Scores:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return _product(a, b, self.dtype, self.wide)
 
-    def of(self, query: Tensor, key: Tensor, block: _Block, column: int) -> Tensor:
-        """Return a block's masked scores ``[..., h, rows, keys]``; ``column`` is the position of its first key in the global sequence."""
+    def of(self, query: Tensor, key: Tensor, tile: _Tile, column: int) -> Tensor:
+        """Return a tile's masked scores ``[..., h, rows, keys]``; ``column`` is the position of its first key in the global sequence."""
         heads = key.shape[-3]
-        rows = _grouped(query[..., block.start : block.stop, :], heads)
-        scores = self.product(rows, key[..., : block.keys, :].mT).mul_(self.scale)
-        scores = scores.reshape(*query.shape[:-2], block.stop - block.start, block.keys)
-        if block.offset is not None:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_(block.offset)
+        rows = _grouped(query[..., tile.start : tile.stop, :], heads)
+        scores = self.product(rows, key[..., : tile.keys, :].mT).mul_(self.scale)
+        scores = scores.reshape(*query.shape[:-2], tile.stop - tile.start, tile.keys)
+        if tile.offset is not None:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_(tile.offset)
             scores.masked_fill_(~seen, float("-inf"))
         if self.mask is not None:
-            mask = self.window(self.mask, block, column)
+            mask = self.window(self.mask, tile, column)
             scores = scores.masked_fill_(~mask, float("-inf")) if mask.dtype == torch.bool else scores.add_(mask)
         return scores
 
-    def window(self, mask: Tensor, block: _Block, column: int) -> Tensor:
-        """Return the rows and columns of a mask that a block reads."""
-        rows = mask if mask.shape[-2] == 1 else mask[..., block.start : block.stop, :]
-        return rows if mask.shape[-1] == 1 else rows[..., column : column + block.keys]
+    def window(self, mask: Tensor, tile: _Tile, column: int) -> Tensor:
+        """Return the rows and columns of a mask that a tile reads."""
+        rows = mask if mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
+        return rows if mask.shape[-1] == 1 else rows[..., column : column + tile.keys]
 
-    def kept(self, scores: Tensor) -> Tensor | None:
+    def dropout_mask(self, scores: Tensor) -> Tensor | None:
         """Draw the next dropout mask, scaled; ``None`` without dropout. Forward and backward must draw masks in the same order."""
         if self.generator is None:
             return None
@@ -384,7 +384,7 @@ class _Part(NamedTuple):
 
 def _parts(order: _ChunkOrder, origin: int, causal: bool, length: int) -> Iterator[_Part]:
     """Yield this rank's work on the block of the ``origin``-th rank of the ring: one part, or none."""
-    me = order.ring.index(order.ring.place)
+    me = order.ring.index(order.ring.coordinates)
     mine, theirs = order.chunks[me], order.chunks[origin]
     if not causal or origin == me:  # positions in a block are ascending, so the kernel's causal mask fits
         yield _Part(slice(0, length), slice(0, length), causal)
@@ -409,8 +409,8 @@ def _kernel_forward(
             k, v = (_heads(x[..., keys, :], query) for x in block)
             term, own = _attention(q[..., rows, :], k, v, is_causal, scale)
             total = torch.logaddexp(lse[..., rows], own)
-            fade = (lse[..., rows] - total).exp_().unsqueeze(-1)
-            out[..., rows, :] = out[..., rows, :] * fade + term * (own - total).exp_().unsqueeze(-1)
+            rescale = (lse[..., rows] - total).exp_().unsqueeze(-1)
+            out[..., rows, :] = out[..., rows, :] * rescale + term * (own - total).exp_().unsqueeze(-1)
             lse[..., rows] = total
     return out.to(query.dtype).view(query.shape), lse.view(query.shape[:-1])
 
@@ -420,7 +420,7 @@ def _kernel_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``_backward`` by the device's kernel."""
     query, key, value, out, lse = saved
-    q, whole, g = _heads(query, query), _heads(out, query), _heads(grad.contiguous(), query)
+    q, result, g = _heads(query, query), _heads(out, query), _heads(grad.contiguous(), query)
     lse = lse.reshape(q.shape[:-1])
     grad_query = torch.zeros_like(q, dtype=lse.dtype)
 
@@ -428,8 +428,8 @@ def _kernel_backward(
         found = [torch.zeros_like(x, dtype=lse.dtype) for x in block]
         for rows, keys, is_causal in _parts(order, origin, causal, query.shape[-2]):
             k, v = (_heads(x[..., keys, :], query) for x in block)
-            sums = lse[..., rows].contiguous()
-            given = g[..., rows, :], q[..., rows, :], k, v, whole[..., rows, :], sums
+            row_lse = lse[..., rows].contiguous()
+            given = g[..., rows, :], q[..., rows, :], k, v, result[..., rows, :], row_lse
             of_query, *rest = _attention_backward(given, is_causal, scale)
             grad_query[..., rows, :] += of_query
             for total, term in zip(found, rest, strict=True):
@@ -493,12 +493,12 @@ def _rotation(order: _ChunkOrder, tensors: list[Tensor]) -> Iterator[tuple[int, 
     ring = order.ring
     for step, origin in enumerate(ring.origins()):
         last = step + 1 == ring.size
-        arrival: Arrival = ([], []) if last else ring.shift(tensors, ring.hop(step + 1))
+        arrival: Arrival = ([], []) if last else ring.shift(tensors, ring.shift_axis(step + 1))
         yield step, ring.index(origin), tensors
         tensors = _received(arrival)
 
 
-def _pairs(query: Tensor) -> int:
+def _batch_heads(query: Tensor) -> int:
     return prod(query.shape[:-2])
 
 
@@ -507,27 +507,27 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the result and the logsumexp of every row. A row that reads no key has the result zero and the logsumexp infinity."""
     wide, length = scores.wide, query.shape[-2]
-    top = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
-    total = torch.zeros_like(top)
+    running_max = query.new_full(query.shape[:-1], float("-inf"), dtype=wide)
+    running_sum = torch.zeros_like(running_max)
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
     for _, origin, (k, v) in _rotation(order, [key, value]):
-        for block in _blocks(order, origin, causal, length, _pairs(query)):
-            rows = (..., slice(block.start, block.stop))
-            s = scores.of(query, k, block, origin * length)
-            high = torch.maximum(top[rows], s.amax(-1))
-            base = high.masked_fill(high == float("-inf"), 0.0)
-            fade = (top[rows] - base).exp_()
+        for tile in _tiles(order, origin, causal, length, _batch_heads(query)):
+            rows = (..., slice(tile.start, tile.stop))
+            s = scores.of(query, k, tile, origin * length)
+            new_max = torch.maximum(running_max[rows], s.amax(-1))
+            base = new_max.masked_fill(new_max == float("-inf"), 0.0)
+            rescale = (running_max[rows] - base).exp_()
             p = s.sub_(base.unsqueeze(-1)).exp_()
-            total[rows] = total[rows] * fade + p.sum(-1)
-            keep = scores.kept(p)
+            running_sum[rows] = running_sum[rows] * rescale + p.sum(-1)
+            keep = scores.dropout_mask(p)
             p = p if keep is None else p.mul_(keep)
-            o = scores.product(_grouped(p, k.shape[-3]), v[..., : block.keys, :])
+            o = scores.product(_grouped(p, k.shape[-3]), v[..., : tile.keys, :])
             where = (*rows, slice(None))
-            out[where] = out[where] * fade.unsqueeze(-1) + o.reshape(out[where].shape)
-            top[rows] = high
-    empty = total == 0
-    out = out.div_(total.masked_fill(empty, 1.0).unsqueeze(-1))
-    lse = (top + total.log()).masked_fill(empty, float("inf"))
+            out[where] = out[where] * rescale.unsqueeze(-1) + o.reshape(out[where].shape)
+            running_max[rows] = new_max
+    empty = running_sum == 0
+    out = out.div_(running_sum.masked_fill(empty, 1.0).unsqueeze(-1))
+    lse = (running_max + running_sum.log()).masked_fill(empty, float("inf"))
     return out.to(query.dtype), lse
 
 
@@ -543,12 +543,12 @@ def _backward(
     def terms(origin: int, block: Sequence[Tensor]) -> list[Tensor]:
         k, v = block
         grads = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
-        for part in _blocks(order, origin, causal, length, _pairs(query)):
-            rows, heads = (..., slice(part.start, part.stop), slice(None)), k.shape[-3]
-            keys = (..., slice(0, part.keys), slice(None))
-            s = scores.of(query, k, part, origin * length)
+        for tile in _tiles(order, origin, causal, length, _batch_heads(query)):
+            rows, heads = (..., slice(tile.start, tile.stop), slice(None)), k.shape[-3]
+            keys = (..., slice(0, tile.keys), slice(None))
+            s = scores.of(query, k, tile, origin * length)
             p = s.sub_(lse[rows[:-1]].unsqueeze(-1)).exp_()
-            keep = scores.kept(p)
+            keep = scores.dropout_mask(p)
             dropped = p if keep is None else p * keep
             g, q = _grouped(grad[rows], heads), _grouped(query[rows], heads)
             grads[1][keys] += scores.product(_grouped(dropped, heads).mT, g)
@@ -556,7 +556,7 @@ def _backward(
             dp = dp if keep is None else dp.mul_(keep)
             ds = dp.sub_(delta[rows[:-1]].unsqueeze(-1)).mul_(p)
             if grad_mask is not None:
-                window = scores.window(grad_mask, part, origin * length)
+                window = scores.window(grad_mask, tile, origin * length)
                 window += ds.sum_to_size(window.shape)
             ds = _grouped(ds.mul_(scores.scale), heads)
             grad_query[rows] += scores.product(ds, k[keys]).reshape(grad_query[rows].shape)
@@ -580,7 +580,7 @@ def _ring_reduce(
         grads = terms(origin, here)
         grads = [mine + before for mine, before in zip(grads, _received(in_flight), strict=True)] if step else grads
         if step + 1 < ring.size:
-            axis = ring.hop(step + 1)
+            axis = ring.shift_axis(step + 1)
             hops[axis] += 1
             in_flight = ring.shift(grads, axis)
     for axis, (count, n) in enumerate(zip(hops, ring.sizes, strict=True)):

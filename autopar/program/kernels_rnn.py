@@ -12,7 +12,7 @@ import torch
 from spmd_types import P
 from torch import Tensor
 
-from .kernels import _declare, _places, _require, _seeded
+from .kernels import _declare, _require, _seeded, _sharding
 from .spmd import spmd
 
 
@@ -34,13 +34,13 @@ def recurrent(
     hidden states of the layers, and then an LSTM's cell states. With ``seed`` the dropout between layers is a function of it.
     """
     if spmd.is_type_checking():
-        rows = _places(x)[0]
+        rows = _sharding(x)[0]
         _require(
-            all(_places(state) == [(), rows, ()] for state in states),
+            all(_sharding(state) == [(), rows, ()] for state in states),
             "recurrent: the states' batch is sharded differently from x's",
         )
-        _require(not any(entry for weight in weights for entry in _places(weight)), "recurrent: weights are sharded")
-        _require(_places(x)[1:] == [(), ()], "recurrent: time or width is sharded")
+        _require(not any(entry for weight in weights for entry in _sharding(weight)), "recurrent: weights are sharded")
+        _require(_sharding(x)[1:] == [(), ()], "recurrent: time or width is sharded")
         _require(P not in spmd.get_local_type(x).values(), "recurrent: x is a partial sum, and must be reduced first")
     with spmd.local(), _seeded(seed if dropout else None, x.device):
         if not states:
@@ -54,7 +54,7 @@ def recurrent(
             parts = getattr(torch, mode)(x, states[0], list(weights), *options)
         last = [_states_as_time_steps(state, num_layers) for state in parts[1:]]
         out = torch.cat([parts[0], *last], dim=1)
-    return _declare(out, _places(x)) if spmd.is_type_checking() else out
+    return _declare(out, _sharding(x)) if spmd.is_type_checking() else out
 
 
 def _states_as_time_steps(state: Tensor, layers: int) -> Tensor:

@@ -11,7 +11,7 @@ from spmd_types import I, P, R, S
 from torch import Tensor
 
 from . import flattened
-from .kernels import Axes, Axis, _declare, _places, _require, _size, _split, _start, _terms
+from .kernels import Axes, Axis, _as_partial, _declare, _nontrivial, _require, _sharding, _size, _slice_start
 from .spmd import spmd
 
 
@@ -22,19 +22,19 @@ def masked_embedding(ids: Tensor, weight: Tensor, axis: Axes, padding_idx: int |
     ``weight`` is ``[vocabulary / n, d]``, S(0) on ``axis``; ``ids`` are R there. The result ``[*ids, d]`` is P. ``padding_idx`` (a global
     id) gets no gradient.
     """
-    axes = _split(axis)
+    axes = _nontrivial(axis)
     if spmd.is_type_checking():
-        rows, columns = _places(weight)
-        places = [*_places(ids), columns]
+        rows, columns = _sharding(weight)
+        sharding = [*_sharding(ids), columns]
         _require(len(rows) == len(axes), f"masked_embedding: rows are sharded over {rows}")
     with spmd.local():
-        local = ids - _start(axes, weight.shape[0], ids.device)
+        local = ids - _slice_start(axes, weight.shape[0], ids.device)
         elsewhere = (local < 0) | (local >= weight.shape[0])
         out = F.embedding(local.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         if padding_idx is not None:
             out = torch.where((ids == padding_idx).unsqueeze(-1), out.detach(), out)
-        out = _terms(out, axes)
-    return _declare(out, places) if spmd.is_type_checking() else out
+        out = _as_partial(out, axes)
+    return _declare(out, sharding) if spmd.is_type_checking() else out
 
 
 class _SoftmaxTerms(torch.autograd.Function):
@@ -86,28 +86,28 @@ def vocab_parallel_cross_entropy_sum(
     maxima, and one reduces the two sums of every token. The full logits are never gathered. Accumulates in float32 or wider, and returns
     that dtype. If the vocabulary is padded to equal slices, ``vocabulary`` is its size without padding.
     """
-    axes = _split(axis)
+    axes = _nontrivial(axis)
     with spmd.local():
         logits = logits.reshape(-1, logits.shape[-1])
         labels = labels.reshape(-1)
         width = logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        start = _start(axes, width, labels.device)
-        whole = width * prod(_size(one) for one in axes)
+        start = _slice_start(axes, width, labels.device)
+        padded = width * prod(_size(one) for one in axes)
         padding = (
-            None if vocabulary in (None, whole) else torch.arange(width, device=labels.device) + start >= vocabulary
+            None if vocabulary in (None, padded) else torch.arange(width, device=labels.device) + start >= vocabulary
         )
         shift = logits.detach()
         shift = (shift if padding is None else shift.masked_fill(padding, -torch.inf)).amax(1, keepdim=True).to(wide)
         shift = flattened.all_gather(shift, axes, src=S(1), dst=R).amax(1, keepdim=True)
         target = labels - start
         elsewhere = (target < 0) | (target >= width)
-        off = label_smoothing / (vocabulary or whole)
+        off = label_smoothing / (vocabulary or padded)
         terms = _SoftmaxTerms.apply(
             logits, shift, target.masked_fill(elsewhere, 0), elsewhere, padding, 1.0 - label_smoothing, off
         )
-        terms = _terms(terms, axes)
+        terms = _as_partial(terms, axes)
         terms = flattened.all_reduce(terms, axes, src=P, dst=I)
         total, picked = terms.unbind(0)
         loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum()
-        return _terms(loss, partial_axes)
+        return _as_partial(loss, partial_axes)

@@ -41,7 +41,7 @@ from .share import DataError, Rows, Share
 from .spec import TensorSpec
 from .world import LoadedProgram, World
 
-_SAMPLED = 16  # how many rows the checksum of a data set covers
+_CHECKSUM_ROWS = 16  # rows that the checksum of a data set covers
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,12 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
         return {name: tensor[index] for name, tensor in self.tensors.items()}
 
 
+def first_key(seed: int) -> int:
+    """Return the first of the 2**40 keys of random numbers that belong to ``seed``. Seeds that differ by a multiple of 2**23 share theirs,
+    since a key is at most 63 bits long."""
+    return seed % 2**23 << 40
+
+
 class Synthetic(Tensors):
     """2**40 synthetic rows, each computed from its index: normal numbers, and integers that are 0 or 1, which are valid tokens and labels
     for any vocabulary."""
@@ -110,7 +116,7 @@ class Synthetic(Tensors):
         return 2**40
 
     def __getitem__(self, row: int) -> Mapping[str, Tensor]:
-        generator = torch.Generator().manual_seed((self.seed << 40) + row)
+        generator = torch.Generator().manual_seed(first_key(self.seed) + row)
         found = {}
         for name, spec in self.inputs.items():
             random = torch.randn(spec.shape[1:], generator=generator)
@@ -141,7 +147,7 @@ class Loader:
         collate: converts a list of samples to tensors; default: that of ``DataLoader``.
 
     Raises:
-        DataError: the data set has no length, or is shorter than one global batch; or there is no proof that the loss ignores padding.
+        DataError: the data set or its ``DataLoader`` doesn't fit the program, or has too few rows; or the program can't pad batches.
     """
 
     def __init__(
@@ -157,13 +163,13 @@ class Loader:
         self._share = Share(program, world)
         self._inputs = program.inputs
         self.batch, self._pinned = self._share.batch, world.device.type == "cuda"
-        self._dataset = self._opened(dataset)
+        self._dataset = self._map_style_dataset(dataset)
         self.rows = len(self._dataset)
         pads = self._order.last == "pad" and not program.local_steps
         self._ignored: Mapping[str, int] = program.spec.ignored if pads else {}
         if self._order.last == "pad" and not self._ignored:
             raise DataError(
-                "a short batch cannot be filled with this model: nothing proves that its loss leaves rows out",
+                "a short batch cannot be padded: the model's loss is not proved to ignore rows, or the plan runs local SGD",
                 'last="drop"; it is proved for cross entropies over the number of valid labels, where no op couples the rows of a batch',
             )
         if self.rows < (1 if self._ignored else self.batch):
@@ -187,7 +193,7 @@ class Loader:
 
     @functools.cached_property
     def key(self) -> str:
-        """Identifies the data set and its order: a position is valid only for the same key. Reading it is collective: all ranks do.
+        """Identifies the data set and its order: a position is valid only for the same key. All ranks must read this property together.
 
         It includes a checksum of 16 rows, unless reading them twice gives different values.
         """
@@ -199,13 +205,14 @@ class Loader:
         return f"{self.order}, with checksum {found[0]}" if found[0] else self.order
 
     def _content(self) -> str:
-        """Return a checksum of 16 collated rows, evenly spaced; empty if they are synthetic or differ between two readings."""
+        """Return a checksum of 16 collated rows, evenly spaced; ``""`` if they are synthetic or differ between two readings."""
         if isinstance(self._dataset, Synthetic):
             return ""
-        rows = sorted({i * (self.rows - 1) // (_SAMPLED - 1) for i in range(_SAMPLED)})
-        with _same_random_numbers():
+        rows = sorted({i * (self.rows - 1) // (_CHECKSUM_ROWS - 1) for i in range(_CHECKSUM_ROWS)})
+        with _preserved_rng_state():
             one, other = (
-                self._digest(batch) for batch in self._data_loader(self._whole, [rows, rows], self._order.workers and 1)
+                self._digest(batch)
+                for batch in self._data_loader(self._full_dataset, [rows, rows], self._order.workers and 1)
             )
         return f"{one:08x}" if one == other else ""
 
@@ -215,8 +222,8 @@ class Loader:
         tensors = {name: torch.as_tensor(named[name]) for name in sorted(self._inputs) if name in named}
         return zlib.crc32(repr([(name, digest(tensor)) for name, tensor in tensors.items()]).encode())
 
-    def _opened(self, given: Any) -> Any:
-        """Return the data set of a ``DataLoader``, a mapping of tensors or a data set. Raises ``DataError`` if it isn't map-style."""
+    def _map_style_dataset(self, given: Any) -> Any:
+        """Return the data set in ``given``, without tensors that this rank doesn't read. Raises ``DataError`` if it isn't map-style."""
         if isinstance(given, DataLoader):
             given = self._adopt_loader(given)
         if isinstance(given, Mapping):
@@ -226,7 +233,7 @@ class Loader:
                 f"{type(given).__name__} cannot be read by row: it has no length, or no __getitem__",
                 "a rank reads its own rows alone, so the data set must be map-style: give each row an index, or write the rows to a file",
             )
-        self._whole = given
+        self._full_dataset = given
         if type(given) is Tensors and self._share.inputs:  # never read the other inputs of a file
             given = Tensors({name: self._fitting(name, given.tensors) for name in self._share.inputs})
         return given
@@ -286,7 +293,7 @@ class Loader:
             # the text of a worker's error is its traceback
             kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
             what = error.message if isinstance(error, DataError) else f"{kind}: {lines[-1].removeprefix(f'{kind}: ')}"
-            problem = f"row {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
+            problem = f"rows {begin[1]} to {begin[1] + self.batch - 1} of epoch {begin[0]}: {what}"
         self._next = None if problem else self._begin(begin[0], begin[1] + self.batch)
         return _Fetched(begin, tensors, problem, self._share.start_check(tensors, (*begin, self.rows), problem))
 
@@ -320,14 +327,14 @@ class Loader:
             dataset,
             batch_sampler=cast(Any, batches),
             num_workers=workers,
-            collate_fn=_as_it_is if isinstance(dataset, Tensors) else self._collate or default_collate,
+            collate_fn=_identity if isinstance(dataset, Tensors) else self._collate or default_collate,
             pin_memory=self._pinned,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=_end_with_parent,
         )
 
     def indices(self, begin: tuple[int, int]) -> Iterator[list[int]]:
-        """Yield the rows of the data set that this rank reads, batch by batch without end."""
+        """Yield the indices of the rows that this rank reads, batch by batch without end."""
         epoch, row = begin
         own = self._share.rows
         for current in itertools.count(epoch):
@@ -362,7 +369,7 @@ class Loader:
         return found
 
     def _named(self, collated: Any) -> Mapping[str, Any]:
-        """Return a collated batch as a mapping from the names of the program's inputs."""
+        """Return a collated batch as a mapping from input names; raise ``DataError`` if it isn't one and ``Order.names`` doesn't fit it."""
         named = collated
         if self._order.names is not None and not (
             isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
@@ -376,7 +383,7 @@ class Loader:
         return named
 
     def _fitting(self, name: str, named: Mapping[str, Any]) -> Tensor:
-        """Return an input's rows; raise ``DataError`` if their shape or dtype is wrong. Floating-point dtypes may differ."""
+        """Return an input's rows; raise ``DataError`` if the input is missing or doesn't fit. Floating-point dtypes may differ."""
         if name not in named:
             raise DataError(
                 f"the batch has no {name!r}; it has {', '.join(sorted(map(str, named))) or 'nothing'}",
@@ -401,7 +408,7 @@ class Loader:
 
 
 class _Sampler:
-    """Yields the rows that this rank reads, as the batch sampler of a ``DataLoader``."""
+    """Yields the indices of the rows that this rank reads, as the batch sampler of a ``DataLoader``."""
 
     def __init__(self, loader: Loader, begin: tuple[int, int]) -> None:
         self._loader, self._begin = loader, begin
@@ -411,8 +418,8 @@ class _Sampler:
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Restore the states of the random generators at the end of this context."""
+def _preserved_rng_state() -> Iterator[None]:
+    """Restore the CPU states of the random generators of Python, NumPy and torch at the end of this context."""
     before = random.getstate()
     numpy = sys.modules.get("numpy")  # a data set may draw from numpy; the program itself doesn't need numpy
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -431,12 +438,12 @@ def _end_with_parent(_: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _leaves(names: Any, sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a collated sample, by the names at their positions."""
+    """Yield the parts of a collated sample, by the names at their positions; raise ``DataError`` if the structures differ."""
     if isinstance(names, str):
         yield names, sample
     elif isinstance(names, Mapping):

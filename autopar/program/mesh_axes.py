@@ -34,11 +34,11 @@ def on_mesh(mesh: DeviceMesh, flat: Groups | None = None) -> Iterator[None]:
 
 
 def group_of(*axes: Axis) -> dist.ProcessGroup:
-    """Return the process group over ``axes``: one axis, or several (outermost first). Names are looked up in the mesh of ``on_mesh``."""
+    """Return the process group over ``axes`` (outermost first; names of ``on_mesh``). Raises ``RuntimeError`` if several axes have none."""
     if len(axes) == 1:
         if not isinstance(axes[0], str):
             return axes[0]
-        assert _meshes, "a kernel that sends needs on_mesh"
+        assert _meshes, "a kernel with collectives needs on_mesh"
         return _meshes[-1].get_group(axes[0])
     found = (_flat.get() or {}).get(tuple(axis for axis in axes if isinstance(axis, str)))
     if found is None:

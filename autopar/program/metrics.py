@@ -1,13 +1,14 @@
 """Training metrics: a record of each step, for files and TensorBoard, and a comparison of measured and predicted steps.
 
-An out-of-memory error is one sentence: the predicted bytes of the rank's stage by part, the measured bytes, and changes of the plan that
-need less memory.
+An out-of-memory error becomes one sentence: the predicted bytes of the rank's stage by part, the measured bytes, and changes of the plan
+that need less memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import statistics
@@ -38,13 +39,21 @@ def _peak_memory() -> tuple[int, str]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "peak resident memory"
 
 
+def as_json(record: Mapping[str, Any]) -> str:
+    """Return the record of a step as JSON, which has no NaN and no infinity: they become ``null``."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }
+    return json.dumps(finite)
+
+
 class Meter:
-    """Records the steps of a training, on the one rank that writes them.
+    """Records the steps of a training. Every rank may have one, but only one rank should get ``log`` and ``tensorboard``.
 
     ``plan`` is the content of ``plan.json``. Records are appended to the file ``log``, one JSON object per line, and written to the
     TensorBoard folder ``tensorboard``. ``seconds`` has the times of previous steps; new ones are appended.
 
-    Raises ``ModuleNotFoundError``, which says what to install, if there is no tensorboard.
+    Raises ``ModuleNotFoundError``, which says what to install, for ``tensorboard`` without the package of this name.
     """
 
     def __init__(
@@ -56,7 +65,7 @@ class Meter:
     ) -> None:
         self._plan = plan
         self._log = None if log is None else Path(log).open("a", encoding="utf-8")  # noqa: SIM115  open until close
-        self._board = None if tensorboard is None else _board(tensorboard)
+        self._board = None if tensorboard is None else _summary_writer(tensorboard)
         self._seconds: list[float] = [] if seconds is None else seconds
         self._began, self._due = time.perf_counter(), False
 
@@ -85,7 +94,7 @@ class Meter:
             record["mfu"] = self._plan["mfu"] * predicted_s / seconds
         record |= {name: value for name, value in more.items() if value is not None}
         if self._log is not None:
-            self._log.write(json.dumps(record) + "\n")
+            self._log.write(as_json(record) + "\n")
             self._log.flush()
         if self._board is not None:
             for name, value in record.items():
@@ -102,8 +111,8 @@ class Meter:
         memory = "peak memory" if torch.cuda.is_available() else "peak memory, Python and torch included"
         rows = [
             ("", "predicted", "measured", "measured / predicted"),
-            ("step time", *_pair(plan["step_time_s"], measured_s, 1e-3, "ms")),
-            (memory, *_pair(predicted_bytes, memory_bytes, 1e6, "MB")),
+            ("step time", *_table_cells(plan["step_time_s"], measured_s, 1e-3, "ms")),
+            (memory, *_table_cells(predicted_bytes, memory_bytes, 1e6, "MB")),
         ]
         lines = ["  ".join(cell.rjust(20) if i else cell.ljust(40) for i, cell in enumerate(row)) for row in rows]
         if abs(measured_s - plan["step_time_s"]) > _LARGE_DEVIATION * plan["step_time_s"]:
@@ -124,7 +133,7 @@ class Meter:
             self._board.close()
 
 
-def _pair(predicted: float, measured: float, unit: float, name: str) -> tuple[str, str, str]:
+def _table_cells(predicted: float, measured: float, unit: float, name: str) -> tuple[str, str, str]:
     return (
         f"{predicted / unit:,.1f} {name}",
         f"{measured / unit:,.1f} {name}",
@@ -136,19 +145,19 @@ def _devices(plan: Mapping[str, Any]) -> int:
     return max(int(start) + int(count) for start, count in (stage["devices"] for stage in plan["stages"]))
 
 
-def _board(folder: str | os.PathLike[str]) -> Any:
+def _summary_writer(folder: str | os.PathLike[str]) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"there is no tensorboard here to write {folder} with: pip install tensorboard, or leave it out; log= (--log-file) does without"
+            f"writing TensorBoard events into {folder} needs a package: pip install tensorboard, or use log= (--log-file) instead"
         ) from error
     return SummaryWriter(str(folder))
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
-_SIGNS = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "out of memory")
 _CHANGES = {
     "activations": "recompute more (--pin activations=full), or make microbatches smaller (--pin microbatches=N)",
     "transients": "make microbatches smaller (--pin microbatches=N), or shard layers (--pin tensor=N)",
@@ -162,11 +171,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, on a GPU or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _OUT_OF_MEMORY_TEXTS)
 
 
 @contextlib.contextmanager
-def explained(folder: Path) -> Iterator[None]:
+def explaining_out_of_memory(folder: Path) -> Iterator[None]:
     """Convert a failed allocation inside this context to a ``MemoryError`` that describes it (``sentence``) by the plan in ``folder``."""
     try:
         yield

@@ -26,8 +26,8 @@ from .world import MIRROR, LoadedProgram, World
 class ScheduledStage(nn.Module):
     """Wraps a stage for the schedule: selects the stage's inputs, adds the batch's scalars, and makes outputs contiguous.
 
-    A schedule passes each stage the inputs of all stages of the rank, so the names of a stage's inputs begin with its number. With
-    statistics per microbatch, scalars are among the inputs; otherwise ``scalars`` has them. The stage may be an FSDP module, but this
+    A schedule passes each stage the inputs of all stages of the rank, so the names of a stage's inputs begin with its number. If the plan
+    allows ``microbatch_statistics``, scalars are inputs; otherwise ``scalars`` has them. The stage may be an FSDP module, but this
     wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
     """
 
@@ -62,7 +62,7 @@ class Microbatches:
         scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.program, self.world, self.stages, self._groups = program, world, stages, groups
-        self._reductions, self._scale = reductions, scale  # multiplies by the loss scale
+        self._reductions, self._scale = reductions, scale  # ``scale`` multiplies by the loss scale
         self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the loss scale
         self.share = Share(program, world)
         self.microbatches, self._per_microbatch = self.share.microbatches, self.share.per_microbatch

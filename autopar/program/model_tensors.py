@@ -25,7 +25,7 @@ from .weights import runs
 from .world import BufferRecord, Layout, LoadedProgram, World
 
 _CHUNK = 1 << 16  # numbers to draw at a time, so that intermediate results stay in the processor's cache
-_ROUND_BYTES = 256 * 2**20  # the bytes that rank 0 receives at a time
+_ROUND_BYTES = 256 * 2**20  # about the bytes that rank 0 receives at a time, from all other ranks together
 
 
 class SavedBuffers(Protocol):
@@ -88,8 +88,8 @@ class TrainingTensors:
 
     @torch.no_grad()
     def fill(self, source: Callable[[Layout], Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Set parameters from full tensors (``source``), buffers by name; then call ``copy_masters_to_parameters``. Raises ``ValueError``
-        for wrong shapes."""
+        """Set masters from full tensors (``source``), and buffers by name; the caller then calls ``copy_masters_to_parameters``. Raises
+        ``ValueError`` for wrong shapes of parameters."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
             if layout is not last:
@@ -105,7 +105,7 @@ class TrainingTensors:
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Draw this rank's shards of all parameters at random. Then call ``copy_masters_to_parameters``.
+        """Draw this rank's shards of all parameters at random; the caller then calls ``copy_masters_to_parameters``.
 
         Matrices are normal with standard deviation 0.02, vectors named ``...weight`` are ones (a norm's scale), other vectors zeros. A
         number depends on the seed, the parameter's original name and the element's index, not on the plan; a rank draws only its shards.
@@ -127,7 +127,7 @@ class TrainingTensors:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the unsharded parameters (a tied one under each name) and written buffers, on the CPU of rank 0; nothing on other ranks.
         Parameters of local SGD replicas are averaged. All ranks call this."""
-        state = self._whole(self.program.layouts, self.pieces_once())
+        state = self._full_tensors(self.program.layouts, self.pieces_once())
         for layout in self.program.layouts:
             if layout.original in state:
                 state.update(dict.fromkeys(layout.tied, state[layout.original]))
@@ -136,10 +136,10 @@ class TrainingTensors:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters, as ``state_dict`` returns the parameters."""
         own = (piece for _, piece in self.parameters(once=True, of=lambda master: master.gradient))
-        return self._whole([layout for layout in self.program.layouts if layout.trainable], own)
+        return self._full_tensors([layout for layout in self.program.layouts if layout.trainable], own)
 
     @torch.no_grad()
-    def _whole(self, layouts: Sequence[Layout], own: Iterable[Piece]) -> dict[str, Tensor]:
+    def _full_tensors(self, layouts: Sequence[Layout], own: Iterable[Piece]) -> dict[str, Tensor]:
         """Return on rank 0 the full tensors of ``layouts``, and of all other tensors among the ranks' pieces."""
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
@@ -170,7 +170,7 @@ def gathered(own: Iterable[Piece], world: World) -> Iterator[Piece]:
     described = [(p.path, p.shape, p.box.offsets, p.box.sizes, p.values.dtype) for p in mine]
     every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(described, every)
-    rounds, others = _rounds(mine, limit), [_rounds(map(_without_values, theirs), limit) for theirs in every or ()]
+    rounds, others = _rounds(mine, limit), [_rounds(map(_meta_piece, theirs), limit) for theirs in every or ()]
     count = torch.tensor(len(rounds), device=world.device)
     dist.all_reduce(count, dist.ReduceOp.MAX)
     for number in range(int(count)):
@@ -197,7 +197,7 @@ def _rounds(own: Iterable[Piece], limit: int) -> list[list[Piece]]:
     return found
 
 
-def _without_values(described: tuple[Any, ...]) -> Piece:
+def _meta_piece(described: tuple[Any, ...]) -> Piece:
     path, shape, offsets, sizes, dtype = described
     return Piece(path, shape, Box(offsets, sizes), torch.empty(sizes, dtype=dtype, device="meta"))
 

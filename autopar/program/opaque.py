@@ -37,8 +37,8 @@ class AutogradFunctionModule(nn.Module):
 
 
 class TorchOp(nn.Module):
-    """An op of torch as a module. ``name`` is such as ``"istft.default"``; ``template`` is as for ``AutogradFunctionModule``, by argument
-    name."""
+    """An op of torch as a module. ``name`` includes the overload (``"istft.default"``); ``template`` is as for ``AutogradFunctionModule``,
+    by argument name."""
 
     def __init__(self, name: str, template: dict[str, list[Any] | None]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def call_all(
 
     The type checker refuses operands that are S or P; operands with gradients must all be I or all be R, and the results get their type.
     On the meta device the module does not run, because its control flow may need values. Raises ``ValueError`` if the shapes and dtypes
-    aren't ``results``, or if the module changes ``tensors`` or draws random numbers.
+    of its result aren't ``results``, or if the module changes ``tensors`` in place or draws random numbers.
     """
     types = _common_types(op, [*inputs, *tensors]) if spmd.is_type_checking() else {}
     expected = [(tuple(shape), dtype) for shape, dtype in results]
@@ -118,12 +118,12 @@ def _rng_states(device: torch.device) -> list[Tensor]:
 
 
 def _common_types(op: str, tensors: Sequence[Tensor]) -> dict[Any, Any]:
-    """Return the common types of the operands that require a gradient, or of all operands if none does."""
+    """Return the types of the operands with gradients (of all, if none has one); ``SpmdTypeError`` if they differ, or one is S or P."""
     differentiable = [t for t in tensors if t.requires_grad] or list(tensors)
     found = [spmd.get_local_type(t) for t in differentiable]
     for t in tensors:
         if any(kind is not I and kind is not R for kind in spmd.get_local_type(t).values()):
-            raise SpmdTypeError(f"{op}: an operand is not whole on every rank: {spmd.get_local_type(t)}")
+            raise SpmdTypeError(f"{op}: an operand is sharded or partial: {spmd.get_local_type(t)}")
     if any(types != found[0] for types in found):
         raise SpmdTypeError(f"{op}: operands are neither all I nor all R on an axis: {found}")
     return dict(found[0])

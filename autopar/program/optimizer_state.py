@@ -78,9 +78,9 @@ def saved(
             if _is_like(master, value):
                 held.append(MasterValues(_path(master, key), master, value.detach().contiguous()))
                 continue
-            piece = _whole(master, key, value)
+            piece = _unsharded_piece(master, key, value)
             axes = master.replicated_axes
-            if writes(piece, axes, program, world) if piece.shape else _has_first(master, program, world):
+            if writes(piece, axes, program, world) if piece.shape else _has_first_element(master, program, world):
                 others.append(piece)
     return held, others, kinds
 
@@ -89,7 +89,7 @@ def _is_like(master: Master, value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == master.tensor.shape
 
 
-def _has_first(master: Master, program: LoadedProgram, world: World) -> bool:
+def _has_first_element(master: Master, program: LoadedProgram, world: World) -> bool:
     """Return whether this rank is the first with the parameter's first element: that rank writes the numbers of the parameter's state."""
     layout = master.layout
     begins = [master.first, *(start for start, _ in layout.window(world.coordinates)), (layout.part or (0, 0))[1]]
@@ -103,7 +103,7 @@ def _kind(master: Master, key: Any, value: Any) -> str:
     if isinstance(value, Tensor):
         like = value.shape == master.tensor.shape
         if not like and value.dim() and tuple(master.tensor.shape) != master.layout.original_shape:
-            raise _refused(master, key, "it has another shape than the parameter, of which no rank has the whole")
+            raise _refused(master, key, "it has another shape than the parameter, which this rank has only in part")
         return TENSOR if like or value.dim() else NUMBER
     for name, kind in _PYTHON.items():
         if type(value) is kind:
@@ -122,7 +122,7 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
     return "optimizer", master.layout.original, key
 
 
-def _whole(master: Master, key: str, value: Any) -> Piece:
+def _unsharded_piece(master: Master, key: str, value: Any) -> Piece:
     """Return the piece of a state that is not sharded like the parameter: a full tensor, or a number."""
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -155,7 +155,7 @@ class Restored:
                 f"the checkpoint has no optimizer's state, and the program trains with {type(optimizer).__qualname__}",
                 "it was saved by a program that trains no parameter: start from its parameters alone",
             )
-        _check(optimizer, facts)
+        _check_same_optimizer(optimizer, facts)
         on_device = {
             id(param): bool(group.get("capturable") or group.get("fused"))
             for group in optimizer.param_groups
@@ -187,7 +187,7 @@ class Restored:
                 if _is_like(master, state[key]):
                     self.pieces += MasterValues(_path(master, key), master, state[key]).pieces(world)
                 else:
-                    self.pieces.append(_whole(master, key, state[key]))
+                    self.pieces.append(_unsharded_piece(master, key, state[key]))
 
     def install(self) -> None:
         """Set the optimizer's state, and the options of its groups."""
@@ -213,7 +213,7 @@ def without_state(
     return sorted(name for name in trained if not any(f"optimizer.{name}.{key}" in stored for key in facts["keys"]))
 
 
-def _check(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
+def _check_same_optimizer(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:
     own = class_name(optimizer)
     if own != facts["class"]:
         raise CheckpointError(

@@ -67,8 +67,8 @@ class OptimizerContainer(torch.optim.Optimizer):
 class Updates:
     """Updates this rank's master copies with the optimizer, and the learning rates with the scheduler, if there is one.
 
-    ``masters`` are the optimizer's parameters: this rank's own masters, or full tensors that it updates for several ranks. ``offloaded``
-    runs the optimizer if some masters are not on the device.
+    ``masters`` are the optimizer's parameters: this rank's own masters, or full tensors that it updates for several ranks, for which
+    ``gatherer`` moves gradients and values between the ranks. ``offloaded`` runs the optimizer if some masters are not on the device.
     """
 
     def __init__(
@@ -76,26 +76,26 @@ class Updates:
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         masters: Sequence[Master],
-        whole: TensorGatherer | None,
+        gatherer: TensorGatherer | None,
         offloaded: Any = None,
     ) -> None:
-        self.optimizer, self.scheduler, self.masters, self._whole = optimizer, scheduler, masters, whole
+        self.optimizer, self.scheduler, self.masters, self._gatherer = optimizer, scheduler, masters, gatherer
         self._offloaded = offloaded
 
     def step(self) -> None:
         """Update the masters by their gradients, then set the next step's learning rates; all ranks call this."""
-        if self._whole is not None:
-            self._whole.gather_gradients()
+        if self._gatherer is not None:
+            self._gatherer.gather_gradients()
         (self._offloaded or self.optimizer).step()
-        if self._whole is not None:
-            self._whole.scatter_values()
+        if self._gatherer is not None:
+            self._gatherer.scatter_values()
         if self.scheduler is not None:
             self.scheduler.step()
 
     def read_masters(self) -> None:
         """Refresh the full tensors of ``WholeTensors`` after anything but ``step`` has set the masters; all ranks call this."""
-        if self._whole is not None:
-            self._whole.gather_values()
+        if self._gatherer is not None:
+            self._gatherer.gather_values()
 
 
 class TensorGatherer(Protocol):
@@ -127,18 +127,18 @@ def make(
         for group in part.param_groups
         for param in group["params"]
     }
-    whole: TensorGatherer | None = None
+    gatherer: TensorGatherer | None = None
     if needs_full and program.spec.whole_tensors is not None:  # ``None`` if the plan divides no parameter
         full_masters = [master for master in masters if master.layout.original in needs_full]
-        whole = program.spec.whole_tensors(full_masters, program, world)
-        masters = [*(m for m in masters if m.layout.original not in needs_full), *whole.masters]
+        gatherer = program.spec.whole_tensors(full_masters, program, world)
+        masters = [*(m for m in masters if m.layout.original not in needs_full), *gatherer.masters]
     tensors: dict[str, list[nn.Parameter]] = {}
     for master in masters:
         tensors.setdefault(master.layout.original, []).append(master.tensor)
     made = user.over(tensors)
-    single_chunk = not all(_of_torch(part) for part in user.optimizers)
+    single_chunk = not all(_torch_class_name(part) for part in user.optimizers)
     offloaded = world.places and world.places.updates(made, masters, world.device, single_chunk)
-    return Updates(made, None if scheduler is None else scheduled(scheduler, made), masters, whole, offloaded)
+    return Updates(made, None if scheduler is None else scheduled(scheduler, made), masters, gatherer, offloaded)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
                 f"two optimizers have {twice[0]}", "give each parameter to one of the optimizers in the list"
             )
         taken |= {id(param) for param in own}
-        _refuse_pieces(part, [names[id(param)] for param in own], program)
+        _check_compatible(part, [names[id(param)] for param in own], program)
         _rebuilt(part, names, {})  # try to construct it without parameters: a rank may have none
     # try on the meta tensors whether the classes can be constructed again
     again = user.again()
@@ -260,8 +260,8 @@ def scheduled(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> LRSched
         )
     if made.optimizer is not optimizer:
         raise RefusedOptimizerError(
-            f"the scheduler {type(made).__name__} is not of the optimizer that its function was called with",
-            "make it of the function's argument",
+            f"the scheduler {type(made).__name__} is for another optimizer than the one that its function was called with",
+            "construct it with the function's argument",
         )
     return made
 
@@ -277,14 +277,14 @@ def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
     """Return stand-ins on the meta device for the user's parameters, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
     dtypes = {layout.original: program.placement(layout).master_dtype for layout in program.layouts}
-    entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _own(e)]
+    entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _is_parameter(e)]
     for name, shape, trainable in entries or [(x.original, x.original_shape, x.trainable) for x in program.layouts]:
         tensor = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.float32), device="meta")
         found.setdefault(name, nn.Parameter(tensor, requires_grad=trainable))
     return found
 
 
-def _own(entry: Mapping[str, Any]) -> bool:
+def _is_parameter(entry: Mapping[str, Any]) -> bool:
     return bool(entry["parameter"]) and entry["alias"] is None
 
 
@@ -300,26 +300,26 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _of_torch(optimizer: torch.optim.Optimizer) -> str:
+def _torch_class_name(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's class name if the class is torch's own; ``""`` for any other class, even a subclass of torch's."""
     name = _name(optimizer)
     return name if type(optimizer) is getattr(torch.optim, name, None) else ""
 
 
-# -- pieces of tensors ------------------------------------------------------------------------------------------------
+# -- optimizers on shards ---------------------------------------------------------------------------------------------
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    return _of_torch(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
+    return _torch_class_name(optimizer) in _ELEMENTWISE or bool(getattr(optimizer, "elementwise", False))
 
 
-def _refuse_pieces(optimizer: torch.optim.Optimizer, names: Iterable[str], program: LoadedProgram) -> None:
-    torchs = _of_torch(optimizer)
-    if torchs in _NEVER:
+def _check_compatible(optimizer: torch.optim.Optimizer, names: Iterable[str], program: LoadedProgram) -> None:
+    torch_class = _torch_class_name(optimizer)
+    if torch_class in _NEVER:
         raise RefusedOptimizerError(
-            f"{torchs} cannot train a program: {_NEVER[torchs]}", "AdamW is the optimizer where none is given"
+            f"{torch_class} cannot train a program: {_NEVER[torch_class]}", "train with AdamW, the default"
         )
-    if _is_elementwise(optimizer) or torchs in _PER_TENSOR or getattr(optimizer, "per_tensor", False):
+    if _is_elementwise(optimizer) or torch_class in _PER_TENSOR or getattr(optimizer, "per_tensor", False):
         return
     hint = "give its class per_tensor = True if it reads one tensor at a time, or elementwise = True if one element"
     trained = set(names)
@@ -355,7 +355,7 @@ def cut(layout: Layout, program: LoadedProgram) -> str | None:
 def _rebuilt(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], masters: Mapping[str, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class with the same options over ``masters``."""
+    """Return an optimizer of the same class with the same options over ``masters``, or raise ``RefusedOptimizerError``."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         own = [(names[id(param)], master) for param in group["params"] for master in masters.get(names[id(param)], ())]
@@ -384,13 +384,13 @@ def _rebuilt(
 
 def _not_rebuilt(optimizer: torch.optim.Optimizer, why: str) -> RefusedOptimizerError:
     return RefusedOptimizerError(
-        f"{_name(optimizer)} cannot be made again over what each rank holds: {why}",
+        f"{_name(optimizer)} cannot be rebuilt over each rank's parameters: {why}",
         "an optimizer's class takes groups with all their options, and keeps its other arguments as they are in attributes",
     )
 
 
 def _copy_attributes(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """Copy the optimizer's attributes, except its groups, its state, and tensors, which the constructor made from the new parameters."""
+    """Copy attributes except groups, state and rebuilt tensors; refuse hooks, tensors that weren't rebuilt, and a replaced ``step``."""
     for name, value in vars(source).items():
         if name in ("param_groups", "state"):
             continue

@@ -198,7 +198,7 @@ class FlatGroup(ParameterGroup):
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the buffer,
     and ``Publications`` all-gathers the pieces. Under HSDP the reduce-scatter runs inside each copy of the shards, and this rank's piece is
-    then all-reduced over the copies. If masters are wider than the arithmetic (float32 and bfloat16), gradients add up in their dtype.
+    then all-reduced over the copies. If masters are wider than the parameters (float32 and bfloat16), gradients add up in float32.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
     the parameters. Local SGD replicas reduce gradients only inside each replica, and multiply them by the number of replicas, because a
@@ -208,32 +208,31 @@ class FlatGroup(ParameterGroup):
     def _allocate(self, program: LoadedProgram) -> None:
         layouts, world, placement = self.layouts, self._world, self.placement
         master_dtype, compute_dtype, trainable = placement.master_dtype, placement.compute_dtype, layouts[0].trainable
-        # frozen parameters stay unsharded
-        self._scattered = placement.zero == 1 and trainable and placement.shards != ()
+        self._scattered = placement.zero == 1 and trainable and placement.shards != ()  # frozen ones stay unsharded
         self._shards = placement.shards if self._scattered else ()
-        axes, self._apart = program.split_local_sgd_axes(placement.axes)
+        axes, self._local_sgd_axes = program.split_local_sgd_axes(placement.axes)
         self._group = world.group(self._shards or axes) if axes and trainable else None
-        self._replicas = world.group(self._apart) if self._apart and trainable else None
+        self._replicas = world.group(self._local_sgd_axes) if self._local_sgd_axes and trainable else None
         self._copies = world.group(placement.copies) if self._scattered and placement.copies else None
-        self._served = program.has_servers and self._group is not None
-        self._updates = not self._served or dist.get_rank(self._group) == 0  # whether this rank has masters
+        self._has_server = program.has_servers and self._group is not None
+        self._has_masters = not self._has_server or dist.get_rank(self._group) == 0  # whether this rank has masters
         self._parts = dist.get_world_size(self._group) if self._scattered else 1
         shapes = [self._module.get_parameter(layout.name).shape for layout in layouts]
         unit = ALIGNMENT_BYTES // min(master_dtype.itemsize, compute_dtype.itemsize)
         starts = [0, *itertools.accumulate(aligned(shape.numel(), unit) for shape in shapes)]
         piece = aligned(-(-starts[-1] // self._parts), unit)  # the last pieces are padded
         index = dist.get_rank(self._group) if self._scattered else 0
-        self._own = slice(index * piece, (index + 1) * piece)
-        self._place = placement.place if trainable and self._updates else ""
-        self._mixed = trainable and self._updates and (master_dtype != compute_dtype or self._place != "")
+        self._piece = slice(index * piece, (index + 1) * piece)
+        self._place = placement.place if trainable and self._has_masters else ""
+        self._separate = trainable and self._has_masters and (master_dtype != compute_dtype or self._place != "")
         self._values = torch.zeros(piece * self._parts, dtype=compute_dtype, device=world.device)
         self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=master_dtype, device=world.device)
         if self._place:
-            self._owned = world.places.zeros(self._place, (piece,), master_dtype)
-        elif self._mixed:
-            self._owned = torch.zeros(piece, dtype=master_dtype, device=world.device)
+            self._master_values = world.places.zeros(self._place, (piece,), master_dtype)
+        elif self._separate:
+            self._master_values = torch.zeros(piece, dtype=master_dtype, device=world.device)
         else:
-            self._owned = self._values[self._own]
+            self._master_values = self._values[self._piece]
         self._work: Work | None = None  # the running reduction
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
@@ -275,10 +274,10 @@ class FlatGroup(ParameterGroup):
         # module to None, and a tied copy may be there. Besides, the buffer may have a wider dtype.
         slot.param.register_post_accumulate_grad_hook(accumulate)
         low, high = self._overlap(slot)
-        if low == high or not self._updates:
+        if low == high or not self._has_masters:
             return
-        same = replicated_axes(slot.layout, (*self._shards, *self._apart), self._world)
-        piece = self._owned[low - self._own.start : high - self._own.start]
+        same = replicated_axes(slot.layout, (*self._shards, *self._local_sgd_axes), self._world)
+        piece = self._master_values[low - self._piece.start : high - self._piece.start]
         tensor = nn.Parameter(piece if self._scattered or self._place else piece.view(slot.param.shape))
         master, grads = Master(slot.layout, tensor, same, low - slot.start), self._grads[low:high]
         if self._place:
@@ -288,12 +287,12 @@ class FlatGroup(ParameterGroup):
             self.masters.append(master)
 
     def gradients(self) -> list[Tensor]:
-        return [self._grads[self._own]] if self.masters else []
+        return [self._grads[self._piece]] if self.masters else []
 
     def _overlap(self, slot: Slot) -> tuple[int, int]:
         """Return the range of the buffer that is in both the slot and this rank's piece; it is empty if its ends are equal."""
-        low = max(slot.start, self._own.start)
-        return low, max(low, min(slot.stop, self._own.stop))
+        low = max(slot.start, self._piece.start)
+        return low, max(low, min(slot.stop, self._piece.stop))
 
     def zero_grad(self) -> None:
         """Mark all gradients as old: the first gradient of a step overwrites the last step's, so the buffer is not filled with zeros."""
@@ -330,7 +329,7 @@ class FlatGroup(ParameterGroup):
         if not self._scattered:
             return 0
         copied = self._grads.numel() if self.device.type == "cpu" else 0
-        return (self._own.stop - self._own.start + copied) * self._grads.itemsize
+        return (self._piece.stop - self._piece.start + copied) * self._grads.itemsize
 
     @property
     def flat_gradients(self) -> Tensor:
@@ -352,9 +351,9 @@ class FlatGroup(ParameterGroup):
             for dim, start, length in slot.layout.local_padding(self._world.coordinates):
                 self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
         if self._scattered:
-            self._sum = torch.empty_like(self._grads[self._own])
+            self._sum = torch.empty_like(self._grads[self._piece])
             self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)
-        elif self._served:
+        elif self._has_server:
             self._work = dist.reduce(self._grads, group=self._group, async_op=True, group_dst=0)
         elif self._group is not None:
             self._work = dist.all_reduce(self._grads, group=self._group, async_op=True)
@@ -371,7 +370,7 @@ class FlatGroup(ParameterGroup):
         if self._work is not None:
             self._work.wait()
         if self._sum is not None:
-            self._grads[self._own].copy_(self._sum)
+            self._grads[self._piece].copy_(self._sum)
         if self._replicas is not None:
             self._grads *= dist.get_world_size(self._replicas)
         self._work = self._sum = None
@@ -380,15 +379,15 @@ class FlatGroup(ParameterGroup):
     @torch.no_grad()
     def average(self) -> None:
         if self._replicas is not None:
-            own = self._owned.to(self._world.device)  # itself, unless it is offloaded
+            own = self._master_values.to(self._world.device)  # itself, unless it is offloaded
             dist.all_reduce(own, group=self._replicas)
-            self._owned.copy_(own.div_(dist.get_world_size(self._replicas)))
+            self._master_values.copy_(own.div_(dist.get_world_size(self._replicas)))
             upload(self.masters)
 
     @property
     def is_sent(self) -> bool:
         """Whether other ranks need this rank's masters, or this rank needs theirs."""
-        return self._scattered or self._served
+        return self._scattered or self._has_server
 
     def publish(self) -> None:
         """Copy the masters into the parameters that the stages read, on this rank and on others that need them."""
@@ -399,12 +398,12 @@ class FlatGroup(ParameterGroup):
     def start_publication(self) -> None:
         """Start to ``publish``; the masters may change afterwards."""
         if self._scattered:
-            own = self._values[self._own] if self._place else self._owned  # the update has uploaded them
+            own = self._values[self._piece] if self._place else self._master_values  # the update has uploaded them
             self._source = own.to(self._values.dtype, copy=True)
             self._sending = all_gather(self._values, self._source, group=self._group, async_op=True)
-        elif self._mixed and not self._place:
-            self._values.copy_(self._owned)
-        if self._served:
+        elif self._separate and not self._place:
+            self._values.copy_(self._master_values)
+        if self._has_server:
             self._sending = dist.broadcast(self._values, group=self._group, group_src=0, async_op=True)
 
     def finish_publication(self) -> None:
@@ -434,7 +433,8 @@ def grouping(program: LoadedProgram, stage: int) -> list[tuple[Layout, ...]]:
 def build_stages(
     program: LoadedProgram, world: World
 ) -> tuple[dict[int, nn.Module], dict[int, list[ParameterGroup]], Any]:
-    """Return this rank's stages on its device, the groups of their parameters (zeros), and the object that writes their buffers, if any."""
+    """Return this rank's stages on its device, the groups of their parameters (zeros), and the object that writes their buffers, if any.
+    Raises ``ValueError`` if ``model.py`` and ``layouts.json`` disagree."""
     constants = {name: tensor.to(world.device) for name, tensor in program.constants.items()}
     stages: dict[int, nn.Module] = {
         index: program.spec.stages[index](device=torch.device("meta"), constants=constants) for index in world.stages
@@ -490,7 +490,7 @@ def _check_layout(layout: Layout, stage: nn.Module, world: World) -> None:
 
 
 def _run_in_mesh(module: nn.Module, world: World) -> None:
-    """Make the layer's forward find axes by name in any thread: autograd recomputes layers in its own threads."""
+    """Make the layer's forward look up axes by name in any thread: autograd recomputes layers in its own threads."""
     forward = module.forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ class _ReceiveBuffers(dict[int, Any]):
         super().__setitem__(microbatch, self.get(microbatch - self._depth, infos))
 
 
-_SEVERAL_STAGES: dict[str, Any] = {
+_MULTI_STAGE_SCHEDULES: dict[str, Any] = {
     "interleaved-1f1b": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
@@ -114,9 +114,8 @@ class Pipeline(Microbatches):
         self._schedule = self._make_schedule()
 
     def step(self, inputs: dict[str, Tensor]) -> None:
-        target = torch.zeros(
-            self.microbatches, device=self.world.device
-        )  # the schedule requires one; the stage computes the loss
+        # the schedule requires a target; the stage computes the loss
+        target = torch.zeros(self.microbatches, device=self.world.device)
         self._schedule.step(target=target, return_outputs=False, **inputs)
 
     def _make_schedule(self) -> Any:
@@ -124,8 +123,8 @@ class Pipeline(Microbatches):
         # scale_grads would divide the gradients by the number of microbatches
         options: dict[str, Any] = {"loss_fn": lambda loss, _: self._term(loss), "scale_grads": False}
         name = self.program.plan["schedule"]
-        if name in _SEVERAL_STAGES:
-            return _SEVERAL_STAGES[name](stages, self.microbatches, **options)
+        if name in _MULTI_STAGE_SCHEDULES:
+            return _MULTI_STAGE_SCHEDULES[name](stages, self.microbatches, **options)
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         (stage,) = stages
         if name == "1f1b":

@@ -194,12 +194,12 @@ class ProcessGroups:
 
         A row of all ranks gets the world's group. The group of a row with one rank is created by that rank alone, once.
         """
-        mine = self._new_groups(ranks)
+        mine = self._create_groups(ranks)
         if mine is not None and dist.get_world_size(mine) > 1:
             self._groups.append(mine)
         return mine
 
-    def _new_groups(self, ranks: Tensor) -> dist.ProcessGroup | None:
+    def _create_groups(self, ranks: Tensor) -> dist.ProcessGroup | None:
         rank, world, mine = dist.get_rank(), dist.get_world_size(), None
         for row in ranks.tolist():
             if len(row) == world:
@@ -247,7 +247,7 @@ class ProcessGroups:
         # pairs without a common rank follow each other, so that their communicators are made at the same time
         for pair in sorted(set(pairs), key=lambda pair: (pair[0] % 2, pair)):
             rows = ranks[list(pair)].flatten(1).t()
-            group = pipeline if len(ranks) == 2 else self._new_groups(rows)
+            group = pipeline if len(ranks) == 2 else self._create_groups(rows)
             for row in rows.tolist() if group is not None else ():
                 if rank in row:
                     assert group is not None

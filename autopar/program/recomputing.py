@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 Contexts = Iterator[AbstractContextManager[Any]]
 
 # The ops inside products, convolutions, all-reduces and reduce-scatters, except views and a wait that returns at once.
-_KEPT = frozenset(
+_SAVED_OPS = frozenset(
     (
         *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_mm_v2")),
         *(f"_c10d_functional.{name}" for name in ("all_reduce", "reduce_scatter_tensor")),
@@ -79,7 +79,7 @@ class _Running(AbstractContextManager[None]):
 def _policy(context: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(op).rpartition(".")[0]  # without its overload
     # every backend has an attention op of its own, with the output and the logsumexp of each row as results
-    kept = name in _KEPT or ("attention" in name and "backward" not in name)
+    kept = name in _SAVED_OPS or ("attention" in name and "backward" not in name)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

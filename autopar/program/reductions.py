@@ -37,14 +37,14 @@ class Reductions:
         self._by_stage, fsdp = by_stage, program.spec.fsdp
         found = {stage: _early(by_stage[stage], program.layers[stage]) for stage in sorted(by_stage, reverse=True)}
         ordered = [group for groups in found.values() for group in groups]
-        paired = program.directions == 2
-        self._paired, self._early = (found, []) if paired else ({}, ordered)
+        chimera = program.directions == 2
+        self._chimera_groups, self._early = (found, []) if chimera else ({}, ordered)
         self._late = [group for group in self._groups if isinstance(group, FlatGroup) and group not in ordered]
         self._limits = _limits(ordered)
         flat = [*ordered, *self._late]
         device = torch.get_device_module(flat[0].device if flat else "cpu")
         self._on_stream, self._stream = device.stream, device.Stream()
-        self._last = {} if fsdp is None else {stage: fsdp.last_backward(by_stage[stage], program) for stage in by_stage}
+        self._fsdp = {} if fsdp is None else {stage: fsdp.last_backward(by_stage[stage], program) for stage in by_stage}
         self._started = 0  # the number of early groups whose reductions have started
         self._running: list[FlatGroup] = []
         for group in self._early:
@@ -54,14 +54,14 @@ class Reductions:
         """Forget the last step's gradients, before another step."""
         for group in self._groups:
             group.zero_grad()
-        for last in self._last.values():
+        for last in self._fsdp.values():
             last.begin_step()
         self._started = 0
 
     def watch(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """Tell FSDP when the backward pass of a stage's ``outputs`` begins. The stage calls this in every forward pass."""
-        if self._last:
-            self._last[stage].watch(outputs)
+        if self._fsdp:
+            self._fsdp[stage].watch(outputs)
 
     def _advance(self) -> None:
         """Start the reductions of the next groups, in order, as long as their gradients are complete."""
@@ -94,7 +94,7 @@ class Reductions:
     def start_stage(self, stage: int) -> None:
         """Start the reductions of a stage's gradients under Chimera, when all backward passes of both its copies have run. The ranks of
         both copies do this at the same point in the order of their transfers."""
-        for group in self._paired[stage]:
+        for group in self._chimera_groups[stage]:
             self._start(group)
         for member in self._by_stage[stage]:
             member.start_sum_over_copies()
@@ -117,7 +117,7 @@ class Reductions:
 
     def finish(self) -> None:
         """Wait for all reductions. Raises ``RuntimeError`` if FSDP did not reduce some gradients."""
-        for last in self._last.values():
+        for last in self._fsdp.values():
             last.finish()
         for flat in self._running:
             self._continue(flat)

@@ -4,9 +4,9 @@ Microbatch ``i`` is the ``i``-th chunk of the global batch, and the mesh's axes 
 rows and the inputs that its stages take. Ranks of a tensor or sequence axis read the same rows: a sequence is sliced inside the program,
 after the layer that reads it.
 
-The scalars of a batch (``Prelude``), such as its number of valid tokens, are computed by the ranks whose stages use them.
-Each computes the integer sums of its own rows, and all-reduces add them up. If ``model.py`` says that some scalar is not such a sum
-(``Prelude.by_rows`` is false), the ranks gather the inputs that the scalars are computed from, and no others.
+The scalars of a batch (``Prelude``), such as its number of valid tokens, are computed by the ranks whose stages use them, and by those of
+the last stage, to check the batch. Each computes the integer sums of its own rows, and all-reduces add them up. If some scalar is not such
+a sum (``Prelude.by_rows`` is false), these ranks gather the inputs that the scalars are computed from, and no others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .host import AsyncHostCopy, on_device
 from .spec import StageSpec
 from .world import LoadedProgram, World
 
-_ABSENT = torch.iinfo(torch.int64).min + 1
+_ABSENT = torch.iinfo(torch.int64).min + 1  # in place of the digest of a row that this rank doesn't read
 
 
 class DataError(RuntimeError):
@@ -113,12 +113,12 @@ class Share:
         return self._cut(tensor, {axis: dim for axis, dim in spec.items() if dim})
 
     def scalars(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the scalars of the global batch, or of every microbatch along dim 0."""
+        """Return the scalars of the global batch, or with ``per_microbatch`` of every microbatch along dim 0. All ranks call this."""
         prelude = self._prelude
         if prelude is None or isinstance(batch, Rows) and not self.needs_scalars:
             return {}
         read: Mapping[str, Tensor] = batch if not isinstance(batch, Rows) else self._for_scalars(batch)
-        total = self._total if isinstance(batch, Rows) and prelude.by_rows else _whole
+        total = self._total if isinstance(batch, Rows) and prelude.by_rows else _unchanged
         if not self.per_microbatch:
             return prelude.compute(read, self.program.constants, total)
         chunks = {name: tensor.chunk(self.microbatches) for name, tensor in read.items()}
@@ -211,6 +211,6 @@ class Share:
             )
 
 
-def _whole(term: Tensor) -> Tensor:
+def _unchanged(term: Tensor) -> Tensor:
     """Return ``term``: on a rank that has all rows, it is the sum over all rows."""
     return term

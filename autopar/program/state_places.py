@@ -2,9 +2,9 @@
 
 If the plan says so (``states`` of a layer), the master copies and optimizer states of the layer's parameters are tensors on the CPU, which
 updates them chunk by chunk: a chunk's gradients are copied from the device, the optimizer updates the chunk, and its new values are copied
-back. On a GPU each direction has a stream and two buffers in pinned memory, so the next chunk's gradients and the last chunk's values are
-copied during an update. The device stores only the parameters and the gradients (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840). If the
-device is a CPU, the copies are made, too.
+back. On a GPU each direction has two buffers in pinned memory, each with its stream, so the next chunk's gradients and the last chunk's
+values are copied during an update. The device stores only the parameters and the gradients (ZeRO-Offload, Ren et al. 2021,
+arXiv:2101.06840). If the device is a CPU, the copies are made, too.
 
 States on NVMe are memory-mapped (ZeRO-Infinity, Rajbhandari et al. 2021, arXiv:2104.07857, and PatrickStar, Fang et al. 2021,
 arXiv:2108.05818, move them in chunks, too): the operating system reads the next chunk's pages during an update, and writes changed
@@ -30,7 +30,7 @@ from .processes import StartError, nvme_folder
 
 NVME = "nvme"
 CHUNK_BYTES = 32 * 2**20  # the largest chunk of masters, and the size of a transfer buffer
-_FIRST, _LARGEST = 16 * 2**20, 2**30  # bytes by which a file grows
+_MIN_GROWTH_BYTES, _MAX_GROWTH_BYTES = 16 * 2**20, 2**30  # of the file, unless a tensor is larger
 
 
 class PlaceError(StartError):
@@ -49,7 +49,7 @@ class StateStorage:
     _file: _MappedFile | None = field(default=None, init=False)
 
     def zeros(self, place: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor of zeros. Raises ``PlaceError`` if the file can't be created in the folder, or can't grow."""
+        """Return a contiguous tensor of zeros. Raises ``StartError`` if no NVMe folder is set, or the file can't grow there."""
         if place != NVME:
             return torch.zeros(tuple(shape), dtype=dtype)
         if self._file is None:
@@ -57,16 +57,16 @@ class StateStorage:
         return self._file.zeros(shape, dtype)
 
     @staticmethod
-    def divided(whole: Master, place: str, values: Tensor, gradient: Tensor | None = None) -> Iterator[Master]:
+    def divided(flat: Master, place: str, values: Tensor, gradient: Tensor | None = None) -> Iterator[Master]:
         """Divide a flat master in ``place`` into masters of at most a chunk. ``values`` and ``gradient`` are the device's tensors; without
         ``gradient`` every step sets the ``grad`` of each piece's ``holder``."""
-        for start, stop in pieces_of(values.numel(), whole.tensor.dtype):
+        for start, stop in pieces_of(values.numel(), flat.tensor.dtype):
             here = slice(start, stop)
             holder = nn.Parameter((values if gradient is None else gradient)[here])  # it shares the device's memory
             holder.grad = None if gradient is None else gradient[here]
             offloaded = Offloaded(place, holder, values[here])
-            tensor = nn.Parameter(whole.tensor.detach()[here])
-            yield Master(whole.layout, tensor, whole.replicated_axes, whole.first + start, offloaded)
+            tensor = nn.Parameter(flat.tensor.detach()[here])
+            yield Master(flat.layout, tensor, flat.replicated_axes, flat.first + start, offloaded)
 
     def updates(
         self, optimizer: torch.optim.Optimizer, masters: Sequence[Master], device: torch.device, single_chunk: bool
@@ -124,7 +124,7 @@ class _MappedFile:
         return part.view(dtype).view(tuple(shape))
 
     def _grow(self, size: int) -> None:
-        least = min(max(_FIRST, self._size), _LARGEST)
+        least = min(max(_MIN_GROWTH_BYTES, self._size), _MAX_GROWTH_BYTES)
         more = max(-(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY, least)
         try:
             os.posix_fallocate(
@@ -188,7 +188,7 @@ class OffloadedUpdates:
     ) -> None:
         self._optimizer, self._places = optimizer, places
         offloaded = [master for master in masters if master.offloaded is not None]
-        self._here = [] if single_chunk else [master for master in masters if master.offloaded is None]
+        self._on_device = [] if single_chunk else [master for master in masters if master.offloaded is None]
         self._chunks = [offloaded] if single_chunk else list(_chunks(offloaded))
         size = max(sum(master.tensor.nbytes for master in chunk) for chunk in self._chunks)
         self._buffers = [_TransferBuffers(size, device) for _ in self._chunks[:2]]
@@ -200,12 +200,12 @@ class OffloadedUpdates:
     def step(self) -> None:
         """Update all masters by their gradients; the device's current stream waits for the new values."""
         with _many_threads(self._threads):
-            if any(master.tensor.grad is not None for master in self._here):
+            if any(master.tensor.grad is not None for master in self._on_device):
                 self._optimizer.step()
-            with _hidden(self._here):
-                self._stream()
+            with _without_gradients(self._on_device):
+                self._update_chunks()
 
-    def _stream(self) -> None:
+    def _update_chunks(self) -> None:
         self._fetch(0)
         for number, chunk in enumerate(self._chunks):
             buffers = self._buffers[number % 2]
@@ -238,7 +238,7 @@ def _on_cpu(value: object) -> bool:
 
 
 @contextmanager
-def _hidden(masters: Sequence[Master]) -> Iterator[None]:
+def _without_gradients(masters: Sequence[Master]) -> Iterator[None]:
     """Remove the gradients of these masters inside this context."""
     gradients = [master.tensor.grad for master in masters]
     for master in masters:

@@ -80,12 +80,12 @@ def measured(spans: Iterable[tuple[str, float, float, bool]], rank: int, pipelin
 
 def process(number: int, name: str, pipeline_rank: int, order: int) -> list[Event]:
     """Return the events that name a process and its tracks. Processes are sorted by pipeline rank, then by ``order``."""
-    found = [_named("process_name", number, 0, {"name": name})]
-    found.append(_named("process_sort_index", number, 0, {"sort_index": 100_000 * pipeline_rank + order}))
-    return found + [_named("thread_name", number, track, {"name": text}) for track, text in enumerate(_TRACKS)]
+    found = [_metadata_event("process_name", number, 0, {"name": name})]
+    found.append(_metadata_event("process_sort_index", number, 0, {"sort_index": 100_000 * pipeline_rank + order}))
+    return found + [_metadata_event("thread_name", number, track, {"name": text}) for track, text in enumerate(_TRACKS)]
 
 
-def _named(what: str, number: int, track: int, args: Mapping[str, Any]) -> Event:
+def _metadata_event(what: str, number: int, track: int, args: Mapping[str, Any]) -> Event:
     return {"ph": "M", "name": what, "pid": number, "tid": track, "args": args}
 
 

@@ -6,7 +6,7 @@ the gradients of its own rows; losses, gradients and state dicts that the traine
 allows ``microbatch_statistics``, each microbatch is treated as a separate batch, with its own scalars: its loss is divided by the number of
 microbatches, and the sum is the mean.
 
-Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). To divide
+Microbatch ``i`` is the ``i``-th chunk of the *global* batch, and the mesh's axes divide each microbatch (outermost first). Dividing
 the batch over the axes first, and then into microbatches, would be wrong if layers of one stage have different data axes.
 """
 
@@ -29,7 +29,7 @@ from .agree import same_options, same_state
 from .checkpoint import has_checkpoint, lock_checkpoints
 from .checkpoint_files import CheckpointError
 from .finite import NonFiniteLossError, first_non_finite
-from .loader import Loader, Order, Synthetic, Tensors
+from .loader import Loader, Order, Synthetic, Tensors, first_key
 from .model_tensors import TrainingTensors, source_of
 from .parameters import build_stages
 from .reductions import Publications, Reductions
@@ -86,9 +86,9 @@ class Trainer:
     ``optimizer`` (default: ``adamw``) returns an optimizer, or a list of them, over the list of the user's parameters, or over pairs with
     their names if its argument is called ``named_parameters``. These parameters are placeholders, which this rank's own tensors replace
     (see ``optimizers``). ``scheduler`` returns a scheduler of the optimizer's learning rates; it counts updates, without skipped ones.
-    Initial values are ``state`` (a state dict of the user's model, or the path of its safetensors or of a ``torch.save`` of it), those of
-    ``values`` (which maps a parameter's layout to its full tensor), or drawn from ``seed``, the same under all plans; or training resumes
-    from ``resume``, a folder that ``load`` takes. ``step`` and ``advance`` clip gradients to the 2-norm ``max_norm``.
+    Initial values are those of ``state`` (a state dict of the user's model, or the path of its safetensors or of a ``torch.save`` of it),
+    or else those of ``values`` (which maps a parameter's layout to its full tensor), or else drawn from ``seed``, the same under all plans.
+    A checkpoint ``resume`` replaces them, as ``load`` does. ``step`` and ``advance`` clip gradients to the 2-norm ``max_norm``.
     ``loss_scale`` is the dynamic loss scale of a float16 program, otherwise ``None``; losses, gradients and norms that the trainer
     returns are unscaled.
     """
@@ -134,7 +134,7 @@ class Trainer:
         optimizer = optimizer or (lambda params: adamw(params, 3e-4, world))
         self._updates = optimizers.make(optimizer, program, world, masters, scheduler)
         self.optimizer, self.scheduler = self._updates.optimizer, self._updates.scheduler
-        # the number of updates so far, skipped ones included, and of the rows in their batches
+        # ``steps`` counts the updates so far, skipped ones included, and ``rows`` the rows of their batches
         self._seed, self.steps, self.rows = seed, 0, 0
         self.loaders: dict[int, Loader] = {}  # kept open between the calls of a ``run.Program``
         # the epoch and the row after the last step, by ``Loader.key``
@@ -196,7 +196,7 @@ class Trainer:
         *before, loss = self._schedule.reduced(torch.stack((*unread, self._forward_backward(batch))))
         if on_nan and self.loss_scale is None:
             *values, value = torch.stack((*before, loss)).tolist()
-            self._refuse_late(values)
+            self._check_late_losses(values)
             if not math.isfinite(value):
                 self._skip_or_stop(batch, value, on_nan)
                 return float(value)
@@ -228,9 +228,9 @@ class Trainer:
         """
         unread, self._unread = self._unread, []
         if unread and self.loss_scale is None:
-            self._refuse_late(self._schedule.reduced(torch.stack(unread)).tolist())
+            self._check_late_losses(self._schedule.reduced(torch.stack(unread)).tolist())
 
-    def _refuse_late(self, losses: list[float]) -> None:
+    def _check_late_losses(self, losses: list[float]) -> None:
         """Raise ``NonFiniteLossError`` if one of the losses of the last steps is NaN or infinite."""
         first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if first is not None:
@@ -254,9 +254,7 @@ class Trainer:
             self.finish_update()
             why = first_non_finite(self._schedule, self._groups, batch, self._key())
             self._forget_buffers()
-            raise NonFiniteLossError(
-                f"the loss of step {self.steps + 1} is {loss}; of the values that are not finite, {why}"
-            )
+            raise NonFiniteLossError(f"the loss of step {self.steps + 1} is {loss}; first non-finite value: {why}")
         if self._late is not None:
             self._late.discard()
         self._update(skipped=True)
@@ -268,7 +266,7 @@ class Trainer:
 
     def _key(self) -> int:
         """Return the random seed of this step's first microbatch; that of microbatch ``i`` is ``i`` larger."""
-        return (self._seed << 40) + self.steps * self._schedule.microbatches
+        return first_key(self._seed) + self.steps * self._schedule.microbatches
 
     def update(self) -> None:
         """Update the parameters with the gradients of ``forward_backward``, and the buffers with the values that it computed.
@@ -290,8 +288,8 @@ class Trainer:
             self._late.advance()
         self.steps += 1
         self.rows += int(self.program.plan["global_batch"])
-        apart = self.program.local_steps
-        if apart and self.steps % apart == 0:
+        local_steps = self.program.local_steps
+        if local_steps and self.steps % local_steps == 0:
             for group in self._groups:
                 group.average()
             self._updates.read_masters()
@@ -313,7 +311,7 @@ class Trainer:
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Compute the gradients, and return the sum of this rank's terms of the loss."""
-        self._check_whole()
+        self._check_fully_loaded()
         self._schedule.share.check(batch)
         self._reductions.clear()
         self._forget_buffers()
@@ -393,7 +391,7 @@ class Trainer:
         on every rank, also for the previous save if its thread failed; training can continue.
         """
         self.finish_saving()
-        self._check_whole()
+        self._check_fully_loaded()
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         counters = {
             "steps": self.steps,
@@ -435,7 +433,7 @@ class Trainer:
 
         Every rank writes its own parts. Raises ``CheckpointError`` on every rank.
         """
-        self._check_whole()
+        self._check_fully_loaded()
         checkpoint.save_weights(self._tensors(), folder, file_bytes)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
@@ -462,7 +460,7 @@ class Trainer:
             raise
         self._partially_loaded = False
 
-    def _check_whole(self) -> None:
+    def _check_fully_loaded(self) -> None:
         if self._partially_loaded:
             raise CheckpointError(
                 "parameters and buffers are of two states: some files could not be read",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import math
 import os
 import sys
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from .guards import GuardError
 from .loader import Loader, Order, Synthetic, Tensors
-from .metrics import Meter, explained, peak_memory_bytes
+from .metrics import Meter, as_json, explaining_out_of_memory, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
 from .processes import StartError
 from .trainer import (
@@ -175,7 +174,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options, with the recipe's values for those that were left out; exits if they contradict each other."""
+    """Return the options, with the recipe's values for omitted ones; exits if they conflict, or a file can't be written."""
     for old, new in (("data", "dataset"), ("log", "log_file")):
         if (given := getattr(args, f"old_{old}")) is not None:
             hint(f"--{old} is deprecated; use --{new.replace('_', '-')}")
@@ -352,7 +351,7 @@ def say(message: str) -> None:
 
 
 def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
-    """Wait for the previous checkpoint, then write one. After a failure training continues; if it is ``over``, exit with status 1."""
+    """Wait for the previous checkpoint, then write one. After a failure training continues, or exits with status 1 if ``over``."""
     failed = False
     wait = over or not args.async_save
     for work in (
@@ -457,7 +456,7 @@ def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
     record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
-            print(json.dumps(record), flush=True)
+            print(as_json(record), flush=True)
     say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
     if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
         say(table)
@@ -475,7 +474,7 @@ def main(recipe: Recipe) -> None:
     args = arguments(recipe)
     limits_s = {"set-up": args.setup_timeout, "step": args.timeout, "save": args.save_timeout}
     try:
-        with Watch(limits_s, args.lost_after) as watch, explained(recipe.folder):
+        with Watch(limits_s, args.lost_after) as watch, explaining_out_of_memory(recipe.folder):
             try:
                 train(recipe, args, watch)
             except REFUSALS as error:

@@ -49,9 +49,7 @@ DIGESTS = "runtime/checked.json"
 
 _FILES = ("plan.json", "layouts.json", "model.py")
 _ILL_TYPED = (spmd.SpmdTypeError, AssertionError, ValueError, RuntimeError)
-_HINT = (
-    "if the program was edited, a collective is missing there or is one too many; emit it again for a correct program"
-)
+_HINT = "if the program was edited, a collective is missing or superfluous there; emit it again for a correct program"
 _NAME = __name__
 
 
@@ -107,7 +105,7 @@ def check_edits(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def check_in_subprocess(folder: Path) -> int:
-    """Run ``check`` in a subprocess, because this process has, or will have, a process group."""
+    """Return the result of ``check``, or raise its error; it runs in a subprocess, because this process has, or will have, a group."""
     world = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in world}
     env["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -178,7 +176,7 @@ def _line(error: Exception, path: Path, kind: Any) -> str:
 
 
 def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) -> None:
-    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from the scalar of all rows.
+    """Raise ``IllTypedError`` if a scalar that ranks sum over their own rows differs from the scalar of all rows, or the prelude fails.
 
     The prelude is plain tensor code, without types: it runs on two parts of synthetic batches, and on all of their rows.
     """
@@ -192,12 +190,12 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
         batch = {name: torch.stack([rows[i][name] for i in range(8)]) for name in prelude.reads}
         halves = [{name: t[part] for name, t in batch.items()} for part in (slice(0, 3), slice(3, 8))]
         try:
-            whole = prelude.compute(batch, constants, lambda term: term)
+            expected = prelude.compute(batch, constants, lambda term: term)
             terms: list[list[Tensor]] = [[], []]
             for own, half in zip(terms, halves, strict=True):
                 prelude.compute(half, constants, lambda term, own=own: own.append(term) or term)  # type: ignore[misc]
             totals = iter([first + second for first, second in zip(*terms, strict=True)])
-            part = prelude.compute(halves[0], constants, lambda term, totals=totals: next(totals))  # type: ignore[misc]
+            summed = prelude.compute(halves[0], constants, lambda term, totals=totals: next(totals))  # type: ignore[misc]
         except Exception as error:
             # the class in the folder's guards.py; synthetic rows may violate the guards
             if type(error).__name__ == "GuardError":
@@ -205,8 +203,8 @@ def _check_prelude(program: Any, constants: Mapping[str, Tensor], path: Path) ->
             raise IllTypedError(
                 f"the prelude of {path.name} fails, {line}: {type(error).__name__}: {error}", _HINT
             ) from error
-        if wrong := [name for name in whole if not torch.equal(whole[name], part[name])]:
-            differs = f"{wrong[0]} of a rank's own rows is not that of all rows"
+        if wrong := [name for name in expected if not torch.equal(expected[name], summed[name])]:
+            differs = f"{wrong[0]}, summed over the ranks' rows, differs from that of the full batch"
             raise IllTypedError(f"the prelude of {path.name} is wrong, {line}: {differs}", _HINT)
 
 
@@ -381,7 +379,7 @@ def _imported(path: Path) -> Iterator[ModuleType]:
     """Import the folder's ``model`` module for this context, and remove it from ``sys.modules`` afterwards."""
     hidden = take_modules(path)
     sys.path.insert(0, str(path))
-    before = [set(kept) for kept in _kept_by_spmd_types()]
+    before = [set(kept) for kept in _spmd_types_registries()]
     try:
         importlib.invalidate_caches()
         try:
@@ -395,11 +393,11 @@ def _imported(path: Path) -> Iterator[ModuleType]:
         sys.path_importer_cache.pop(str(path), None)
         take_modules(path)
         sys.modules.update(hidden)
-        for kept, old in zip(_kept_by_spmd_types(), before, strict=True):
+        for kept, old in zip(_spmd_types_registries(), before, strict=True):
             kept.intersection_update(old)
 
 
-def _kept_by_spmd_types() -> list[set[Any]]:
+def _spmd_types_registries() -> list[set[Any]]:
     """Return spmd-types' registries, whose entries would keep modules alive (0.3; another version may have none)."""
     places = (
         ("_local_registration", "_LOCAL_AUTOGRAD_FUNCTIONS"),

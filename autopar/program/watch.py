@@ -40,14 +40,14 @@ from .spec import layers_of
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """A scheduler sends SIGTERM or SIGUSR1 before it takes the machine away, a user SIGINT with Ctrl-C, a terminal SIGHUP when it closes."""
 
-_RANK_0_SPEAKS_S = 1.0  # other ranks wait before they print an error: if rank 0 has it too, torchrun ends them first
-_NAMED = re.compile(r"\w+(Error|Exit): ")
+_PRINT_DELAY_S = 1.0  # other ranks wait before they print an error: if rank 0 has it too, torchrun ends them first
+_ERROR_NAME = re.compile(r"\w+(Error|Exit): ")
 
 BEATS_PER_S = 2000
 """The limit of beats per second to the store, of all nodes: each is three requests of 11 microseconds, together 7 % of a processor."""
 
 _BLOCK = 256  # keys of the store that are read in one request
-_HANDOVER = 3  # after so many beats of silence of the node's speaker, another rank reports the problem
+_HANDOVER = 3  # if the node's speaker is silent for this many beats, another rank reports a problem in its place
 
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -147,7 +147,7 @@ class Watch:
         self._signals = heeded() if threading.current_thread() is threading.main_thread() else ()
         self._main = threading.current_thread().ident
         self._received = 0
-        self._now = "set-up", "the set-up", time.monotonic()  # one tuple, because other threads read it without a lock
+        self._section = "set-up", "the set-up", time.monotonic()  # one tuple: other threads read it without a lock
         self._layer = ""
         self._failed_at: tuple[str, bool] | None = None
         self._problem: str | None = None  # the problem that this rank noticed, which ends the training
@@ -217,7 +217,7 @@ class Watch:
 
     def enter(self, section: str, name: str) -> None:
         """Begin a section, which ends the previous one. ``name`` is for messages: ``"step 7"``."""
-        self._now, self._layer = (section, name, time.monotonic()), ""
+        self._section, self._layer = (section, name, time.monotonic()), ""
 
     def follow(self, stages: Iterable[nn.Module]) -> None:
         """Record which layer of these stages the forward or backward pass is in."""
@@ -263,7 +263,7 @@ class Watch:
             threading.Event().wait()  # the watching thread ends the process
         with contextlib.suppress(Exception):
             store = self._open()
-            store.set("cause", f"rank {dist.get_rank()} failed in {self._now[1]}: {text}")
+            store.set("cause", f"rank {dist.get_rank()} failed in {self._section[1]}: {text}")
             store.set("stop", "")
 
     # -- the threads --------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Watch:
         while not self._ended.wait(self._interval_s):
             with contextlib.suppress(BlockingIOError):
                 self._received = max(n for n in (self._received, *self._waking[0].recv(64)) if n in (0, *self._signals))
-            now, (section, name, began) = time.monotonic(), self._now
+            now, (section, name, began) = time.monotonic(), self._section
             limit = self._limits_s[section]
             if self._problem is None and now - began > limit:
                 self._problem = f"{name} takes longer than {limit:g} s"
@@ -282,13 +282,13 @@ class Watch:
             if self._store is not None and now - max(self._heard, began) > self._lost_after_s:
                 self._end(
                     f"rank {dist.get_rank()} has had no answer from the ranks' store at {_address()} for {self._lost_after_s:g} s in "
-                    f"{self._now[1]} ({self._position()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
+                    f"{self._section[1]} ({self._position()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
                 )
 
     def _beat(self, node: NodeHeartbeats) -> None:
         """Send a heartbeat to the node and, as its speaker, to the store."""
         self._beats += 1
-        node.send([self._beats, self._now[1], *self._position()], self._problem)
+        node.send([self._beats, self._section[1], *self._position()], self._problem)
         node.listen()
         if self._store is not None:
             self._store.set(_key(node.index), json.dumps(node.reports))
@@ -323,8 +323,10 @@ class Watch:
                         self._report(node, problem)
             except (dist.DistError, RuntimeError) as error:
                 if not self._ended.is_set():
-                    where = f"in {self._now[1]} ({self._position()[0]})"
-                    self._end(f"rank {node.rank} has lost the ranks' store at {_address()} {where}: {_first(error)}")
+                    where = f"in {self._section[1]} ({self._position()[0]})"
+                    self._end(
+                        f"rank {node.rank} has lost the ranks' store at {_address()} {where}: {_first_line(error)}"
+                    )
             self._ended.wait(self._interval_s)
 
     def _report(self, node: NodeHeartbeats, problem: str) -> None:
@@ -463,7 +465,7 @@ def dump_collectives(rank: int) -> bool:
     return True
 
 
-def _first(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
@@ -477,8 +479,8 @@ def run(main: Callable[[], None]) -> None:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(_RANK_0_SPEAKS_S)
-            print(end.code if _NAMED.match(end.code) else f"error: {end.code}", file=sys.stderr)
+                time.sleep(_PRINT_DELAY_S)
+            print(end.code if _ERROR_NAME.match(end.code) else f"error: {end.code}", file=sys.stderr)
     except BaseException:  # noqa: BLE001  whatever it was, the process ends with it
         traceback.print_exc()
         status = 1

@@ -146,7 +146,7 @@ def places_in(file: Path, tensors: Described, others: Mapping[str, str] | None =
     """Return the places of tensors in one file. ``others`` gives, for each other name of a tensor, the name that it is stored under."""
     # wide dtypes first: then every tensor begins at a multiple of its elements' size
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1][0].itemsize))
-    begin = 8 + len(_encoded(ordered, others or {}))
+    begin = 8 + len(_header_bytes(ordered, others or {}))
     found: dict[str, Stored] = {}
     for name, (dtype, shape) in ordered.items():
         found[name] = Stored(file, dtype, tuple(shape), begin)
@@ -160,7 +160,7 @@ def without_names(tensors: Described) -> list[str]:
     return [name for name, (dtype, _) in tensors.items() if dtype not in format_has]
 
 
-def _encoded(tensors: Described, others: Mapping[str, str]) -> bytes:
+def _header_bytes(tensors: Described, others: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt", **others}}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -177,7 +177,7 @@ def create(places: Mapping[str, Stored], others: Mapping[str, str] | None = None
     for name, place in places.items():
         files.setdefault(place.file, []).append(name)
     for file, names in files.items():
-        header = _encoded({name: (places[name].dtype, places[name].shape) for name in names}, others or {})
+        header = _header_bytes({name: (places[name].dtype, places[name].shape) for name in names}, others or {})
         with file.open("wb") as opened:
             opened.write(len(header).to_bytes(8, "little") + header)
             opened.truncate(max(places[name].begin + places[name].size for name in names))

@@ -51,8 +51,8 @@ class _Key(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     """A box of a parameter that is sent between the ranks ``holder`` and ``owner``. It is box ``number`` of the holder's master ``index``;
-    the owner doesn't use these two. Owners gather only ``counted`` boxes: of the ranks with the same values, only one has them, so each
-    value is sent once. All holders get the new values."""
+    the owner doesn't use these two. Owners gather only ``counted`` boxes: if several ranks have the same values, those of one rank are
+    counted, so each value is sent once. All holders get the new values."""
 
     key: _Key
     holder: int
@@ -72,13 +72,13 @@ class WholeTensors:
     def __init__(self, masters: Sequence[Master], program: LoadedProgram, world: World) -> None:
         self._world = world
         self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
-        apart = program.split_local_sgd_axes(list(program.spec.mesh))[1]
-        replica = tuple(world.coordinates[axis][0] for axis in apart)
+        local_sgd_axes = program.split_local_sgd_axes(list(program.spec.mesh))[1]
+        replica = tuple(world.coordinates[axis][0] for axis in local_sgd_axes)
         layouts = {(layout.stage, layout.original): layout for layout in reversed(program.layouts) if layout.trainable}
         names = sorted(layouts)
-        cut = _cut(self._held, names, world)
-        owners = _owners([layouts[name] for name in names if name in cut], program, world)
-        self.masters = [m for m in self._held if (m.layout.stage, m.layout.original) not in cut]
+        in_parts = _stored_in_parts(self._held, names, world)
+        owners = _owners([layouts[name] for name in names if name in in_parts], program, world)
+        self.masters = [m for m in self._held if (m.layout.stage, m.layout.original) not in in_parts]
         self._owned: dict[_Key, Master] = {}
         for key in sorted(key for key, owner in owners.items() if owner == dist.get_rank()):
             layout = layouts[key.stage, key.original]
@@ -131,9 +131,9 @@ class WholeTensors:
             boxes = self._boxes_of(held, values)
             received: list[tuple[int, Tensor]] = []
             for transfer in owned:
-                whole = values(self._owned[transfer.key])
-                assert whole is not None
-                received.append((transfer.holder, part_of(whole, transfer.box)))
+                full = values(self._owned[transfer.key])
+                assert full is not None
+                received.append((transfer.holder, part_of(full, transfer.box)))
             sent = [(t.owner, boxes[t.index][t.number]) for t in held]
             exchange(sent, received, dtype, self._world.device)
 
@@ -158,15 +158,15 @@ def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, 
         yield piece.box, piece.values
 
 
-def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
+def _stored_in_parts(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
     """Return the parameters in ``names`` that some rank has only in part. This takes one small all-reduce."""
     number = {name: i for i, name in enumerate(names)}
     marks = torch.zeros(len(names), dtype=torch.int32, device=world.device)
     for master in held:
         shape = master.layout.original_shape
-        whole = [Box((0,) * len(shape), shape)]
+        full = [Box((0,) * len(shape), shape)]
         boxes = [box for box, _ in _boxes(master, master.tensor.detach(), world)]
-        if tuple(master.tensor.shape) != shape or boxes != whole:
+        if tuple(master.tensor.shape) != shape or boxes != full:
             marks[number[master.layout.stage, master.layout.original]] = 1
     dist.all_reduce(marks, dist.ReduceOp.MAX)
     return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
@@ -174,8 +174,8 @@ def _cut(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_N
 
 def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
     """Assign each parameter, from the largest to the smallest, to the rank of its stage that owns the fewest elements so far."""
-    names, apart = list(world.coordinates), program.split_local_sgd_axes(list(program.spec.mesh))[1]
-    replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in apart)))
+    names, local_sgd_axes = list(world.coordinates), program.split_local_sgd_axes(list(program.spec.mesh))[1]
+    replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in local_sgd_axes)))
     loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks
     owners: dict[_Key, int] = {}
     for layout in sorted(layouts, key=lambda x: (-math.prod(x.original_shape), x.stage, x.original)):
@@ -184,7 +184,7 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
         row = row if row < len(world.grid) else max(world.placed) - row
         for replica in replicas:
             if (row, replica) not in loads:
-                at = dict(zip(apart, replica, strict=True))
+                at = dict(zip(local_sgd_axes, replica, strict=True))
                 ranks = world.grid[row][tuple(at.get(name, slice(None)) for name in names)]
                 loads[row, replica] = [(0, rank) for rank in sorted(ranks.flatten().tolist())]
             elements, rank = loads[row, replica][0]

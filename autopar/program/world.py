@@ -177,10 +177,10 @@ class LoadedProgram:
     def split_local_sgd_axes(self, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Divide ``axes`` into those inside a local SGD replica, and those between replicas, which are data axes in every layer."""
         roles = [layer["roles"] for layer in self.plan["layers"]] if self.local_steps else []
-        apart = {
+        between = {
             axis["name"] for i, axis in enumerate(self.plan["mesh"]) if roles and all(r[i] == "data" for r in roles)
         }
-        return tuple(axis for axis in axes if axis not in apart), tuple(axis for axis in axes if axis in apart)
+        return tuple(axis for axis in axes if axis not in between), tuple(axis for axis in axes if axis in between)
 
     @property
     def directions(self) -> int:
@@ -217,28 +217,28 @@ class LoadedProgram:
         these layers shard over, and have their masters in one place, so that their updates are the same.
         """
         if layout not in self._placements:
-            self._placements[layout] = self._placed(layout)
+            self._placements[layout] = self._compute_placement(layout)
         return self._placements[layout]
 
-    def _placed(self, layout: Layout) -> Placement:
+    def _compute_placement(self, layout: Layout) -> Placement:
         child = self._layer(layout)
         tied = [layout] if layout.shared is None else [c for c in self.layouts if c.shared == layout.shared]
         layers = [self.layers[copy.stage][self._layer(copy)] for copy in tied]
         sizes = self.axes
         axes = tuple(axis for axis in (MIRROR, *layout.replicated) if sizes[axis] > 1)
         spread = set(axes) - {MIRROR}  # ZeRO does not shard over the copies of a stage
-        usual = spread == {axis for axis in self.layers[layout.stage][child].data_axes if sizes[axis] > 1}
-        odd = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
-        explicit = child == "" or layout.shared is not None or not usual or odd
+        data_only = spread == {axis for axis in self.layers[layout.stage][child].data_axes if sizes[axis] > 1}
+        unusual = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
+        explicit = child == "" or layout.shared is not None or not data_only or unusual
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
-        narrow = layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"])
+        half = layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"])
         return Placement(
             layer=child,
             zero=min(1 if explicit else 3, *(layer.zero for layer in layers)) if spread else 0,
             axes=axes,
             copies=tuple(axis for axis in axes if axis in replicating),
             shards=tuple(axis for axis in axes if axis not in replicating),
-            master_dtype=torch.float32 if narrow else layout.dtype,
+            master_dtype=torch.float32 if half else layout.dtype,
             compute_dtype=layout.dtype,
             place=max(layer.options.get("states", "") for layer in layers),  # "" < "host" < "nvme"
         )
@@ -246,12 +246,11 @@ class LoadedProgram:
     def reduced_over(self, layout: Layout) -> set[tuple[str, ...]]:
         """Return the axes of every collective that sums a parameter's gradient, averages its replicas, or gathers its shards."""
         own = self.placement(layout)
-        inside, apart = self.split_local_sgd_axes(own.axes)
+        inside, between = self.split_local_sgd_axes(own.axes)
         sharded = own.zero >= 2 or (own.zero == 1 and layout.trainable)
-        copies = tuple(
-            axis for axis in own.copies if axis != MIRROR or own.zero < 2
-        )  # MIRROR is no axis of FSDP2's mesh
-        found = {copies, own.shards, apart} if sharded and own.shards else {inside, apart}
+        # MIRROR is no axis of FSDP2's mesh
+        copies = tuple(axis for axis in own.copies if axis != MIRROR or own.zero < 2)
+        found = {copies, own.shards, between} if sharded and own.shards else {inside, between}
         return {axes for axes in found if axes} if layout.trainable or sharded else set()
 
     def is_first_copy(self, layout: Layout) -> bool:
@@ -277,7 +276,7 @@ class LoadedProgram:
 
 
 def load(folder: str | os.PathLike[str]) -> LoadedProgram:
-    """Read a program's folder and import its ``model.py``; the folder must be on ``sys.path`` (a script's own folder is)."""
+    """Read a folder and import its ``model.py``, which must come first on ``sys.path``; raise ``FileNotFoundError`` or ``ImportError``."""
     path = Path(folder).resolve()
     for name in ("plan.json", "layouts.json", "model.py"):
         if not (path / name).is_file():
@@ -344,6 +343,7 @@ class World:
             yield
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """Return this rank's group over ``axes``: one axis, or several (outermost first) that ``groups`` has."""
         return self.groups[axes] if axes in self.groups else self.mesh.get_group(*axes)
 
     def data_mesh(self, copies: tuple[str, ...], shards: tuple[str, ...]) -> DeviceMesh:
@@ -386,8 +386,8 @@ def start(
     stages, chunks = len(program.spec.stages), int(program.plan.get("chunks", 1))
     if stages % chunks:
         raise RuntimeError(f"{stages} stages cannot be placed on devices that run {chunks} each")
-    line = stages // chunks
-    shape, names = (line, *axes.values()), ("pipeline", *axes)
+    pipeline_size = stages // chunks
+    shape, names = (pipeline_size, *axes.values()), ("pipeline", *axes)
     ranks = ranks_from_environment(os.environ)
     if not dist.is_initialized():
         _check_world(ranks.size, axes, shape)
@@ -410,10 +410,10 @@ def start(
     at = mesh.get_coordinate()
     assert at is not None
     placed = tuple(int(stage["devices"][0]) // int(stage["devices"][1]) for stage in program.plan["stages"])
-    both = program.directions == 2
+    chimera = program.directions == 2
     grid = mirror_grid(mesh.mesh, program.directions)
-    own = (at[0], line - 1 - at[0]) if both else (at[0],)
-    indices = (int(both and 2 * at[0] >= line), *at[1:])
+    own = (at[0], pipeline_size - 1 - at[0]) if chimera else (at[0],)
+    indices = (int(chimera and 2 * at[0] >= pipeline_size), *at[1:])
     pairs = [(min(pair), max(pair)) for pair in itertools.pairwise(placed) if pair[0] != pair[1]]
     world = World(
         device=here,
@@ -424,7 +424,7 @@ def start(
         grid=grid,
         coordinates={axis: (index, n) for (axis, n), index in zip(program.axes.items(), indices, strict=True)},
         groups=_axis_groups(groups, program, grid),
-        shared=_stage_groups(groups, program, grid, placed),
+        shared=_tied_groups(groups, program, grid, placed),
         replica=_replica_group(groups, program, mesh.mesh),
         links=groups.links(mesh.mesh, pairs, mesh.get_group("pipeline")) if program.has_links else {},
         places=program.spec.places and program.spec.places(nvme or str(program.plan.get("nvme_path", ""))),
@@ -487,13 +487,13 @@ def _axis_groups(
 def _replica_group(groups: ProcessGroups, program: LoadedProgram, ranks: Tensor) -> dist.ProcessGroup | None:
     """Return the group of this rank's local SGD replica, over all pipeline stages; ``None`` without local SGD."""
     names = list(program.spec.mesh)
-    apart = [1 + names.index(axis) for axis in program.split_local_sgd_axes(names)[1]]
-    if not apart:
+    dims = [1 + names.index(axis) for axis in program.split_local_sgd_axes(names)[1]]
+    if not dims:
         return None
-    return groups.new_groups(ranks.movedim(apart, list(range(len(apart)))).flatten(0, len(apart) - 1).flatten(1))
+    return groups.new_groups(ranks.movedim(dims, list(range(len(dims)))).flatten(0, len(dims) - 1).flatten(1))
 
 
-def _stage_groups(
+def _tied_groups(
     groups: ProcessGroups, program: LoadedProgram, grid: Tensor, placed: Sequence[int]
 ) -> dict[str, dist.ProcessGroup]:
     """Return this rank's group for every tied parameter with copies on several pipeline ranks. Mirrored ranks are in different groups,

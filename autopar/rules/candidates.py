@@ -84,7 +84,7 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
     if line is not None:
         bound = bind(line, operand_shapes(node), shape_of(node), op_name(node))
         found += sharded(bound)
-        found += _partial(bound)
+        found += _linear_candidates(bound)
     other = line_of(node, KERNELS)
     if other is not None:
         found += sharded(bind(other, operand_shapes(node), shape_of(node), op_name(node)))
@@ -101,9 +101,9 @@ def operand_shapes(node: fx.Node) -> list[Shape]:
 def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule") -> ShapedLine:
     """Bind the line's letters to sizes. Raises ``RuleError`` with op, line and shapes if they don't fit."""
 
-    def misfit(why: str) -> RuleError:
+    def misfit(reason: str) -> RuleError:
         text = ", ".join(map(str, shapes))
-        return RuleError(f"{name}: the rule {line.text!r} does not fit shapes {text} -> {result}: {why}")
+        return RuleError(f"{name}: the rule {line.text!r} does not fit shapes {text} -> {result}: {reason}")
 
     if len(line.operands) < len(shapes):
         raise misfit(f"it has {len(line.operands)} operands")
@@ -121,7 +121,7 @@ def bind(line: Line, shapes: Sequence[Shape], result: Shape, name: str = "rule")
     for products in (False, True):
         for dims, (_, shape) in zip(expanded, pairs, strict=True):
             for dim, size in zip(dims, shape, strict=True):
-                if (len(dim) > 1) == products and not _size(dim, size, extents):
+                if (len(dim) > 1) == products and not _record_sizes(dim, size, extents):
                     raise misfit(
                         f"dim {' '.join(atom.letter for atom in dim)} has size {size}, sizes so far are {extents}"
                     )
@@ -143,7 +143,7 @@ def _expand(operand: Operand, ndim: int, stars: int) -> tuple[Dim, ...] | None:
     return operand.dims[: operand.star] + leading + operand.dims[operand.star :]
 
 
-def _size(dim: Dim, size: int, extents: dict[str, int]) -> bool:
+def _record_sizes(dim: Dim, size: int, extents: dict[str, int]) -> bool:
     """Record the sizes of a dim's letters; return whether they agree with the known sizes."""
     if size == 1:
         if len(dim) == 1:
@@ -186,11 +186,11 @@ def sharded(bound: ShapedLine) -> list[Candidate]:
         if result == P and not any(t.sharded for t in types):
             continue
         found.append(Candidate(tuple(types), result, letter, kernel.name if kernel else None, extent))
-    joint = [_joint(bound, letters, kernel) for letters, kernel in kernels.items()]
+    joint = [_two_letter_candidate(bound, letters, kernel) for letters, kernel in kernels.items()]
     return found + [candidate for candidate in joint if candidate is not None]
 
 
-def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
+def _two_letter_candidate(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
     """Return the candidate of a kernel that shards two letters on one axis; each operand is sharded along the letter that it has."""
     first, plus, second = letters.partition("+")
     extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
@@ -205,8 +205,8 @@ def _joint(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
     return Candidate(tuple(types[:-1]), types[-1], letters, kernel.name, extent)
 
 
-def _partial(bound: ShapedLine) -> list[Candidate]:
-    """Return the candidates in which partial sums pass through the op, one for each group of operands in which it is linear."""
+def _linear_candidates(bound: ShapedLine) -> list[Candidate]:
+    """Return a candidate for each group of operands in which the op is linear: partial sums pass through it."""
     count = len(bound.operands)
     groups = [frozenset(i for i in group if i < count) for group in bound.line.linear]
     return [Candidate(tuple(P if i in group else R for i in range(count)), P, linear=True) for group in groups if group]

@@ -42,7 +42,7 @@ def slices(op: Experts) -> list[tuple[SpmdType, ...]]:
     one of the returned shardings. The types follow from the rules of the body's ops, without conversions between ops.
     """
     result = op.body.graph.output_node().args[0]
-    order: dict[fx.Node, None] = {}  # each operand right before its first reader, so that wrong types fail early
+    order: dict[fx.Node, None] = {}  # each operand right before its first reader, to reject wrong types early
     for node in op.body.graph.nodes:
         if node.op == "call_function":
             order.update(dict.fromkeys((*operands(node), node)))

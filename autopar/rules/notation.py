@@ -15,7 +15,7 @@ A line names the dims of every tensor operand and of the result by letters, and 
 ``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
 ``1``     a dim without a letter: never sharded. A dim of size one never has a letter, whatever the line says: it is broadcast
 ``+n``    an operand that is added to the result: if the result is a partial sum, the operand must be one, too
-``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result type ``P``, or the given type)
+``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result without ``v``: ``P``, or the given type)
 ``; t+e = kernel``  sharding both letters on one axis, each operand along the letter that it has, replaces the op by this kernel
 ``; linear 0 1`` the op is linear in operand 0, and in operand 1 (in each together with ``+`` operands); ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
@@ -56,7 +56,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that replaces the op if certain letters are sharded, and the type of the kernel's result."""
+    """A kernel that replaces the op if certain letters are sharded, and the result's type if the result lacks these letters."""
 
     name: str
     result: SpmdType = P
@@ -64,7 +64,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A parsed rule. ``kernels``: pairs of letter (or ``"t+e"``) and kernel; ``linear``: groups of operands, the op is linear in each."""
+    """A parsed rule. ``kernels``: pairs of letter (or ``"t+e"``) and kernel; the op is linear in each group of operands in ``linear``."""
 
     text: str
     operands: tuple[Operand, ...]
@@ -79,12 +79,12 @@ def parse(text: str) -> Line:
     left, arrow, right = body.partition("->")
     if not arrow:
         raise RuleError(f"the rule {text!r} has no '->'", hint="write 'operands -> result', as in '* k, n k -> * n'")
-    operands = tuple(_operand(part, text) for part in left.split(",")) if left.strip() else ()
+    operands = tuple(_parse_operand(part, text) for part in left.split(",")) if left.strip() else ()
     kernels: list[tuple[str, Kernel]] = []
     linear: tuple[frozenset[int], ...] = ()
     for clause in clauses:
         if clause.startswith("linear"):
-            linear = _linear(clause, operands, text)
+            linear = _parse_linear(clause, operands, text)
         elif match := re.fullmatch(r"(\w+(?:\+\w+)?)\s*=\s*(\w+)(?:\s*->\s*(\S+))?", clause):
             kernels.append((match[1], Kernel(match[2], SpmdType.parse(match[3]) if match[3] else P)))
         else:
@@ -92,10 +92,10 @@ def parse(text: str) -> Line:
                 f"the rule {text!r} has the clause {clause!r}, which gives neither a kernel nor linear operands",
                 hint="a clause is 'letter = kernel', 'letter = kernel -> type', 'linear 0 1' or 'linear 0+1'",
             )
-    return Line(text, operands, _operand(right, text), tuple(kernels), linear)
+    return Line(text, operands, _parse_operand(right, text), tuple(kernels), linear)
 
 
-def _linear(clause: str, operands: tuple[Operand, ...], text: str) -> tuple[frozenset[int], ...]:
+def _parse_linear(clause: str, operands: tuple[Operand, ...], text: str) -> tuple[frozenset[int], ...]:
     groups = clause.split()[1:]
     if not all(re.fullmatch(r"\d+(\+\d+)*", group) for group in groups):
         raise RuleError(
@@ -105,7 +105,7 @@ def _linear(clause: str, operands: tuple[Operand, ...], text: str) -> tuple[froz
     return tuple(frozenset(int(i) for i in group.split("+")) | additive for group in groups)
 
 
-def _operand(part: str, text: str) -> Operand:
+def _parse_operand(part: str, text: str) -> Operand:
     part = part.strip()
     additive = part.startswith("+")
     part = part.removeprefix("+")

@@ -113,7 +113,7 @@ class _Analysis:
                 for dim, size in enumerate(shape_of(node)):
                     self.parent[node.name, dim] = (node.name, dim)
                     self.size[node.name, dim] = size
-        self._fix_borders()
+        self._fix_interface()
         for node in self.nodes:
             if node.op == "call_function":
                 self._group_dims(node)
@@ -140,8 +140,8 @@ class _Analysis:
     def _fix(self, node: fx.Node) -> None:
         self.fixed |= {(node.name, dim) for dim in range(len(shape_of(node)))}
 
-    def _fix_borders(self) -> None:
-        """Fix the sizes of outputs and of inputs other than parameters; the padding of parameters is zero."""
+    def _fix_interface(self) -> None:
+        """Fix the sizes of outputs and of inputs other than parameters; mark the padding of parameters as zero."""
         inputs = [node for node in self.nodes if node.op == "placeholder"]
         weights = inputs[len(inputs) - len(self.cls.parameters) :]
         output = self.cls.graph.graph.output_node()

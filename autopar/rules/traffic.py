@@ -48,18 +48,18 @@ class KernelCollective:
 
 def kernel_traffic(kernel: str, node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the communication of ``kernel`` when it replaces ``node``; empty if it doesn't communicate."""
-    known = _TRAFFIC.get(kernel)
-    return known(node) if known is not None else ()
+    traffic_of = _TRAFFIC.get(kernel)
+    return traffic_of(node) if traffic_of is not None else ()
 
 
-def _wide(node: fx.Node) -> int:
+def _accumulation_itemsize(node: fx.Node) -> int:
     """Return the element size of the dtype in which kernels accumulate: float32 or wider."""
     return max(4, int(dtype_of(node).itemsize))
 
 
 def _vocabulary_loss(node: fx.Node, place: int = 1) -> tuple[KernelCollective, ...]:
     """Return an all-gather of the ranks' maxima, and an all-reduce of two sums per label; ``place`` is the index of the labels operand."""
-    size, labels = _wide(operands(node)[0]), operands(node)[place]
+    size, labels = _accumulation_itemsize(operands(node)[0]), operands(node)[place]
     return (
         KernelCollective(labels, Collective.ALL_GATHER, Collective.NONE, itemsize=size, per_rank=True),
         KernelCollective(labels, Collective.ALL_REDUCE, Collective.NONE, scale=2, itemsize=size),
@@ -74,8 +74,8 @@ def _ring(node: fx.Node) -> tuple[KernelCollective, ...]:
     found = []
     for tensor in (key, value):
         found.append(KernelCollective(tensor, rotate, rotate, overlapped=True))
-        found.append(KernelCollective(tensor, none, rotate, itemsize=_wide(tensor), overlapped=True))
-        found.append(KernelCollective(tensor, none, shift, itemsize=_wide(tensor)))
+        found.append(KernelCollective(tensor, none, rotate, itemsize=_accumulation_itemsize(tensor), overlapped=True))
+        found.append(KernelCollective(tensor, none, shift, itemsize=_accumulation_itemsize(tensor)))
     if arguments(node)["is_causal"]:
         # gradients move back between the two orders, too
         found += [KernelCollective(tensor, shift, shift) for tensor in (query, key, value, node)]
@@ -83,7 +83,7 @@ def _ring(node: fx.Node) -> tuple[KernelCollective, ...]:
 
 
 def _statistics(node: fx.Node) -> tuple[KernelCollective, ...]:
-    """Return an all-gather of the ranks' means and variances. A type conversion after the op reduces the gradient."""
+    """Return an all-gather of means and variances: two of the result's three rows. A conversion after the op reduces the gradient."""
     return (KernelCollective(node, Collective.ALL_GATHER, Collective.NONE, scale=2 / 3, per_rank=True),)
 
 

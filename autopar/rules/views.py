@@ -22,16 +22,16 @@ from autopar.ops.operands import arguments, dtype_of, operands, shape_of
 Words = list[str]
 
 
-def names(ndim: int) -> Words:
+def letters(ndim: int) -> Words:
     """Return a letter for every dim: a, b, c, ..."""
     assert ndim <= 26, ndim
     return [chr(ord("a") + i) for i in range(ndim)]
 
 
-def line(given: Sequence[Words], result: Words, *clauses: str) -> str:
+def line(operand_words: Sequence[Words], result: Words, *clauses: str) -> str:
     """Return the text of a line. Operands and result have one word (such as a letter) for each dim. ``clauses`` name the kernel of a letter
     (``v = masked_embedding``), or the operands in which the op is linear (``linear 0 1``), through which partial sums pass."""
-    return " ; ".join([", ".join(" ".join(words) for words in given) + " -> " + " ".join(result), *clauses])
+    return " ; ".join([", ".join(" ".join(words) for words in operand_words) + " -> " + " ".join(result), *clauses])
 
 
 def dims_of(value: Any, ndim: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
 def expand(node: fx.Node) -> str:
     """expand, broadcast_to: a dim that grows from size 1 has a letter only in the result; each rank creates its slice of it."""
     before, after = source(node), shape_of(node)
-    right = names(len(after))
+    right = letters(len(after))
     if not before:  # a 0-d tensor
         return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
@@ -112,7 +112,7 @@ def expand(node: fx.Node) -> str:
 
 def permute(node: fx.Node) -> str:
     """permute, transpose, t: the same letters in another order."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     given = arguments(node)
     order = list(range(len(words)))
     if "dims" in given:
@@ -126,7 +126,7 @@ def permute(node: fx.Node) -> str:
 
 def select(node: fx.Node) -> str:
     """select: the selected dim disappears, and may not be sharded."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
 
@@ -136,7 +136,7 @@ def slice_(node: fx.Node) -> str:
     before, after = source(node), shape_of(node)
     given = arguments(node)
     dim = dims_of(given["dim"], len(before))[0]
-    words = names(len(before))
+    words = letters(len(before))
     left = words if before[dim] == after[dim] else [w if i != dim else "1" for i, w in enumerate(words)]
     right = words if before[dim] == after[dim] else left
     return line([left], right)
@@ -149,7 +149,7 @@ def same_but(*positions: str) -> Callable[[fx.Node], str]:
     """
 
     def build(node: fx.Node) -> str:
-        words = names(len(source(node)))
+        words = letters(len(source(node)))
         given = arguments(node)
         dims = [dim for name in positions for dim in dims_of(given[name], len(words))]
         return line(
@@ -162,7 +162,7 @@ def same_but(*positions: str) -> Callable[[fx.Node], str]:
 
 def unbind(node: fx.Node) -> str:
     """unbind: the unbound dim disappears, and may not be sharded."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line([unsharded(words, [dim])], words[:dim] + words[dim + 1 :])
 
@@ -172,7 +172,7 @@ def getitem(node: fx.Node) -> str | None:
     parts = meta(operands(node)[0])["val"]
     if not isinstance(parts, tuple | list):
         return None
-    words = names(len(shape_of(node)))
+    words = letters(len(shape_of(node)))
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if any(part.dim() != len(words) for part in tensors):
         return None
@@ -185,7 +185,7 @@ def cat(node: fx.Node) -> str:
     """cat: all dims but the concatenated one; partial sums pass through if every part is one."""
     linear = "linear " + "+".join(str(i) for i in range(len(operands(node))))
     parts = [shape_of(part) for part in operands(node)]
-    words = names(len(shape_of(node)))
+    words = letters(len(shape_of(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
     # torch.cat skips one-dimensional empty parts, for any rank of the others
@@ -196,7 +196,7 @@ def cat(node: fx.Node) -> str:
 def stack(node: fx.Node) -> str | None:
     """stack: the new dim may not be sharded. A single scalar has no rule: it has no dims."""
     parts = operands(node)
-    words = names(len(shape_of(node)))
+    words = letters(len(shape_of(node)))
     if len(parts) == len(words) == 1:
         return None
     dim = dims_of(arguments(node)["dim"], len(words))[0]
@@ -208,7 +208,7 @@ def pad(node: fx.Node) -> str:
     """pad, constant_pad_nd: padded dims may not be sharded, not even one that keeps its size because it is cut on the other side."""
     dims, amounts = len(source(node)), arguments(node)["pad"]  # pairs, starting with the last dim
     padded = {dims - 1 - i // 2 for i, amount in enumerate(amounts) if amount != 0}
-    words = ["1" if dim in padded else word for dim, word in enumerate(names(dims))]
+    words = ["1" if dim in padded else word for dim, word in enumerate(letters(dims))]
     return line([words], words)
 
 
@@ -217,7 +217,7 @@ def repeat_interleave(node: fx.Node) -> str | None:
     given = arguments(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         return None
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     dim = dims_of(given["dim"], len(words))[0]
     right = list(words)
     right[dim] = f"({words[dim]} r={given['repeats']}!)"
@@ -227,7 +227,7 @@ def repeat_interleave(node: fx.Node) -> str | None:
 def repeat(node: fx.Node) -> str:
     """repeat: dims that are not repeated."""
     before, after = source(node), shape_of(node)
-    words = names(len(after))
+    words = letters(len(after))
     grown = len(after) - len(before)
     kept = [i >= grown and before[i - grown] == after[i] for i in range(len(after))]
     right = [w if keep else "1" for w, keep in zip(words, kept, strict=True)]
@@ -243,7 +243,7 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
     def build(node: fx.Node) -> str | None:
         if len(operands(node)) > 1:  # max(x, y)
             return "*, * -> *"
-        words = names(len(source(node)))
+        words = letters(len(source(node)))
         if not words:  # a 0-d tensor
             return line([["*"]], ["*"], *(["linear 0"] if linear else []))
         given = arguments(node)
@@ -265,7 +265,7 @@ def logsumexp(node: fx.Node) -> str:
     if not given["keepdim"]:
         return text
     first = min(dims_of(given["dim"], ndim))
-    words = names(ndim)[:first] + ["1"] * (ndim - first)
+    words = letters(ndim)[:first] + ["1"] * (ndim - first)
     return line([words], words)
 
 
@@ -324,7 +324,7 @@ def attention(node: fx.Node) -> str:
 
 def diff(node: fx.Node) -> str:
     """diff: all dims but the one along which differences are taken, also of the tensors that are prepended and appended."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
     return line([words] * len(operands(node)), words)
@@ -336,7 +336,7 @@ def ring_attention(node: fx.Node) -> str | None:
     query, key, value = (shape_of(given[name]) for name in ("query", "key", "value"))
     if len(query) < 3 or query[-2] != key[-2] or not query[:-3] == key[:-3] == value[:-3]:
         return None
-    rest = [f"{name}!" for name in names(len(query) - 3)]
+    rest = [f"{name}!" for name in letters(len(query) - 3)]
     heads = f"(h={key[-3]}! r={query[-3] // key[-3]}!)" if query[-3] != key[-3] else "h!"
     key_heads = "h!"
     dims = [[*rest, heads, "t", "x!"], [*rest, key_heads, "t", "x!"], [*rest, key_heads, "t", "y!"]]
@@ -358,7 +358,7 @@ def layer_norm(node: fx.Node) -> str:
 
 def group_norm(node: fx.Node) -> str:
     """group_norm: examples only, because channels and positions are normalised together."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     words = words[:1] + [w + "!" for w in words[1:]]
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
@@ -367,7 +367,7 @@ def statistics(kernel: str) -> Callable[[fx.Node], str]:
     """batch_statistics, step_statistics: channels; along the other dims a kernel combines the statistics of the shards."""
 
     def build(node: fx.Node) -> str:
-        words = names(len(source(node)))
+        words = letters(len(source(node)))
         clauses = [f"{word} = {kernel} -> I" for i, word in enumerate(words) if i != 1]
         return line([words], ["1", words[1]], *clauses)
 
@@ -376,13 +376,13 @@ def statistics(kernel: str) -> Callable[[fx.Node], str]:
 
 def normalise(node: fx.Node) -> str:
     """normalise: all dims; the other operands have one element per channel."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words)
 
 
 def local_batch_norm(node: fx.Node) -> str:
     """local_batch_norm: channels; and examples, with a kernel that normalises each shard by its statistics."""
-    words = unsharded(names(len(source(node))), range(2, len(source(node))))
+    words = unsharded(letters(len(source(node))), range(2, len(source(node))))
     return line([words, *([words[1]] for _ in operands(node)[1:])], words, f"{words[0]} = local_batch_norm")
 
 
@@ -418,7 +418,7 @@ def recurrent(node: fx.Node) -> str:
 def pixel_shuffle(node: fx.Node) -> str:
     """pixel_shuffle, pixel_unshuffle: all dims but the last three."""
     count = len(source(node)) - 3
-    lead = names(count)
+    lead = letters(count)
     return line([[*lead, "1", "1", "1"]], [*lead, "1", "1", "1"])
 
 
@@ -426,19 +426,19 @@ def pool(node: fx.Node) -> str:
     """Pools, interpolation: examples and channels."""
     before, after = source(node), shape_of(node)
     places = int(re.search(r"([123])d", op_name(node))[1])  # type: ignore[index]
-    lead = names(len(before) - places)
+    lead = letters(len(before) - places)
     return line([[*lead, *["1"] * places]], [*lead, *["1"] * (len(after) - len(lead))])
 
 
 def cross_entropy(node: fx.Node) -> str | None:
-    """cross_entropy_loss, nll_loss: examples, unless the reduction is a mean; classes (dim 1) may not be sharded.
+    """cross_entropy_loss, nll_loss: all dims but the classes (dim 1), unless the reduction is a mean.
 
     A mean divides by the number of labels that are not ignored, which no rank knows by itself: none of its letters may be sharded.
     """
     given = arguments(node)
     logits = shape_of(operands(node)[0])
     reduction = given["reduction"]
-    words = names(len(logits))
+    words = letters(len(logits))
     if len(words) == 1:
         return None
     if reduction == 1:
@@ -455,7 +455,7 @@ def pointwise_loss(node: fx.Node) -> str:
     with the last dims."""
     if arguments(node)["reduction"] == 0:
         return line([["*"]] * len(operands(node)), ["*"])
-    words = names(max(len(shape_of(operand)) for operand in operands(node)))
+    words = letters(max(len(shape_of(operand)) for operand in operands(node)))
     return line([words[len(words) - len(shape_of(operand)) :] for operand in operands(node)], [])
 
 
@@ -487,7 +487,7 @@ def index(node: fx.Node) -> str | None:
         return None
     if any(dtype_of(item) in (torch.bool, torch.uint8) for item in nodes):
         return None
-    words = names(len(indices))
+    words = letters(len(indices))
     ranks = [len(shape_of(item)) for item in nodes]
     inner = [f"i{k}" for k in range(max(ranks))]
     result = words[: used[0]] + inner + words[used[-1] + 1 :]
@@ -497,7 +497,7 @@ def index(node: fx.Node) -> str | None:
 
 def index_select(node: fx.Node) -> str:
     """index_select: all dims but the one that is indexed, and the indices."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     return line(
         [["1" if i == dim else w for i, w in enumerate(words)], ["i"]],
@@ -512,7 +512,7 @@ def gather(node: fx.Node) -> str | None:
     dim = dims_of(given["dim"], len(sizes[0]))[0]
     words = [
         "1" if i == dim or len(set(n)) > 1 else w
-        for i, (w, *n) in enumerate(zip(names(len(sizes[0])), *sizes, strict=True))
+        for i, (w, *n) in enumerate(zip(letters(len(sizes[0])), *sizes, strict=True))
     ]
     return line([words] * len(sizes), words)
 
@@ -521,13 +521,13 @@ def one_hot(node: fx.Node) -> str | None:
     """one_hot with an explicit number of classes: all dims but the classes."""
     if int(arguments(node)["num_classes"]) < 0:
         return None
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     return line([words], [*words, "1"])
 
 
 def of_rows(node: fx.Node) -> str:
     """kernels_experts.of_rows: the values' dims after the experts; neither experts nor rows."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     return line([unsharded(words, [0]), ["1"] * len(shape_of(operands(node)[1])), ["1"]], ["1", *words[1:]], "linear 0")
 
 
@@ -578,15 +578,15 @@ def addmm(node: fx.Node) -> str:
 
 def glu(node: fx.Node) -> str:
     """glu: all dims but the one that is split into two."""
-    words = names(len(source(node)))
+    words = letters(len(source(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
     return line([words], words)
 
 
 def movedim(node: fx.Node) -> str:
-    """movedim: all dims, permuted as the dims' destinations say."""
-    words = names(len(source(node)))
+    """movedim: all dims, in the order of the result."""
+    words = letters(len(source(node)))
     given = arguments(node)
     moved = dict(zip(dims_of(given["destination"], len(words)), dims_of(given["source"], len(words)), strict=True))
     rest = iter(i for i in range(len(words)) if i not in moved.values())

@@ -26,7 +26,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PeakCounts:
-    """The counts of microbatches at the moment when each device has most in flight.
+    """The counts of microbatches at the moment when the sum of each device's counts is largest.
 
     ``in_flight`` and ``waiting`` (between ``I`` and ``W``) have an entry per stage, ``running`` the running stage of each device.
     """

@@ -65,14 +65,14 @@ def _program(schedule: Schedule) -> _Program:
     found = _Program([], [], last)
     waiting = list(range(pp))
     while waiting:
-        moved = False
+        advanced = False
         for rank in waiting:
             order, k = groups[rank], at[rank]
             while k < len(order):
-                taken = [source[kind, stage][i] for kind, stage, i in order[k]]
-                if None in taken:
+                received = [source[kind, stage][i] for kind, stage, i in order[k]]
+                if None in received:
                     break
-                for (kind, stage, i), number in zip(order[k], taken, strict=True):
+                for (kind, stage, i), number in zip(order[k], received, strict=True):
                     assert number is not None
                     found.waits.append((slot[kind, stage], last[rank], number))
                     found.microbatch.append(i)
@@ -84,9 +84,9 @@ def _program(schedule: Schedule) -> _Program:
                     if device[stage + 1 if kind == "F" else stage - 1] != rank:
                         sent[stage if kind == "F" else stages + stage][i] = last[rank]
                 k += 1
-                moved = True
+                advanced = True
             at[rank] = k
-        assert moved, schedule
+        assert advanced, schedule
         waiting = [rank for rank in waiting if at[rank] < len(groups[rank])]
     return found
 
@@ -100,8 +100,8 @@ def _seconds(parts: Array) -> Array:
 
 def counted(schedule: Schedule, counts: Array) -> Array:
     """Return how often a path contains each part of each stage, from its actions ``counts[..., kind, stage]`` (``_seconds`` transposed)."""
-    forward, whole, inputs, weights = np.moveaxis(counts, -2, 0)
-    return np.stack([forward, whole + inputs, *([whole + weights] if schedule.split else [])])
+    forward, backward, inputs, weights = np.moveaxis(counts, -2, 0)
+    return np.stack([forward, backward + inputs, *([backward + weights] if schedule.split else [])])
 
 
 def parts_of(
@@ -122,8 +122,8 @@ def timeline(
     program, stages = _program(schedule), schedule.stages
     done = _ends(program.waits, _seconds(parts_of(schedule, forward_s, backward_s, weight_s)).tolist())
     return tuple(
-        Span(slot % stages, KINDS[slot // stages], i, max(done[own], done[taken]), stop)
-        for (slot, own, taken), i, stop in zip(program.waits, program.microbatch, done, strict=False)
+        Span(slot % stages, KINDS[slot // stages], i, max(done[previous], done[received]), stop)
+        for (slot, previous, received), i, stop in zip(program.waits, program.microbatch, done, strict=False)
     )
 
 
@@ -141,9 +141,9 @@ def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Arra
         if done[here] <= least_s:
             continue
         while here >= 0:
-            slot, own, taken = waits[here]
+            slot, previous, received = waits[here]
             counts[slot] += 1
-            here = own if done[own] >= done[taken] else taken
+            here = previous if done[previous] >= done[received] else received
         found.append(counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), schedule.stages)))
     return found
 
@@ -151,8 +151,8 @@ def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Arra
 def _ends(waits: list[tuple[int, int, int]], seconds: list[float]) -> list[float]:
     """Return the time at which each action ends; the last entry, which index -1 reads, is the start of actions that wait for nothing."""
     done = [0.0] * (len(waits) + 1)
-    for number, (slot, own, taken) in enumerate(waits):
-        a, b = done[own], done[taken]
+    for number, (slot, previous, received) in enumerate(waits):
+        a, b = done[previous], done[received]
         done[number] = (a if a > b else b) + seconds[slot]
     return done
 
@@ -166,8 +166,8 @@ def simulate_many(schedule: Schedule, parts: Array) -> Array:
     """Return the step's seconds ``[set]`` for many sets of stages at once: ``parts[part, stage, set]``."""
     seconds, waits = _seconds(parts), _program(schedule).waits
     done = np.zeros((len(waits) + 1, seconds.shape[1]))
-    for number, (slot, own, taken) in enumerate(waits):
-        np.maximum(done[own], done[taken], out=done[number])
+    for number, (slot, previous, received) in enumerate(waits):
+        np.maximum(done[previous], done[received], out=done[number])
         done[number] += seconds[slot]
     return np.asarray(done.max(axis=0))
 
@@ -186,7 +186,7 @@ def simulate(
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
-    """Return ``n_s`` of ``textbook_paths`` for each stage: its forwards before its first backward, of which the path ``round`` has one.
+    """Return ``n_s`` of ``textbook_paths`` for each stage: its forwards before its first backward; the path ``round`` contains one of them.
     For GPipe return 1: a path contains all of a stage's forwards, because forwards and backwards are two pipelines in succession."""
     return (1,) * schedule.stages if schedule.name == GPIPE else peak_counts(schedule).in_flight
 

@@ -10,13 +10,13 @@ import numpy as np
 from autopar.search.pareto import Array
 
 
-def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, ...]:
-    """Return cuts that keep the maximum load of a device small. ``shares[device]`` are prefix sums of the layers' loads on that device, and
-    ``device`` is the device of each stage.
+def balanced_cuts(shares: Sequence[Array], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
+    """Return cuts that keep the maximum load of a device small. ``shares[device]`` are prefix sums of the layers' loads on that device;
+    ``rank_of_stage`` has the device (pipeline rank) of each stage.
 
     Bisection over the maximum load: stages are filled one after the other, up to the load that their device may have so far.
     """
-    stages, pp, count = len(device), len(shares), len(shares[0]) - 1
+    stages, pp, count = len(rank_of_stage), len(shares), len(shares[0]) - 1
     chunks = stages // pp
     sums = [share.tolist() for share in shares]
     average = sum(share[-1] for share in sums) / pp**2
@@ -27,14 +27,14 @@ def balanced_cuts(shares: Sequence[Array], device: Sequence[int]) -> tuple[int, 
     def attempt(limit: float, slack: float) -> tuple[float, tuple[int, ...]]:
         bounds, loads = [0], [0.0] * pp
         for s in range(stages - 1):
-            chunk, d = s // pp, device[s]
+            chunk, d = s // pp, rank_of_stage[s]
             at, share = bounds[-1], sums[d]
             until = min(limit, limit * (chunk + 1) / chunks + slack) - loads[d]
             stop = bisect_right(share, share[at] + until * (1 + 1e-9)) - 1
             stop = min(max(stop, at + 1), count - (stages - 1 - s))
             loads[d] += share[stop] - share[at]
             bounds.append(stop)
-        loads[device[-1]] += sums[device[-1]][count] - sums[device[-1]][bounds[-1]]
+        loads[rank_of_stage[-1]] += sums[rank_of_stage[-1]][count] - sums[rank_of_stage[-1]][bounds[-1]]
         return max(loads), (*bounds, count)
 
     for slack in (0.0, largest / 2, largest):
@@ -62,10 +62,10 @@ def even_chunk_cuts(
         extra = [d == 0 and ends[0], d == pp - 1 and ends[1]]
         least, rest = divmod(max(count - sum(extra), 0), chunks)
         sizes[:, d] = least
-        last_first = order if not extra[0] or least else [chunk for chunk in order if chunk] + [0]
+        ordered = order if not extra[0] or least else [chunk for chunk in order if chunk] + [0]
         if extra[1] and not least:
-            last_first = [chunk for chunk in last_first if chunk < chunks - 1] + [chunks - 1]
-        sizes[list(last_first[:rest]), d] += 1
+            ordered = [chunk for chunk in ordered if chunk < chunks - 1] + [chunks - 1]
+        sizes[list(ordered[:rest]), d] += 1
         sizes[0, d] += extra[0]
         sizes[-1, d] += extra[1]
     return (0, *np.cumsum(sizes.ravel()).tolist())

@@ -7,15 +7,15 @@ while another looks better. The search ends when no open configuration has a bou
 the time limit. The reported bound is the minimum of the open configurations' bounds, the closed configurations' bounds, and the
 incumbent's step time.
 
-When the configurations under 1F1B and GPipe can improve the incumbent only a little (``State.nearly_closed``), or have used up their time,
-every pipeline is also tried with the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these
-configurations by their first bounds. Whether or not the schedule is pinned, the next number of chunks is priced only when the previous one
-has the lowest bound, because the cheap bound rises with the number of chunks.
+When all configurations under 1F1B and GPipe are closed, or have used up their time (``SCHEDULES_SHARE``), every pipeline is also tried with
+the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these configurations by their first
+bounds. Whether or not the schedule is pinned, the next number of chunks is priced only when the previous one has the lowest bound, because
+the cheap bound rises with the number of chunks.
 
-Then every configuration is also tried with sequence parallelism in all layers (``SearchOptions.sequences``). These are too many to open:
-each is deferred, with its arithmetic as bound, until an estimate of its first bound is lower than all bounds (``State.defer``). The other
-schedules with uneven stages come last, because many of them have low bounds and few are fast. If data parallelism can use all devices
-(``SearchOptions.sequences_last``), sequence parallelism comes even later, and only if a gap is left; otherwise a note names it.
+Then, once little is left to improve (``State.nearly_closed``), every configuration is also tried with sequence parallelism in all layers
+(``SearchOptions.sequences``). These are too many to open: each is deferred, with its arithmetic as bound, until an estimate of its first
+bound is lower than all bounds. The other schedules with uneven stages come last: many have low bounds, and few are fast. If data
+parallelism can use all devices (``sequences_last``), sequence parallelism comes even later, and only if a gap is left, or a note names it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def price_pins(
 ) -> Plan:
     """Return ``plan``, the result under ``options``, with the price of each pin: the time saved if only that pin is left to the search.
 
-    Each pin needs a search of its own; all of them share ``time_limit_s``. A price has two figures, from the plan found and from the bound,
-    which differ if time runs out. A pin on which another pin depends has no price. ``shared`` as in ``search``.
+    Each pin needs a search of its own; all of them share ``time_limit_s``. A price has two figures, from the plan found and from the bound;
+    they differ by the gap of that search. A pin on which another pin depends has no price. ``shared`` as in ``search``.
     """
     shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
@@ -234,10 +234,10 @@ def _sequences(state: State) -> tuple[SequencePin, ...]:
 
 
 def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
-    """Compute the first bound of every configuration, and return the configurations that have one."""
+    """Compute first bounds until only a third of the time is left (at least one), and return the configurations that have one."""
     opened: list[Group] = []
     found = configurations(graph, cluster.count, state.options, state.prices.pins)
-    todo = _by_mesh(cluster, found)
+    todo = _chunk_groups(cluster, found)
     if not todo:
         raise no_copies_error(found[0].schedule.name)
     for number, group in enumerate(todo):
@@ -247,14 +247,14 @@ def _open_all(graph: Graph, cluster: Devices, state: State) -> list[Group]:
             break
         if state.open(*group):
             opened.append(group)
-    state.say(f"{len(opened)} configurations, none below {state.bound_s:.6g} s")
+    state.say(f"{len(opened)} configurations, lower bound {state.bound_s:.6g} s")
     return opened
 
 
 def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> None:
     """Defer the configurations with each kind and degree of sequence parallelism, under every schedule."""
     state.arithmetic, state.sequences = _arithmetic(graph, cluster, state, opened), True
-    groups = _by_mesh(cluster, configurations(graph, cluster.count, state.options, state.prices.pins))
+    groups = _chunk_groups(cluster, configurations(graph, cluster.count, state.options, state.prices.pins))
     others = [
         [more for even in (True, False) for more in _with_other_schedules(state, group[0], even)] for group in groups
     ]
@@ -284,9 +284,9 @@ def _late_sequences(state: State) -> str:
 
 def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> Array:
     """Compute ``State.arithmetic`` from the FLOPs in the first configuration's prices; zeros if it has no price."""
-    numbers = [state.options.precision]
-    numbers += [kind for name, kind in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
-    fastest = max(cluster.fastest_flops_per_s(name) for name in numbers)  # the bound holds for products of both kinds
+    precisions = [state.options.precision]
+    precisions += [dtype for name, dtype in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
+    fastest = max(cluster.fastest_flops_per_s(name) for name in precisions)  # the bound must hold in each of them
     config = opened[0][0] if opened else None
     instance = None if config is None else state.prices.instance(config)
     if not fastest or config is None or instance is None:
@@ -295,7 +295,7 @@ def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group
     return config.schedule.microbatches * flops / fastest
 
 
-def _by_mesh(cluster: Devices, found: list[Configuration]) -> list[Group]:
+def _chunk_groups(cluster: Devices, found: list[Configuration]) -> list[Group]:
     """Return the configurations that the cluster admits, grouped if they differ only in their number of chunks."""
     groups: dict[Configuration, list[Configuration]] = {}
     for config in found:
@@ -310,7 +310,7 @@ def _no_price(graph: Graph, state: State) -> InfeasibleError:
     layer = graph.layers[worst]
     return InfeasibleError(
         f"no strategy of layer {layer.name} ({layer.cls}) is admissible with {pins or 'these devices'}: a size does not "
-        "divide, or its ops cannot be sharded so",
+        "divide, or its ops cannot be sharded that way",
         f"remove one of the pins: {pins}" if pins else None,
     )
 

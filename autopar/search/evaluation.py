@@ -51,8 +51,8 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of each stage: forward, backward, the deferrable weight gradients in the backward, and communication, per microbatch; and
-    once per step. Also the step time."""
+    """Seconds of each stage: per microbatch forward, backward (``weight_s`` of it are the weight gradients that may be deferred) and
+    communication (part of both), and ``per_step_s`` once per step; and the step time."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -134,7 +134,7 @@ def stage_bytes(instance: Instance, first: int, stage: int, pick: Sequence[int])
     """Return the bytes that a stage needs if its layers, from ``first`` on, have the candidates ``pick``."""
     place = instance.placement.place[stage]
     prices = [instance.table(first + a, place).prices[k] for a, k in enumerate(pick)]
-    return float(Device(instance.schedule, stage, [prices]).most().total)
+    return float(Device(instance.schedule, stage, [prices]).at_peak().total)
 
 
 def regrouped(instance: Instance, first: int, pick: Sequence[int]) -> tuple[int, ...]:
@@ -338,7 +338,7 @@ def duplicated_state_bytes(
 
 def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[Memory]:
     """Return the memory of each pipeline rank at its peak; ``stages`` has the layers' prices of each stage."""
-    return [device.most() for device in devices(schedule, stages)]
+    return [device.at_peak() for device in devices(schedule, stages)]
 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
@@ -416,7 +416,7 @@ def evaluate(
 
     Raises:
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
-        UsageError: copies of a stage would be on unequal devices; or no layer can be computed in parts (``overlap=halves``).
+        UsageError: copies of a stage would be on unequal devices or links; or no layer can be computed in parts (``overlap=halves``).
     """
     strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
     if not admits_copies(cluster, schedule):
@@ -507,8 +507,8 @@ def _price(
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """Return the sort key that orders equally fast strategies by simplicity: some techniques, ZeRO stage and copies, then the other
-    techniques (``Technique.effort``). The plan takes the lowest."""
+    """Return the sort key that orders equally fast strategies, the simplest first: by the first part of each ``Technique.effort``, then by
+    ZeRO stage and copies, then by the second parts."""
     ranks = [technique.effort(value) for technique, value in zip(LAYER, strategy.options.values, strict=True)]
     before, after = ([rank for parts in ranks for rank in parts[i]] for i in (0, 1))
     return *before, strategy.zero, strategy.replicate, *after
@@ -554,14 +554,14 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
     return PricedPlan(instance.config, solution.bounds, strategies, prices, best)
 
 
-def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, plain: PricedPlan) -> PricedPlan:
+def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, priced: PricedPlan) -> PricedPlan:
     """Return the plan with the actual length of segments that end early, at the end of their stage."""
     config = instance.config
-    told, prices = shortened(graph, plain.strategies, solution.bounds), list(plain.prices)
+    actual, prices = shortened(graph, priced.strategies, solution.bounds), list(priced.prices)
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
         pricer = instance.placement.pricers[instance.placement.place[s]]
         for i in range(start, stop):
-            if told[i] != plain.strategies[i]:
-                prices[i] = _price(graph, pricer, i, config.mesh, told[i], config.schedule.microbatches)
+            if actual[i] != priced.strategies[i]:
+                prices[i] = _price(graph, pricer, i, config.mesh, actual[i], config.schedule.microbatches)
     found = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
-    return replace(plain, strategies=told, prices=prices, cost=found)
+    return replace(priced, strategies=actual, prices=prices, cost=found)

@@ -40,7 +40,7 @@ _Spans = dict[tuple[int, int, Regime], _StageFront]
 
 
 def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[float, Solution | None]:
-    """Return the optimal step time and solution below ``cutoff_s`` (``None`` without one), by enumeration of undominated stages.
+    """Return the optimal step time and solution, by enumeration of undominated stages; ``cutoff_s`` and ``None`` if none is below it.
 
     Raises:
         TooManyLabelsError: there are too many labels or combinations, or the deadline has passed.
@@ -94,8 +94,8 @@ class _Labels:
         self.in_flight, self.buffers, self.place, self.limit = regime
         self.one_stage = not instance.schedule.multi_stage  # per device
         self.no_pipeline = instance.schedule.pipeline == 1  # one sum of all seconds leaves fewer labels undominated
-        self.seconds = len(instance.table(first).seconds) + 1
-        self.transient = self.seconds + (1 if self.one_stage else 3)
+        self.live = len(instance.table(first).seconds) + 1  # the first column of bytes, after those of seconds
+        self.transient = self.live + (1 if self.one_stage else 3)
 
     def _columns(self, layer: int) -> Array:
         n, buffers = self.in_flight, self.buffers
@@ -116,7 +116,7 @@ class _Labels:
         label, picks = self._columns(self.first), np.arange(len(table), dtype=np.int32)[:, None]
         joinable = table.segment - 1  # layers that may still join the last one's segment
         if self.one_stage:
-            label[:, self.seconds] += n * (table.at(place).kept - table.at(place).saved)
+            label[:, self.live] += n * (table.at(place).kept - table.at(place).saved)
         found: _Spans = {}
         for layer in range(self.first, stop):
             if layer > self.first:
@@ -131,15 +131,15 @@ class _Labels:
                 label, picks, joinable = label[ok], picks[ok], joinable[ok]
             # resharding at the cuts depends on the first and the last layout
             ends = table.layout_index[picks[:, 0]] * 1000 + instance.table(layer).layout_index[picks[:, -1]]
-            open_ = np.where(joinable > 0, picks[:, -1] * 1000 + joinable, 0) if self.one_stage else 0
-            keep = undominated(label, ends + 1_000_000 * open_, 3 * LABELS)
+            open_segment = np.where(joinable > 0, picks[:, -1] * 1000 + joinable, 0) if self.one_stage else 0
+            keep = undominated(label, ends + 1_000_000 * open_segment, 3 * LABELS)
             label, picks, joinable, ends = label[keep], picks[keep], joinable[keep], ends[keep]
             if len(label) > LABELS:
                 raise TooManyLabelsError
             rows, chosen = label, picks
             if self.one_stage:
-                done = undominated(label[:, : self.seconds], ends)
-                rows, chosen = label[done, : self.seconds], picks[done]
+                done = undominated(label[:, : self.live], ends)
+                rows, chosen = label[done, : self.live], picks[done]
             found[self.first, layer + 1, self.regime] = _StageFront(rows.tolist(), chosen.tolist())
         return found
 
@@ -157,11 +157,11 @@ class _Labels:
         if not (self.one_stage and instance.segmented):
             return label, np.zeros(len(label), dtype=np.int64)
         live, joinable = _joined(instance, layer, place, last, joinable)
-        label[:, self.seconds] += self.in_flight * live
+        label[:, self.live] += self.in_flight * live
         return label, joinable
 
     def _fits(self, label: Array) -> NDArray[np.bool_]:
-        ok = label[:, self.seconds] + label[:, self.transient] <= self.limit
+        ok = label[:, self.live] + label[:, self.transient] <= self.limit
         room = self.instance.placement.tier_limits[self.place]
         for column, i in zip(range(-len(self.instance.offload_tiers), 0), self.instance.offload_tiers, strict=True):
             ok &= label[:, column] <= room[i]

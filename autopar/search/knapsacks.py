@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.search.pareto import Array, Indices, falling
+from autopar.search.pareto import Array, Indices, pareto_points
 from autopar.search.tables import Instance, Regime, Roles, Table
 
 MAX_POINTS = 400
@@ -48,7 +48,7 @@ class Front:
         return Front(self.live[keep], self.cost[keep], self.origin[keep])
 
     def picks(self, point: int) -> list[tuple[int, int]]:
-        """Return the table and the candidate of each layer of a point."""
+        """Return the id of the table and the candidate of each layer of a point."""
         picks: list[tuple[int, int]] = []
         stack = [(self, point)]  # a stage may have more layers than Python allows recursive calls
         while stack:
@@ -64,7 +64,7 @@ class Front:
 
 def layer_front(live: Array, cost: Array, candidates: Indices, table: int) -> Front:
     """Return the Pareto front of one layer's ``candidates``, whose live bytes and costs are ``live`` and ``cost``."""
-    best = falling(live, cost)
+    best = pareto_points(live, cost)
     return Front(live[best], cost[best], candidates[best], table=table)
 
 
@@ -75,7 +75,7 @@ def combined(a: Front, b: Front, limit: float, bound: bool, max_cost: float = np
     """Return the front of the layers of both fronts, up to ``limit`` live bytes and ``max_cost``. Above ``MAX_POINTS`` some points are
     dropped; with ``bound``, neighbours are instead merged into a point with the lower cost and the fewer live bytes of both."""
     live, cost = np.add.outer(a.live, b.live).ravel(), np.add.outer(a.cost, b.cost).ravel()
-    keep = falling(live, cost)
+    keep = pareto_points(live, cost)
     keep = keep[int((cost[keep] > max_cost).sum()) : int(np.searchsorted(live[keep], limit, side="right"))]
     first = last = np.arange(0, len(keep), -(-len(keep) // MAX_POINTS) or 1)
     if bound and len(first):

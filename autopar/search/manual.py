@@ -111,7 +111,7 @@ def manual_plan(
     check_schedule(sized := Schedule(schedule, pipeline, microbatches, chunks))
     own = [chosen[i].under(sized) for i in range(count)]
     check_refused(graph, [given] * count)
-    chosen = dict(enumerate(shortened(graph, [_possible(graph, i, s) for i, s in enumerate(own)], bounds)))
+    chosen = dict(enumerate(shortened(graph, [_supported(graph, i, s) for i, s in enumerate(own)], bounds)))
     for index, strategy in chosen.items():
         _check_strategy(graph, mesh, given, index, strategy)
     check_allowed(allow, _deviations(given, chosen.values()))
@@ -158,18 +158,18 @@ def filled_plan(
         BatchError: the batch does not divide into microbatches.
     """
     given = PlanPins(**{name: checked(name, value) for name, value in pins.items()})  # type: ignore[arg-type]
-    ways = {name: getattr(given, name) or 1 for name in ("tensor", "pipeline", "ulysses", "ring", "expert")}
-    data, odd = divmod(devices, math.prod(ways.values()))
+    degrees = {name: getattr(given, name) or 1 for name in ("tensor", "pipeline", "ulysses", "ring", "expert")}
+    data, odd = divmod(devices, math.prod(degrees.values()))
     if odd or not data or given.data not in (None, data):
-        ways |= {} if given.data is None else {"data": given.data}
+        degrees |= {} if given.data is None else {"data": given.data}
         raise UsageError(
-            f"{devices} devices do not divide into {' x '.join(f'{name} {n}' for name, n in ways.items())}",
+            f"{devices} devices do not divide into {' x '.join(f'{name} {n}' for name, n in degrees.items())}",
             "the product of the degrees must divide the number of devices; data parallelism uses the rest",
         )
     classes = [graph.classes[layer.cls] for layer in graph.layers]
     if given.expert and given.expert > 1 and not any(cls.experts for cls in classes):
         raise UsageError(f"expert={given.expert}: {graph.name} has no mixture of experts", "leave expert out")
-    replicas = data * ways["expert"]
+    replicas = data * degrees["expert"]
     if microbatch is not None:
         count, odd = divmod(graph.batch_size, replicas * microbatch)
         if odd or not count or given.microbatches not in (None, count):
@@ -194,7 +194,7 @@ def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
     return make_mesh(*((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor")))
 
 
-def _possible(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
+def _supported(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
     """Return the strategy, with techniques that the layer does not support set to their defaults."""
     cls = graph.layers[layer].cls
     return strategy.with_options(**{t.name: t.default for t, _ in strategy.options.chosen if t.refusal(graph, cls)})
@@ -290,11 +290,11 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index
                 f"{technique.name}={value}: {graph.layers[index].name} {reason}",
                 f"leave {technique.name} out, or take other roles",
             )
-    ways, microbatches = strategy.degree(mesh, *BATCHES), given.microbatches or 1
-    shares = microbatches * ways
+    data_ranks, microbatches = strategy.degree(mesh, *BATCHES), given.microbatches or 1
+    shares = microbatches * data_ranks
     if graph.batch_size % shares:
         raise BatchError(
             f"a global batch of {graph.batch_size} does not divide into {microbatches} microbatches "
-            f"on {ways} data-parallel devices (layer {index}, {graph.layers[index].name})",
+            f"on {data_ranks} data-parallel devices (layer {index}, {graph.layers[index].name})",
             f"use a global batch that is a multiple of {shares}",
         )

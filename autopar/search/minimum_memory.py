@@ -27,8 +27,8 @@ _ROUNDING = 1e-9  # relative: sums of the same bytes in another order
 
 
 def least_memory(instance: Instance) -> tuple[float, Solution]:
-    """Return the largest share of its memory limit that any device needs in the solution that makes this share smallest, and the solution.
-    With one stage on each device it is the optimum; with several stages a heuristic finds it, and the share is an upper bound."""
+    """Return the share of its memory limit that the fullest device needs, and the solution that makes it smallest. With one stage on each
+    device this is the optimum; with several stages a heuristic finds it, and the share is an upper bound."""
     solution = _balanced(instance) if instance.schedule.multi_stage else _one_stage(instance)
     return max(shares_of_limits(instance, solution)), solution
 
@@ -40,7 +40,7 @@ def is_feasible(instance: Instance) -> bool:
 
 def least_share(instance: Instance, weights_only: bool = False) -> float:
     """Return a cheap lower bound of the share of ``least_memory``: all layers divided evenly over all devices, and one layer's transients.
-    With ``weights_only`` it leaves out activations and transients; it then also holds with segments of several layers as candidates."""
+    With ``weights_only`` (then valid with longer segments, too), or several stages on a device, it counts no activations or transients."""
     exact = not (weights_only or instance.schedule.multi_stage)
     layers = np.full(len(instance.kinds), np.inf)
     working = np.full(len(instance.kinds), np.inf if exact else 0.0)
@@ -101,7 +101,7 @@ def _one_stage(instance: Instance) -> Solution:
     cuts. As long as tied layers are undecided, this is a relaxation.
     """
     count, stages = instance.layers, instance.schedule.pipeline
-    spans = {regime: _least_memory(instance, regime) for regime in instance.regimes}
+    spans = {regime: _least_stage_bytes(instance, regime) for regime in instance.regimes}
     shares = {regime: spans[regime][0] / regime[-1] for regime in spans}
     best = np.where(np.arange(count + 1) == 0, 0.0, np.inf)
     begins: list[Indices] = []  # by stage: the best first layer, by end
@@ -120,13 +120,13 @@ def _one_stage(instance: Instance) -> Solution:
     return Solution(tuple(bounds), tuple(pick))
 
 
-def _least_memory(instance: Instance, regime: Regime) -> tuple[Array, Array]:
+def _least_stage_bytes(instance: Instance, regime: Regime) -> tuple[Array, Array]:
     """Return ``[i, j]``: the minimum bytes of a stage of layers i..j-1, and the level of transients at which it is reached."""
     return _by_segment(instance, regime) if instance.segmented else _by_layer(instance, regime)
 
 
 def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
-    """Return ``_least_memory`` if no layers are recomputed as one: a stage's memory depends only on its composition."""
+    """Return ``_least_stage_bytes`` if no layers are recomputed as one: a stage's memory depends only on its composition."""
     n, buffers, place, _ = regime
     runs, tables = compositions(instance), instance.at(place)
     working = [table.transient_bytes(buffers) for table in tables]
@@ -142,7 +142,7 @@ def _by_layer(instance: Instance, regime: Regime) -> tuple[Array, Array]:
 
 
 def _by_segment(instance: Instance, regime: Regime) -> tuple[Array, Array]:
-    """Return ``_least_memory`` if several layers may be recomputed as one: the order of a stage's layers matters, too."""
+    """Return ``_least_stage_bytes`` if several layers may be recomputed as one: the order of a stage's layers matters, too."""
     _, buffers, place, _ = regime
     levels = np.unique(np.concatenate([table.transient_bytes(buffers) for table in instance.at(place)]))
     best = np.full((instance.layers + 1,) * 2, np.inf)
@@ -291,10 +291,10 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
 
     ``unpriced`` configurations may still fit.
     """
-    by_stage = memories(instance, solution)
+    by_rank = memories(instance, solution)
     limits = instance.placement.limit
-    worst = max(range(len(by_stage)), key=lambda s: by_stage[s].total / limits[s])
-    live = by_stage[worst]
+    worst = max(range(len(by_rank)), key=lambda s: by_rank[s].total / limits[s])
+    live = by_rank[worst]
     spans = [solution.bounds[s : s + 2] for s in instance.schedule.stages_of(worst)]
     i, j = max(spans, key=lambda span: span[1] - span[0])
     part, size = _largest_part(live)
@@ -310,7 +310,7 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     where = f"layer {graph.layers[i].name}"
     if j - i > 1:
         where = f"layers {graph.layers[i].name} to {graph.layers[j - 1].name}"
-    enough = max(int(m.total) for m in by_stage)
+    enough = max(int(m.total) for m in by_rank)
     limit, hint = (
         gigabytes(limits[worst]),
         f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would suffice",

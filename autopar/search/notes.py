@@ -88,13 +88,13 @@ def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
         layer.name: pricer.not_splittable_reason(layer.cls, plan.mesh, layer.strategy, plan.microbatches)
         for layer in wanted
     }
-    whole = {name: reason for name, reason in reasons.items() if reason}
-    if wanted and len(whole) == len(wanted):
-        raise not_splittable_error(wanted[0].strategy.options, whole)
-    if not whole:
+    unsplit = {name: reason for name, reason in reasons.items() if reason}
+    if wanted and len(unsplit) == len(wanted):
+        raise not_splittable_error(wanted[0].strategy.options, unsplit)
+    if not unsplit:
         return ()
-    name, how = next(iter(whole)), parts_phrase(wanted[0].strategy.options)
-    return (f"{len(whole)} of {len(wanted)} layers are not computed {how}: {name} {whole[name]}",)
+    name, how = next(iter(unsplit)), parts_phrase(wanted[0].strategy.options)
+    return (f"{len(unsplit)} of {len(wanted)} layers are not computed {how}: {name} {unsplit[name]}",)
 
 
 def odd_experts(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def best_plan(
     """Return the fastest of the plans that ``find`` returns for the candidates, each in an equal share of the time limit; its bound is the
     minimum of all bounds.
 
-    A less exact plan must be faster by more than the gap at which a search stops. ``refused`` is called with the reason if the model can't
+    A less exact plan must be faster by more than the target gap. ``refused`` is called with the reason if the model can't
     be captured with a number of microbatches. With several candidates pins are not priced.
     """
     if len(candidates) == 1:
@@ -78,7 +78,7 @@ def best_plan(
             allow = {name for name in share.allow if name not in LAYER_DEVIATIONS or name in numerics.narrow}
             plans.append(find(numerics, dataclasses.replace(share, allow=allow)))
         except CaptureError as error:  # such as a batch norm over one row
-            refused(f"not as {numerics.microbatches} microbatches: {error.message}")
+            refused(f"cannot be captured with {numerics.microbatches} microbatches: {error.message}")
         except InfeasibleError as error:
             why = error  # the last error is that of the smallest microbatches, which need the least memory
     if not plans:

@@ -68,16 +68,16 @@ class SearchOptions(PlanPins):
         for name in PINS:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked(name, given))
-        some = {}
+        named = {}
         for key, value in self.pin.items():
             value = checked(key, value)
             if "." in key:
-                some[key] = value
+                named[key] = value
             elif (given := getattr(self, key)) not in (None, value):
                 raise UsageError(f"{key} is pinned to {given} and to {value}", "pin it once")
             else:
                 object.__setattr__(self, key, value)
-        object.__setattr__(self, "pin", some)
+        object.__setattr__(self, "pin", named)
         check_allowed(self.allow, self.deviations)
 
     @property
@@ -99,8 +99,8 @@ class SearchOptions(PlanPins):
     @property
     def pins(self) -> dict[str, Value]:
         """Every pin by its key; the pins of named layers come last."""
-        whole = {name: value for name in PINS if (value := getattr(self, name)) is not None}
-        return {**whole, **self.pin}
+        of_all = {name: value for name in PINS if (value := getattr(self, name)) is not None}
+        return {**of_all, **self.pin}
 
     @property
     def decides_sequences(self) -> bool:

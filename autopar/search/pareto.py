@@ -54,7 +54,7 @@ def _no_worse(some: Array, others: Array) -> NDArray[np.bool_]:
     return found
 
 
-def falling(live: Array, cost: Array) -> Indices:
+def pareto_points(live: Array, cost: Array) -> Indices:
     """Return the indices of the Pareto points of live bytes and cost, by ascending bytes."""
     order = np.argsort(live, kind="stable")
     cost = cost[order]

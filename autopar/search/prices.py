@@ -202,19 +202,19 @@ class Prices:
         copies = not tied or pins.replicate is not None
         # pricers and candidates live as long as the tables, so ids are unique; pins with equal candidates share a table
         refused, limit = self._refused(cls), max(self._places(config.schedule.pipeline).limit)
-        least = {
+        small = {
             t: t.min_memory_share * limit
             for t in LAYER
             if t.min_memory_share and pins.of(t.name) is None and not refused[t.name]
         }
-        key = (cls, id(every), config.mesh, m, tied, copies, config.schedule.split, *least.values(), *map(id, pricers))
+        key = (cls, id(every), config.mesh, m, tied, copies, config.schedule.split, *small.values(), *map(id, pricers))
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
             for strategy in every:
                 if strategy.replicate > 1 and not copies:
                     continue
-                if any(self._is_small(cls, config, strategy, technique, most) for technique, most in least.items()):
+                if any(self._is_small(cls, config, strategy, technique, most) for technique, most in small.items()):
                     continue
                 at = tuple(p for pricer in pricers if (p := pricer.layer(cls, config.mesh, strategy, m)) is not None)
                 if len(at) == len(pricers):
@@ -229,7 +229,7 @@ class Prices:
             return False
         plain, m = strategy.with_options(**{technique.name: technique.default}), config.schedule.microbatches
         pricers = self._places(config.schedule.pipeline).pricers
-        return all(_takes(pricer.layer(cls, config.mesh, plain, m), most) for pricer in pricers)
+        return all(_is_at_most(pricer.layer(cls, config.mesh, plain, m), most) for pricer in pricers)
 
     def chain(self, layer: int) -> int:
         """Return the maximum number of layers of this layer's class that may be recomputed as one."""
@@ -288,7 +288,7 @@ class Prices:
         return sorted(common or (), key=lambda pair: ([role.value for role in pair[0]], pair[1]))
 
 
-def _takes(price: LayerPrice | None, most: float) -> bool:
+def _is_at_most(price: LayerPrice | None, most: float) -> bool:
     """Return whether a layer has a price with at most ``most`` saved and transient bytes."""
     return price is not None and price.saved_bytes + price.transient_bytes <= most
 

@@ -133,8 +133,8 @@ class PriceSource(Protocol):
 class Devices(Protocol):
     """The part of a cluster that the search reads. ``str()`` is its name in the plan. Equal devices have equal prices.
 
-    ``stages`` returns the devices of each stage of a pipeline, ``borders`` the links over which each stage but the last sends.
-    """
+    ``stages`` returns the devices of each stage of a pipeline, ``borders`` the links over which each stage but the last sends. FLOP/s are
+    of all devices together (0: unknown), limits per device."""
 
     def stages(self, pipeline: int) -> Sequence[Devices]: ...
     def borders(self, pipeline: int) -> Sequence[Devices]: ...
@@ -267,14 +267,14 @@ class Candidates:
         """A few strategies, perhaps none of them a candidate, one of which takes no longer for a microbatch than the fastest candidate:
         each candidate does the work of one of them, or more."""
         stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
-        whole, cut = (
-            dict.fromkeys(w.quickest for z in stages for w in self.options[z] if (z >= 2) == late)
-            for late in (False, True)
+        low, high = (
+            dict.fromkeys(o.quickest for z in stages for o in self.options[z] if (z >= 2) == is_high)
+            for is_high in (False, True)
         )
         return tuple(
             Strategy(roles, zero, 1, options)
             for roles in self.roles
-            for zero, under in ((1, whole), (3, cut))
+            for zero, under in ((1, low), (3, high))
             for options in under
         )
 
@@ -335,7 +335,7 @@ def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
 
 @lru_cache(1024)
 def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...]:
-    """Return every combination of techniques' values that pins and conflicts allow for a layer under a ZeRO stage."""
+    """Return the combinations of techniques' values to try for a layer under a ZeRO stage: pins, conflicts and ``is_tried_with`` decide."""
     allowed: list[tuple[str, ...]] = []
     for technique in LAYER:
         values = technique.allowed(pins.of, context)
@@ -345,9 +345,9 @@ def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...
     found = [Options(**each) for each in every if not any(conflict(t, each[t.name], each) for t in LAYER)]
     for technique in LAYER:
         if pins.of(technique.name) is None:
-            pays = [options for options in found if technique.is_tried_with(options[technique], options)]
-            paying = {options[technique] for options in pays}
-            found = [options for options in found if options in pays or options[technique] not in paying]
+            tried = [options for options in found if technique.is_tried_with(options[technique], options)]
+            values_tried = {options[technique] for options in tried}
+            found = [options for options in found if options in tried or options[technique] not in values_tried]
     return tuple(found)
 
 
@@ -368,11 +368,11 @@ def _suffixes(
         Role.ULYSSES: pinned.ulysses,
         Role.TENSOR: pinned.tensor,
     }
-    some = range(len(mesh) + 1)
-    asked = {role: some if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
-    asked[Role.EXPERT] = asked[Role.EXPERT] if experts else (0,)
+    any_number = range(len(mesh) + 1)
+    tried = {role: any_number if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
+    tried[Role.EXPERT] = tried[Role.EXPERT] if experts else (0,)
     found: list[tuple[Role, ...]] = []
-    for numbers in itertools.product(*asked.values(), some):
+    for numbers in itertools.product(*tried.values(), any_number):
         counts = dict(zip(pins, numbers, strict=True))
         tensor = counts[Role.TENSOR]
         if sum(numbers) > len(mesh):
@@ -401,9 +401,9 @@ def _wanted(
         return degree == pin
     if role is Role.TENSOR:
         return degree <= MOST_NODES * gpus_per_node
-    beside = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
-    node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
-    return degree == 1 or (role in roles and beside in ([], node))
+    others = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
+    over_node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
+    return degree == 1 or (role in roles and others in ([], over_node))
 
 
 def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:
@@ -453,10 +453,10 @@ def configurations(
         if options.microbatches not in counts:
             why = graph.unmicrobatchable or f"a global batch of {graph.batch_size} does not divide into that many"
             coupled = graph.unmicrobatchable and graph.accumulated == 1
-            leave = "; allow={'microbatch_statistics'} takes more, and is not exact" if coupled else ""
+            hint = "; allow={'microbatch_statistics'} admits others, but is not exact" if coupled else ""
             raise UsageError(
                 f"{options.microbatches} microbatches are not possible: {why}",
-                f"the numbers that fit are {', '.join(map(str, counts))}{leave}",
+                f"the numbers that fit are {', '.join(map(str, counts))}{hint}",
             )
         counts = [options.microbatches]
     data = [pins.data for pins in pinned if pins.data is not None]

@@ -26,14 +26,14 @@ from autopar.search.prices import Prices
 from autopar.search.problem import Configuration, PriceSource, SequencePin, context_of, may_split
 from autopar.search.tables import Instance
 
-NEAR = 0.05
-"""Further configurations are opened once open ones can shorten the step by at most this share."""
+NEARLY_CLOSED = 0.05
+"""Sequence parallelism in all layers may be opened once open configurations can shorten the step by at most this share."""
 
-TO_OPEN = 0.15
+OPENING_SHARE = 0.15
 """The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
 
 SMALL_LAYERS = 16
-"""Maximum number of compiled layers for which schedules with split backwards are tried, which leave layers eager."""
+"""Schedules that split backwards leave layers eager: for models with compiled layers they are tried up to this number of layers."""
 
 
 @dataclass(order=True)
@@ -121,14 +121,14 @@ class State:
 
     @property
     def nearly_closed(self) -> bool:
-        """Whether open configurations can improve the incumbent by at most ``NEAR``."""
-        return self.bound_s >= self.step_s * (1 - NEAR)
+        """Whether open configurations can improve the incumbent by at most ``NEARLY_CLOSED``."""
+        return self.bound_s >= self.step_s * (1 - NEARLY_CLOSED)
 
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
     def open(self, config: Configuration, *more: Configuration) -> bool:
-        """Open a configuration, and those that differ from it only by ``more`` chunks, with a first bound; return whether it has one."""
+        """Open ``config``, and ``more`` that differ from it only by more chunks, with its first bound; return whether it has one."""
         least = self.prices.least_time_s(config)
         if least is None:
             return False
@@ -145,8 +145,8 @@ class State:
         if key not in self.estimates:
             self.estimates[key] = self._estimate([group[-1].schedule for group in groups], *key)
         estimate_s, bound_s = self.estimates[key]
-        following = DeferredNode(estimate_s, next(self.counter), bound_s, groups, sequence)
-        heapq.heappush(self.deferred, following)
+        node = DeferredNode(estimate_s, next(self.counter), bound_s, groups, sequence)
+        heapq.heappush(self.deferred, node)
 
     def _estimate(self, schedules: Sequence[Schedule], first: Schedule, n: int) -> tuple[float, float]:
         """Return ``DeferredNode``'s estimate and bound for sequence parallelism of degree ``n`` under the fastest of ``schedules``.
@@ -162,32 +162,32 @@ class State:
 
     def _open_next(self) -> None:
         """Open the deferred configurations with the lowest estimate."""
-        following = heapq.heappop(self.deferred)
-        if following.bound_s >= self.cutoff_s:
+        node = heapq.heappop(self.deferred)
+        if node.bound_s >= self.cutoff_s:
             return
-        for group in following.groups:
-            if not self.open(*(replace(config, sequence=following.sequence) for config in group)):
+        for group in node.groups:
+            if not self.open(*(replace(config, sequence=node.sequence) for config in group)):
                 return  # a layer has no candidate, whatever the schedule
 
     def price(self) -> None:
         """Price the configuration with the lowest bound among those without prices."""
-        following = heapq.heappop(self.to_price)
-        config, *more = following.configurations
+        node = heapq.heappop(self.to_price)
+        config, *more = node.configurations
         instance = self.prices.instance(config)
         if instance is None:  # a layer has no candidate, whatever the number of chunks
             return
         self.priced.append(instance)
-        bound_s = max(following.bound_s, cheap_bound(instance))
+        bound_s = max(node.bound_s, cheap_bound(instance))
         if least_share(instance, weights_only=True) <= 1:  # otherwise nothing fits, whatever is recomputed
             self.push(instance, bound_s)
         if more:
             heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), tuple(more)))
 
     def pop(self) -> SearchNode | None:
-        """Return the configuration with the lowest bound; ``None`` if no bound is low enough to continue, or time is out."""
+        """Open and price configurations as needed and as time permits; return the one with the lowest bound, if below ``cutoff_s``."""
         while self.left_s() > 0:
             worth_s = min(self.cutoff_s, self._lowest_s(), self._unpriced_s())
-            late = worth_s == self.cutoff_s or self.left_s() < TO_OPEN * self.options.time_limit_s
+            late = worth_s == self.cutoff_s or self.left_s() < OPENING_SHARE * self.options.time_limit_s
             if self.deferred and (late or self.deferred[0].estimate_s < worth_s):
                 self._open_next()
             elif self._unpriced_s() < min(self.cutoff_s, self._lowest_s()):

@@ -81,11 +81,11 @@ def _bounding(bound: Bound) -> Step:
 
 
 def retry_in_segments(state: State, node: SearchNode) -> None:
-    """Continue a configuration for which no plan fits: try segments of several layers, which need less memory and are never faster, except
-    if they replace offloading."""
+    """Continue a configuration for which no plan fits: try segments of several layers, which need less memory. The bound so far may include
+    what would free memory without them."""
     instance = segmented(state, node.instance)
     if instance is not None:
-        state.push(instance, cheap_bound(instance) if instance.offload_tiers else node.bound_s)
+        state.push(instance, cheap_bound(instance))
 
 
 def proved_infeasible(instance: Instance, deadline: float) -> bool:
@@ -138,7 +138,7 @@ def _linear(state: State, node: SearchNode) -> None:
 def _textbook(state: State, node: SearchNode) -> None:
     """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
     incumbent discards other configurations, and is worth more than a better bound. There is no such early solution if those with other
-    numbers of chunks were slow, nor after too many in a row that improved nothing."""
+    numbers of chunks were slow, or if the latest ones took too long and improved nothing (``WASTE_LIMIT``)."""
     bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
     config = node.instance.config
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
@@ -174,14 +174,14 @@ def _construct(state: State, node: SearchNode) -> None:
 def _find_solution(state: State, instance: Instance) -> float:
     """Search for a solution of the configuration; return its seconds, or infinity if none was found."""
     state.opened += 1
-    decided = _dive(state, instance)
-    if decided is None:
+    child = _dive(state, instance)
+    if child is None:
         return np.inf
-    decided.cuts[:] = instance.cuts
-    found = construct(decided, state.deadline, state.step_s)
+    child.cuts[:] = instance.cuts
+    found = construct(child, state.deadline, state.step_s)
     if found is None:
         return np.inf
-    state.offer(decided, found[1])
+    state.offer(child, found[1])
     return found[0]
 
 

@@ -185,7 +185,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where the stages of a pipeline run: each stage's place, the link over which it sends (but the last stage), and its device's limit.
+    """Where the stages of a pipeline run: each stage's place, the link over which each but the last sends, and its device's limit.
 
     ``place`` and ``link`` are indices of distinct devices and links; a send to a stage on the same device has no link. ``tier_limits`` has,
     for each place, a device's share of its node's offload tiers (``OFFLOAD_TIERS``).
@@ -196,8 +196,8 @@ class StagePlaces:
     limit: tuple[float, ...]
     tier_limits: tuple[tuple[float, ...], ...]
     pricers: tuple[PriceSource, ...] = field(compare=False)
-    resharding: tuple[TransferTimes, ...] = field(compare=False)  # resharding, by place
-    sends: tuple[TransferTimes, ...] = field(compare=False)  # sends, by link
+    resharding: tuple[TransferTimes, ...] = field(compare=False)  # by place
+    sends: tuple[TransferTimes, ...] = field(compare=False)  # by link
 
 
 Regime = tuple[int, int, int, float]
@@ -213,9 +213,7 @@ class Instance:
     kind: Indices
     placement: StagePlaces
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
-    known: dict[tuple[object, ...], Any] = field(
-        default_factory=dict, compare=False
-    )  # cached results of ``knapsacks`` and of bounds
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)  # cached ``Knapsacks``
     cuts: list[Array] = field(default_factory=list, compare=False)  # the mean cuts of the latest relaxation
 
     @property
@@ -267,7 +265,7 @@ class Instance:
     def _by_stage(self) -> tuple[Regime, ...]:
         counts = self.in_flight.tolist(), pipeline_buffers(self.schedule)
         at = self.placement.place, self.placement.limit
-        return tuple(zip(*counts, *at, strict=False))  # of each device's first stage
+        return tuple(zip(*counts, *at, strict=False))
 
     @cached_property
     def regimes(self) -> tuple[Regime, ...]:

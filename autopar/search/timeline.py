@@ -2,7 +2,7 @@
 
 Parameters, gradients and optimizer state count as live throughout (gradients only exist from the first backward on, but nothing else uses
 their memory before). A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them when it ends.
-If backwards are split, I replaces them with the *waiting* bytes, which W frees. While an action runs, its stage's transients are live, too.
+If backwards are split, ``I`` replaces them with the *waiting* bytes, which ``W`` frees. The transients of a running stage are live, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Device:
             sum(int(p.optimizer_bytes) for p in every),
         )
 
-    def most(self) -> Memory:
+    def at_peak(self) -> Memory:
         """Return the live memory at its peak."""
         return Memory(*self.state, *peak(self.schedule, self.device, self.stages)[:2])
 

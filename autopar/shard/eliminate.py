@@ -88,14 +88,14 @@ def _eliminate(problem: Problem, factors: list[_Factor], sizes: dict[str, int]) 
     return {name: chosen[name] for name in problem.options}
 
 
-Near = dict[str, set[str]]
+Neighbours = dict[str, set[str]]
 
 
 def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
     """Return an elimination order by the first of three greedy measures under which no table is too large: smallest table to minimise over,
-    smallest remaining table, fewest new edges."""
+    smallest remaining table, least fill-in (new edges, each weighted by the product of its variables' sizes)."""
     found = []
-    for measure in (_table, _left, _ties):
+    for measure in (_table_size, _remaining, _fill_in):
         largest = _ordered(factors, sizes, measure)
         if max(largest.values(), default=0) <= MAX_ENTRIES:
             return list(largest)
@@ -104,25 +104,25 @@ def _order(factors: list[_Factor], sizes: dict[str, int]) -> list[str]:
     raise TableTooLargeError(f"{name}: {entries} entries")
 
 
-Measure = Callable[[str, Near, dict[str, int], dict[str, int]], tuple[int, ...]]
+Measure = Callable[[str, Neighbours, dict[str, int], dict[str, int]], tuple[int, ...]]
 
 
-def _table(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
+def _table_size(name: str, near: Neighbours, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
     return (entries[name],)
 
 
-def _left(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
+def _remaining(name: str, near: Neighbours, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
     return (entries[name] // sizes[name],)
 
 
-def _ties(name: str, near: Near, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
+def _fill_in(name: str, near: Neighbours, entries: dict[str, int], sizes: dict[str, int]) -> tuple[int, ...]:
     group = near[name] - {name}
     return (sum(sizes[a] * sizes[b] for a in group for b in group - near[a] if a < b), entries[name])
 
 
 def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) -> dict[str, int]:
     """Return the variables in elimination order, with the sizes of their tables."""
-    near: Near = {name: {name} for name in sizes}  # for each variable, those that share a factor with it, and itself
+    near: Neighbours = {name: {name} for name in sizes}  # for each variable, itself and those in a common factor
     for factor in factors:
         for name in factor.variables:
             near[name].update(factor.variables)
@@ -142,7 +142,7 @@ def _ordered(factors: list[_Factor], sizes: dict[str, int], measure: Measure) ->
             near[v] = (near[v] | group) - {name}
         for v in group:
             entries[v] = math.prod(sizes[u] for u in near[v])
-        for v in group.union(*(near[u] for u in group)) if measure is _ties else group:
+        for v in group.union(*(near[u] for u in group)) if measure is _fill_in else group:
             measured[v] = measure(v, near, entries, sizes)
             heapq.heappush(waiting, (measured[v], v))
     return largest

@@ -44,7 +44,7 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
 
 
 def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Return whether the role allows this conversion of an activation; tensor+rows allows any for a norm's sums (last dim of size 1)."""
+    """Return whether the role allows this conversion of an activation; tensor+rows allows any if 1-d or a norm's sums (last dim 1)."""
     if role is Role.TENSOR_WEIGHTS:
         return not source.sharded
     if role is not Role.TENSOR_ROWS or len(shape) < 2 or shape[-1] == 1:
@@ -70,5 +70,5 @@ def stored(role: Role, shape: tuple[int, ...], size: int, of_experts: bool) -> l
         return [S(0)] if of_experts and shape[0] % size == 0 else [I]
     if role is not Role.TENSOR_WEIGHTS:
         return None
-    whole = [d for d, extent in enumerate(shape) if extent % size == 0 and extent > 1]
-    return [S(whole[-1])] if whole else None
+    divisible = [d for d, extent in enumerate(shape) if extent % size == 0 and extent > 1]
+    return [S(divisible[-1])] if divisible else None

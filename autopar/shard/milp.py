@@ -33,7 +33,7 @@ def solve_milp(problem: Problem) -> dict[str, int] | None:
             choose.SetCoefficient(variable, 1)
             objective.SetCoefficient(variable, cost)
 
-    def serve(name: str, target: SpmdType, wanted: list[pywraplp.Variable]) -> None:
+    def require(name: str, target: SpmdType, wanted: list[pywraplp.Variable]) -> None:
         row = solver.Constraint(0 if wanted else 1, solver.infinity(), f"convert[{name},{target}]")
         for variable in wanted:
             row.SetCoefficient(variable, -1)
@@ -57,9 +57,9 @@ def solve_milp(problem: Problem) -> dict[str, int] | None:
             for option, variable in zip(problem.options[reader], x[reader], strict=True):
                 wanted.setdefault(option.operands[index], []).append(variable)
             for target, variables in wanted.items():
-                serve(name, target, variables)
+                require(name, target, variables)
         for target in problem.demands[name]:
-            serve(name, target, [])
+            require(name, target, [])
     parameters = pywraplp.MPSolverParameters()
     # by default, the solver accepts a solution one ten-thousandth above the optimum as optimal
     parameters.SetDoubleParam(pywraplp.MPSolverParameters.RELATIVE_MIP_GAP, 0.0)

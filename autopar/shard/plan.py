@@ -24,7 +24,7 @@ Solve = Callable[[LayerClass, Role, int], AxisTypes | None]
 
 
 def role_types(graph: Graph, layer: int, role: Role, size: int) -> AxisTypes | None:
-    """Return the solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``.
+    """Return the solution of layer ``layer`` (an index) on axes in ``role`` whose sizes multiply to ``size``; ``None`` if infeasible.
 
     A parameter of several layers has the same layout in all of them: that of the last one (the head, for a tied embedding).
     """
@@ -169,11 +169,11 @@ def _check_borders(graph: Graph, shardings: list[Sharding]) -> None:
             for step in conversion_steps(shardings[maker].output(index), wanted):
                 for dim, extent in enumerate(graph.values[name].shape):
                     axes = zip(shardings[reader].axes, step.after, strict=True)
-                    ways = math.prod(axis.size for axis, t in axes if t.dim == dim)
-                    if extent % ways:
+                    shards = math.prod(axis.size for axis, t in axes if t.dim == dim)
+                    if extent % shards:
                         raise UsageError(
                             f"{name} cannot go from {graph.layers[maker].name} to {layer.name}: an intermediate layout would shard "
-                            f"its dim {dim}, of {extent}, {ways} ways",
+                            f"its dim {dim}, of {extent}, {shards} ways",
                             "give the two layers more similar roles",
                         )
 

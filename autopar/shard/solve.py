@@ -26,12 +26,12 @@ def solve(cls: LayerClass, role: Role, size: int = 2, fixed: tuple[tuple[str, Sp
         if value.shape and (t is None or (t.dim is not None and value.shape[t.dim] % size)):
             return None
     rules = hash(tuple(TABLE.items()))
-    alike = (d for d in range(2, size) if size % d == 0 and _shares(cls, d, rules) == _shares(cls, size, rules))
+    alike = (d for d in range(2, size) if size % d == 0 and _size_key(cls, d, rules) == _size_key(cls, size, rules))
     return _solve(cls, role, next(alike, size), fixed, rules)
 
 
 @cached_for_graphs(maxsize=4096)
-def _shares(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
+def _size_key(cls: LayerClass, size: int, rules: int) -> tuple[float, ...]:
     """Return the properties of an axis's size on which a ``Problem`` depends: which dims it divides, and how much padding enlarges others.
 
     Axis sizes with equal results have the same solution, because costs are compared at a reference size.

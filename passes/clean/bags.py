@@ -11,15 +11,15 @@ from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from passes.clean.nodes import add, aten, calls, replace
 
 _SUM, _MEAN = 0, 1
-_OTHERWISE = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
+_UNSUPPORTED = {3: "scale_grad_by_freq", 5: "sparse", 7: "include_last_offset"}
 
 
 def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``embedding_bag`` of a table of indices, each row of which is a bag, becomes ``embedding`` and a sum or mean over the row.
+    """``embedding_bag`` becomes ``embedding`` and a sum or mean over each bag, if the bags are the rows of a matrix of indices.
 
     ``nn.EmbeddingBag`` calls the op in this form for a two-dimensional input: it flattens the input, and passes offsets that grow by the
-    length of a row. Bags of other lengths, and the maximum of a bag (which sends its gradient to one of several equal elements), stay
-    torch's op, which no axis shards.
+    length of a row. Bags of other lengths, options (``_UNSUPPORTED``), and the maximum of a bag (whose gradient goes to one of several
+    equal elements) stay torch's op, which no axis shards.
     """
     for node in calls(gm, aten.embedding_bag.padding_idx):
         weight, flat, offsets = args_of(node)[:3]
@@ -28,7 +28,7 @@ def bags_pass(gm: fx.GraphModule) -> fx.GraphModule:
         read = [user for user in node.users if user.target is operator.getitem]
         if mode not in (_SUM, _MEAN) or len(read) != len(node.users) or any(user.args[1] != 0 for user in read):
             continue
-        if any(argument(node, at, name, False) for at, name in _OTHERWISE.items()):
+        if any(argument(node, at, name, False) for at, name in _UNSUPPORTED.items()):
             continue
         length = _length(offsets, shape_of(flat)[0])
         if length is None:
@@ -52,14 +52,14 @@ def _bags(node: fx.Node, weight: fx.Node, flat: fx.Node, length: int, mode: int)
     if padding is None:
         total = add(node, aten.sum.dim_IntList, (found, [1]))
         return total if mode == _SUM else add(node, aten.mul.Tensor, (total, 1.0 / length))
-    held = add(
+    not_padding = add(
         node, aten.to.dtype, (add(node, aten.ne.Scalar, (index, padding % shape_of(weight)[0])), dtype_of(found))
     )
-    found = add(node, aten.mul.Tensor, (found, add(node, aten.unsqueeze.default, (held, 2))))
+    found = add(node, aten.mul.Tensor, (found, add(node, aten.unsqueeze.default, (not_padding, 2))))
     total = add(node, aten.sum.dim_IntList, (found, [1]))
     if mode == _SUM:
         return total
-    count = add(node, aten.clamp_min.default, (add(node, aten.sum.dim_IntList, (held, [1], True)), 1.0))
+    count = add(node, aten.clamp_min.default, (add(node, aten.sum.dim_IntList, (not_padding, [1], True)), 1.0))
     return add(node, aten.div.Tensor, (total, count))  # a bag with nothing but padding is zero, as in torch
 
 

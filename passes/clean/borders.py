@@ -10,7 +10,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 def borders_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``pad(x, amounts, "reflect")``, ``"replicate"`` and ``"circular"`` become slices of ``x``, flipped or expanded, concatenated with
-    ``x``: then rules and type checker can shard the dims that are not padded. Negative amounts cut, and stay torch's op.
+    ``x``: then rules and type checker can shard the dims that are not padded. An op with negative amounts, which crop, stays torch's.
 
     Before: ``pad(x, [1, 1], "reflect")``. After: ``cat([flip(slice(x, 1, 2)), x, flip(slice(x, n - 2, n - 1))])``.
     """

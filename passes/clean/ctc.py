@@ -20,7 +20,7 @@ def traced(
     blank: int,
     zero_infinity: bool,
 ) -> torch.Tensor:
-    """Call ``kernels_ctc.ctc_loss``. Export traces this op, because torch's cannot tell its result's shape without values."""
+    """Call ``kernels_ctc.ctc_loss``. Export traces this op, because the result shape of torch's op depends on values."""
     return kernels_ctc.ctc_loss(scores, labels, frames, lengths, blank, zero_infinity)
 
 

@@ -37,7 +37,7 @@ and results: any other tensor that a forward saves for backward (a layer norm's 
 @torch.library.custom_op("autopar::derivative", mutates_args=())
 def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
     """Stand for ``torch.autograd.grad(outputs, inputs, seeds)`` while a model is exported."""
-    raise AssertionError("a derivative must be differentiated, not computed")
+    raise AssertionError("autopar::derivative only marks a derivative for the pass")
 
 
 @derivative.register_fake
@@ -45,29 +45,29 @@ def _(outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tenso
     return [torch.empty_like(tensor) for tensor in inputs]
 
 
-def _connected(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.counts = [len(each) for each in inputs]
 
 
-def _no_values(ctx: Any, gradients: list[Tensor]) -> tuple[list[None], ...]:
-    raise AssertionError("a derivative must be differentiated, not computed")
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[None], ...]:
+    raise AssertionError("autopar::derivative only marks a derivative for the pass")
 
 
-derivative.register_autograd(_no_values, setup_context=_connected)
+derivative.register_autograd(_backward, setup_context=_setup_context)
 
 
 def derivatives_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``derivative([y], [x], [s])``, where ``y = tanh(x)``, becomes ``mul(s, rsub(mul(y, y), 1))``.
 
     Raises:
-        CaptureError: an op between ``x`` and ``y`` draws random numbers, writes in place, or is unknown to autograd.
+        CaptureError: an op between ``x`` and ``y`` draws random numbers, writes in place or is not ATen's, or autograd fails.
     """
     for node in calls(gm, torch.ops.autopar.derivative.default):
-        _expand(gm, node)
+        _inline(gm, node)
     return gm
 
 
-def _expand(gm: fx.GraphModule, marker: fx.Node) -> None:
+def _inline(gm: fx.GraphModule, marker: fx.Node) -> None:
     outputs, inputs, seeds = (list(each) for each in args_of(marker))
     between = _between(outputs, inputs)
     for node in between:
@@ -104,15 +104,15 @@ def _between(outputs: list[fx.Node], inputs: list[fx.Node]) -> list[fx.Node]:
 
 def _check(node: fx.Node, marker: fx.Node) -> None:
     if is_random(node):
-        why = "numbers are drawn"
+        why = "which draws random numbers"
     elif node.target is not operator.getitem and not (is_overload(node.target) and op_name(node).startswith("aten.")):
-        why = f"there is {op_name(node)}, whose derivative is its own,"
+        why = "which is not an ATen op"
     elif written_arguments(node.target):
-        why = f"{op_name(node)} writes"
+        why = "which writes in place"
     else:
         return
     raise CaptureError(
-        f"forward computes a derivative through a place where {why} at\n{source_line(node)}\n{source_line(marker)}",
+        f"forward computes a derivative through {op_name(node)}, {why}, at\n{source_line(node)}\n{source_line(marker)}",
         hint=OPAQUE_HINT,
     )
 

@@ -44,7 +44,7 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(new)
     for node in calls(gm):
         if facts(node).kind is OpKind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
-            _plain_product(node)
+            _replace_grouped_product(node)
     return gm
 
 
@@ -66,13 +66,13 @@ def _region(node: fx.Node) -> _Region | None:
     """Return the mixture that ends with ``node``: ``sum(reshape(index(body * w[perm], [inverse]), [t, k, h]), 1)``; else ``None``."""
     if list(argument(node, 1, "dim") or ()) != [1] or argument(node, 2, "keepdim", False):
         return None
-    apart = _is(args_of(node)[0], *_RESHAPES)
-    unsorted = _is(apart and apart.args[0], aten.index.Tensor)
-    if apart is None or unsorted is None or len(shape_of(apart)) != 3:
+    per_token = _as_call(args_of(node)[0], *_RESHAPES)
+    unsorted = _as_call(per_token and per_token.args[0], aten.index.Tensor)
+    if per_token is None or unsorted is None or len(shape_of(per_token)) != 3:
         return None
     weighted, inverse = args_of(unsorted)[0], _only_index(unsorted)
-    written = _is(inverse, aten.index_put.default)
-    product = _is(weighted, aten.mul.Tensor)
+    written = _as_call(inverse, aten.index_put.default)
+    product = _as_call(weighted, aten.mul.Tensor)
     if written is None or product is None:
         return None
     perm: fx.Node = args_of(written)[1][0]
@@ -81,21 +81,21 @@ def _region(node: fx.Node) -> _Region | None:
     for result, weight in (args_of(product)[:2], args_of(product)[1::-1]):
         while isinstance(weight, fx.Node) and weight.target in _RESHAPES:
             weight = args_of(weight)[0]
-        weight = _is(weight, aten.index.Tensor)
+        weight = _as_call(weight, aten.index.Tensor)
         if weight is not None and _only_index(weight) is perm and isinstance(result, fx.Node):
-            return _choices(node, apart, perm, weight, result)
+            return _completed(node, per_token, perm, weight, result)
     return None
 
 
-def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, result: fx.Node) -> _Region | None:
+def _completed(node: fx.Node, per_token: fx.Node, perm: fx.Node, weight: fx.Node, result: fx.Node) -> _Region | None:
     """Return the region, completed from the permutation ``perm`` that sorts the choices; ``None`` if it is no mixture."""
-    order = _is(perm, operator.getitem)
-    sort = _is(order and order.args[0], aten.sort.default)
-    flat, flat_weights = _is(sort and sort.args[0], *_RESHAPES), _is(args_of(weight)[0], *_RESHAPES)
+    order = _as_call(perm, operator.getitem)
+    sort = _as_call(order and order.args[0], aten.sort.default)
+    flat, flat_weights = _as_call(sort and sort.args[0], *_RESHAPES), _as_call(args_of(weight)[0], *_RESHAPES)
     if order is None or sort is None or flat is None or flat_weights is None or args_of(order)[1] != 1:
         return None
     index, weights = args_of(flat)[0], args_of(flat_weights)[0]
-    tokens, k, _ = shape_of(apart)
+    tokens, k, _ = shape_of(per_token)
     if shape_of(index) != (tokens, k) or shape_of(weights) != (tokens, k):
         return None
     picked = [u for n in perm.users if n.target is aten.floor_divide.default and n.args[1] == k for u in n.users]
@@ -120,7 +120,7 @@ def _choices(node: fx.Node, apart: fx.Node, perm: fx.Node, weight: fx.Node, resu
     return _Region(x, index, weights, rows, result, ids, counted[0])
 
 
-def _is(node: object, *targets: Callable[..., object]) -> fx.Node | None:
+def _as_call(node: object, *targets: Callable[..., object]) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and node.target in targets else None
 
 
@@ -155,7 +155,7 @@ class _Body:
         meta(self.counts)["val"] = meta(region.counts)["val"].long()
         self.made: dict[fx.Node, fx.Node] = {region.rows: self.rows}
         self.parameters: dict[fx.Node, fx.Node] = {}  # from the model's placeholder to the body's
-        self.sorted: set[fx.Node] = {self.rows}  # nodes that have a dim of rows
+        self.row_nodes: set[fx.Node] = {self.rows}  # nodes that have a dim of rows
 
     def build(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]] | None:
         """Return the graph and its parameters; ``None`` if the body reads anything else, or is not row-wise."""
@@ -164,7 +164,7 @@ class _Body:
             if new is None:
                 return None
             self.made[node] = new
-        if self.made.get(self.region.result) not in self.sorted:
+        if self.made.get(self.region.result) not in self.row_nodes:
             return None
         self.graph.output(self.made[self.region.result])
         self.graph.eliminate_dead_code()  # transposes that grouped_linear does not need
@@ -197,12 +197,12 @@ class _Body:
         return node
 
     def _call(
-        self, source: fx.Node, target: Callable[..., object], args: tuple[object, ...], *, of_rows: bool
+        self, source: fx.Node, target: Callable[..., object], args: tuple[object, ...], *, has_rows: bool
     ) -> fx.Node:
         node = add_to(self.graph, target, args)
         copy_origin(source, node)
-        if of_rows:
-            self.sorted.add(node)
+        if has_rows:
+            self.row_nodes.add(node)
         return node
 
     def _copy(self, node: fx.Node) -> fx.Node | None:
@@ -218,19 +218,19 @@ class _Body:
             if _swaps_last(weight):  # stored as [experts, out, in], as grouped_linear requires
                 weight = self.made[args_of(weight)[0]]
             else:
-                weight = self._call(node, aten.transpose.int, (self.made[weight], 1, 2), of_rows=False)
+                weight = self._call(node, aten.transpose.int, (self.made[weight], 1, 2), has_rows=False)
             rows = self.made[args_of(node)[0]]
             return (
-                self._call(node, grouped_linear, (rows, weight, self.counts), of_rows=True)
-                if rows in self.sorted
+                self._call(node, grouped_linear, (rows, weight, self.counts), has_rows=True)
+                if rows in self.row_nodes
                 else None
             )
         if node.target is aten.index.Tensor and _only_index(node) is self.region.ids:
             values = self.made[args_of(node)[0]]
             return (
                 None
-                if values in self.sorted
-                else self._call(node, of_rows, (values, self.rows, self.counts), of_rows=True)
+                if values in self.row_nodes
+                else self._call(node, of_rows, (values, self.rows, self.counts), has_rows=True)
             )
         if node.op != "call_function" or not all(n in self.made for n in node.all_input_nodes):
             return None
@@ -239,9 +239,9 @@ class _Body:
         name = op_name(node).rsplit(".", 1)[-1]
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=name)
         new.meta = {key: value for key, value in node.meta.items() if key != "gradient"}
-        if any(n in self.sorted for n in new.all_input_nodes):
-            allowed = is_row_wise(new, self.sorted)
-            self.sorted.add(new)
+        if any(n in self.row_nodes for n in new.all_input_nodes):
+            allowed = is_row_wise(new, self.row_nodes)
+            self.row_nodes.add(new)
         else:
             allowed = is_pointwise(new) or _swaps_last(new)
         return new if allowed else None
@@ -292,7 +292,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
     return graph, [outside[n] for n in graph.nodes if n.op == "placeholder" and n in outside]
 
 
-def _plain_product(node: fx.Node) -> None:
+def _replace_grouped_product(node: fx.Node) -> None:
     """Replace a grouped product outside of a mixture by autopar's ``grouped_linear``, whose row counts follow from the offsets."""
     rows, weight, offsets = args_of(node)[:3]
     start = add(node, aten.slice.Tensor, (offsets, 0, 0, shape_of(offsets)[0] - 1))

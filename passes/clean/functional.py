@@ -102,12 +102,12 @@ class _Functionaliser:
         elif torch.Tag.inplace_view in node.target.tags:  # type: ignore[union-attr]
             self._reshape(node, aliases[0])
         else:
-            news = self._functional_values(node, written)
-            for alias, new in zip(aliases, news, strict=True):
+            new_values = self._functional_values(node, written)
+            for alias, new in zip(aliases, new_values, strict=True):
                 self._write(alias, new, node)
-            for alias, new, holder in zip(aliases, news, self._holders(node), strict=False):
+            for alias, new, holder in zip(aliases, new_values, self._holders(node), strict=False):
                 # after a write to several tensors at once, one may have written to another: read the value again
-                version = self._version(alias.base) if len(news) == 1 else 0
+                version = self._version(alias.base) if len(new_values) == 1 else 0
                 self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.detached_error)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class _Functionaliser:
     def _replayed(self, view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
         found = replay(view, value, anchor)
         if found is None:
-            raise _refused(view.call, "views a tensor that is written in place by strides", _HINT)
+            raise _refused(view.call, "reads by strides a tensor that is written in place", _HINT)
         return found
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -184,14 +184,14 @@ class _Functionaliser:
             back = scatter(view, source, new, node)
             if back is None:
                 many = view.value.numel() > meta(source)["val"].numel()
-                what = "which shows an element in several places" if many else "a view that is not followed"
+                what = "which shows an element in several places" if many else "a view of an unsupported kind"
                 raise _refused(node, f"writes through {view.name.removeprefix('aten.')}, {what}", _HINT)
             new = back
         version = self._version(base) + 1
         self.newest[base] = (new, version)
         if not any(view.detaches for view in alias.chain):
             return
-        cut = _cut(alias)
+        cut = _chain_to_detach(alias)
         for other in self.aliases.values():
             if alias.detached_error and other.base is base and other.chain[: len(cut)] == cut:
                 other.detached_error = alias.detached_error
@@ -213,9 +213,9 @@ class _Functionaliser:
             self.detached.append((node, holders, [user for holder in holders for user in holder.users]))
         if not self._gradient(new):
             return new
-        alias.detached_error = _sentence(
+        alias.detached_error = _located(
             node,
-            "writes a value that has a gradient through detach or .data, and the detached tensor, which alone has it, is read later",
+            "writes a value with a gradient through detach or .data; the detached tensor, read later, has a gradient, but its base none",
         )
         return add(node, aten.detach.default, (new,))
 
@@ -249,17 +249,17 @@ class _Functionaliser:
     def _functional_values(self, node: fx.Node, written: tuple[str, ...]) -> list[fx.Node]:
         """Return the new values that ``node`` writes, in the shapes and dtypes of the tensors that it writes to."""
         targets = [_named(node, name) for name in written]
-        new = _special(node) or drawn(node)
+        new = _simpler_value(node) or drawn(node)
         if new is None:
             target = functional_overload(node.target)
             if target is None:
-                raise _refused(node, "writes to its operand, and has no known form that does not write", _HINT)
+                raise _refused(node, "writes to its operand, and has no known functional form", _HINT)
             outs = set(written) - {name for name, _ in overload_schema(target) or ()}
             kwargs = {name: value for name, value in node.kwargs.items() if name not in outs}
             new = add(node, target, node.args, kwargs)
         several = isinstance(meta(new)["val"], tuple | list)
-        news = [add(node, operator.getitem, (new, i)) for i in range(len(targets))] if several else [new]
-        return [self._fitted(value, target, node) for value, target in zip(news, targets, strict=True)]
+        new_values = [add(node, operator.getitem, (new, i)) for i in range(len(targets))] if several else [new]
+        return [self._fitted(value, target, node) for value, target in zip(new_values, targets, strict=True)]
 
     def _fitted(self, new: fx.Node, target: fx.Node, node: fx.Node) -> fx.Node:
         value = meta(target)["val"]
@@ -284,8 +284,8 @@ class _Functionaliser:
             self.newest[alias.base] = (value, self._version(alias.base) + 1)
             self.aliases[node] = _Alias(alias.base, (), value, self._version(alias.base))
             return
-        twin = functional_overload(node.target)
-        view = add(node, twin, node.args, dict(node.kwargs)) if twin is not None else None
+        functional = functional_overload(node.target)
+        view = add(node, functional, node.args, dict(node.kwargs)) if functional is not None else None
         found = origins(view) if view is not None else []
         if view is None or not found or found[0] is None or found[0][1] is not None and found[0][1].operand_index != 0:
             raise _refused(node, "gives a tensor another size or other memory", "make a new tensor: y = new")
@@ -339,7 +339,7 @@ def updates_pass(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _cut(alias: _Alias) -> tuple[View, ...]:
+def _chain_to_detach(alias: _Alias) -> tuple[View, ...]:
     """Return the chain of views up to its last ``detach``."""
     last = max(index for index, view in enumerate(alias.chain) if view.detaches)
     return alias.chain[: last + 1]
@@ -351,7 +351,7 @@ def _named(node: fx.Node, name: str) -> Any:
     return argument(node, names.index(name), name)
 
 
-def _special(node: fx.Node) -> fx.Node | None:
+def _simpler_value(node: fx.Node) -> fx.Node | None:
     """Return a new value that is simpler than the functional op's: a constant, the copied tensor, ``where`` for a mask; else ``None``."""
     name, written = op_name(node), args_of(node)[0] if node.args else None
     if name in ("aten.zero_", "aten.fill_"):
@@ -366,7 +366,7 @@ def _special(node: fx.Node) -> fx.Node | None:
         return source
     if name == "aten.fill_diagonal_":
         return _diagonal_filled(node)
-    return _masked(node) if name == "aten.index_put_" else None
+    return _masked_write(node) if name == "aten.index_put_" else None
 
 
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
@@ -383,7 +383,7 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
     return add(node, aten.where.self, (on, filled, x))
 
 
-def _masked(node: fx.Node) -> fx.Node | None:
+def _masked_write(node: fx.Node) -> fx.Node | None:
     """Return ``x[mask] = value`` as ``where``; ``None`` if the value has one row for each selected element."""
     x, indices, value, *rest = args_of(node)
     used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
@@ -404,8 +404,8 @@ def _masked(node: fx.Node) -> fx.Node | None:
 
 
 def _refused(node: fx.Node, what: str, hint: str) -> CaptureError:
-    return CaptureError(_sentence(node, what), hint)
+    return CaptureError(_located(node, what), hint)
 
 
-def _sentence(node: fx.Node, what: str) -> str:
+def _located(node: fx.Node, what: str) -> str:
     return f"{op_name(node).removeprefix('aten.')} {what}\n{source_line(node)}".rstrip()

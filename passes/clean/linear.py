@@ -110,8 +110,8 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if not all(splittable(t, node if t is not stored or not transposed else weight) for t in tensors):
             continue
         for index, ((start, end), slices) in enumerate(found.items()):
-            own = part(stored, index, int(transposed), start, end)
-            operand = add(node, aten.t.default, (own,)) if transposed else own
+            weight_part = part(stored, index, int(transposed), start, end)
+            operand = add(node, aten.t.default, (weight_part,)) if transposed else weight_part
             args: tuple[fx.Node, ...] = (args_of(node)[0], operand)
             if bias is not None:
                 args = (*args, part(bias, index, 0, start, end))

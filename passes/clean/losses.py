@@ -27,8 +27,8 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``cross_entropy_loss`` with integer labels becomes ``kernels.cross_entropy_sum``; a mean is divided by the number of valid labels.
 
     The pass undoes the flattening before the loss, so that batch and sequence are separate dims: ``[b, s, v]`` and ``[b, s]``. With class
-    weights the mean divides by the sum of the valid labels' weights. The loss stays torch's op if the class weights are trained, or if
-    the targets are class probabilities. If all labels are ignored, the result is 0/0 = nan, as in torch.
+    weights the mean divides by the sum of the valid labels' weights. The loss stays torch's op if the class weights are trained,
+    the targets are class probabilities, or it is not reduced. If all labels are ignored, the result is 0/0 = nan, as in torch.
     """
     for node in calls(gm, aten.cross_entropy_loss.default):
         logits, labels = args_of(node)[:2]
@@ -136,8 +136,8 @@ def _permutation(node: fx.Node) -> list[int]:
 
 
 def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """A mean over all elements of a gradient-carrying tensor becomes a sum times ``1/N``: ``mean``, and the mean of
-    ``mse_loss``, ``l1_loss``, ``smooth_l1_loss``, ``huber_loss`` and binary cross entropy."""
+    """A mean over all elements becomes a sum times ``1/N``: ``mean`` of a tensor with a gradient, and the mean of a pointwise loss
+    (``OpKind.LOSS``: ``mse_loss``, ``l1_loss``, ``kl_div``, binary cross entropy, ...)."""
     for node in calls(gm):
         name = op_name(node)
         if name == "aten.mean":

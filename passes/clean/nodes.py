@@ -27,8 +27,8 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # Cached results of `evaluate`, keyed by op and described operands: the layers of a deep model repeat them.
-_FOUND: dict[Any, Any] = {}
-_FOUND_LIMIT = 4096
+_EVALUATED: dict[Any, Any] = {}
+_EVALUATED_LIMIT = 4096
 
 
 def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,11 +37,11 @@ def evaluate(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     A call without tensors is a factory, and gets the meta device as an argument.
     """
     key = (target, described(args), described(kwargs))
-    if key not in _FOUND:
-        if len(_FOUND) >= _FOUND_LIMIT:
-            _FOUND.clear()
-        _FOUND[key] = _evaluate(target, args, kwargs)
-    return _FOUND[key]
+    if key not in _EVALUATED:
+        if len(_EVALUATED) >= _EVALUATED_LIMIT:
+            _EVALUATED.clear()
+        _EVALUATED[key] = _evaluate(target, args, kwargs)
+    return _EVALUATED[key]
 
 
 def described(value: Any) -> Any:

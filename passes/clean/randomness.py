@@ -17,7 +17,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 # Dropout and attention have their own seeds; recurrent ops draw only for dropout, which ``recurrent_pass`` has handled.
 _SEEDED = (OpKind.DROPOUT, OpKind.ATTENTION, OpKind.RECURRENCE)
-_TRAINED = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}  # position of `train`
+_TRAIN_POSITION = {"feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2, "rrelu": 3}
 
 
 def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -30,8 +30,8 @@ def randomness_pass(gm: fx.GraphModule) -> fx.GraphModule:
         name = op_name(node)
         if not name.startswith("aten.") or facts(node).kind in _SEEDED or not is_random(node):
             continue
-        place = _TRAINED.get(name.removeprefix("aten."))
-        if place is not None and not argument(node, place, "train", False) and name != "aten.feature_dropout":
+        position = _TRAIN_POSITION.get(name.removeprefix("aten."))
+        if position is not None and not argument(node, position, "train", False) and name != "aten.feature_dropout":
             continue
         new = drawn(node)
         if new is None:
@@ -61,7 +61,7 @@ def drawn(node: fx.Node) -> fx.Node | None:
         return _exponential(node, float(argument(node, 1, "lambd", 1.0)))
     if name == "bernoulli":
         chance = argument(node, 1, "p", first if op_name(node) == "aten.bernoulli" else 0.5)
-        return _chosen(node, shape_of(node), dtype_of(node), chance)
+        return _bernoulli(node, shape_of(node), dtype_of(node), chance)
     if name == "feature_dropout":
         return _feature_dropout(node)
     if name in ("randint", "randint_like"):
@@ -69,18 +69,18 @@ def drawn(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _like(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype) -> fx.Node:
-    return add(node, aten.full.default, (list(sizes), 0.0), {"dtype": kind})
+def _template(node: fx.Node, sizes: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    return add(node, aten.full.default, (list(sizes), 0.0), {"dtype": dtype})
 
 
-def _uniform(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, low: float = 0.0, high: float = 1.0) -> fx.Node:
+def _uniform(node: fx.Node, sizes: tuple[int, ...], dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> fx.Node:
     given = () if (low, high) == (0.0, 1.0) else (low, high)
-    return add(node, kernels_random.uniform, (_like(node, sizes, kind), *given))
+    return add(node, kernels_random.uniform, (_template(node, sizes, dtype), *given))
 
 
 def _normal(node: fx.Node, mean: float = 0.0, std: float = 1.0) -> fx.Node:
     given = () if (mean, std) == (0.0, 1.0) else (mean, std)
-    return add(node, kernels_random.normal, (_like(node, shape_of(node), dtype_of(node)), *given))
+    return add(node, kernels_random.normal, (_template(node, shape_of(node), dtype_of(node)), *given))
 
 
 def _exponential(node: fx.Node, rate: float) -> fx.Node:
@@ -90,11 +90,11 @@ def _exponential(node: fx.Node, rate: float) -> fx.Node:
     return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype_of(node)).tiny))  # never zero, as in torch
 
 
-def _chosen(node: fx.Node, sizes: tuple[int, ...], kind: torch.dtype, chance: Any) -> fx.Node:
+def _bernoulli(node: fx.Node, sizes: tuple[int, ...], dtype: torch.dtype, chance: Any) -> fx.Node:
     """Return numbers that are one with a probability of ``chance`` (a number or a node), else zero."""
-    numbers = _uniform(node, sizes, kind if kind.is_floating_point else torch.float32)
+    numbers = _uniform(node, sizes, dtype if dtype.is_floating_point else torch.float32)
     below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
-    return add(node, aten.to.dtype, (add(node, below, (numbers, chance)), kind))
+    return add(node, aten.to.dtype, (add(node, below, (numbers, chance)), dtype))
 
 
 def _feature_dropout(node: fx.Node) -> fx.Node:
@@ -105,7 +105,7 @@ def _feature_dropout(node: fx.Node) -> fx.Node:
     if p == 1.0:
         return add(node, aten.mul.Tensor, (x, 0.0))
     sizes = (*shape_of(x)[:2], *(1 for _ in shape_of(x)[2:]))
-    kept = _chosen(node, sizes, dtype_of(x), 1.0 - p)
+    kept = _bernoulli(node, sizes, dtype_of(x), 1.0 - p)
     return add(node, aten.mul.Tensor, (x, add(node, aten.div.Tensor, (kept, 1.0 - p))))
 
 

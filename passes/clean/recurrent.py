@@ -38,10 +38,10 @@ def _replace(node: fx.Node, mode: str) -> None:
         states = []  # the kernel creates them, for the rows of its input
     options = (mode, biases, layers, dropout if train else 0.0, bidirectional)
     packed = add(node, kernels_rnn.recurrent, (x, states, weights, *options))
-    time = shape_of(x)[1]
+    length = shape_of(x)[1]
     for user in list(node.users):
         index = args_of(user)[1]
-        start, end = (0, time) if index == 0 else (time + (index - 1) * layers, time + index * layers)
+        start, end = (0, length) if index == 0 else (length + (index - 1) * layers, length + index * layers)
         part = add(user, aten.slice.Tensor, (packed, 1, start, end))
         if index == 0:
             part = part if batch_first else add(user, aten.transpose.int, (part, 0, 1))

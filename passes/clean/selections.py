@@ -25,7 +25,7 @@ _NONE, _MEAN = 0, 1  # torch's reductions
 _CLASS_LOSSES = frozenset(("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
 _ARITHMETIC = frozenset(("aten.add", "aten.sub", "aten.mul", "aten.div"))
 _IGNORED = -100  # torch's default
-_SAME = frozenset(("aten.squeeze", "aten.select", "_operator.getitem", "aten.view", "aten.reshape"))
+_KEEP_POSITIONS = frozenset(("aten.squeeze", "aten.select", "_operator.getitem", "aten.view", "aten.reshape"))
 _RESHAPES = frozenset(("aten.view", "aten.reshape"))
 _WRITES = frozenset(
     f"aten.{name}" for name in ("index_put", "index_put_", "index_copy", "index_copy_", "index_add", "index_add_")
@@ -58,7 +58,7 @@ class _Selections:
     """Adds the equivalent on all rows to the graph, and replaces the original by it if every op has an equivalent.
 
     ``dense`` maps every node on selected rows to the node on all rows, and ``mask`` maps that node to its mask, with one dim. ``constant``
-    has the dense nodes that are constant where the mask is false, ``places`` the nodes that list the selected rows' positions; ``counts``
+    has the dense nodes that are constant where the mask is false, ``positions`` the nodes that list positions of selected rows; ``counts``
     maps every size that depends on the data to the node that counts the rows.
     """
 
@@ -67,7 +67,7 @@ class _Selections:
         self.dense: dict[fx.Node, fx.Node] = {}
         self.mask: dict[fx.Node, fx.Node] = {}
         self.constant: set[fx.Node] = set()
-        self.places: set[fx.Node] = set()
+        self.positions: set[fx.Node] = set()
         self.counts: dict[fx.Node, fx.Node] = {}
         self.results: list[tuple[fx.Node, fx.Node]] = []
         self.flat: dict[fx.Node, fx.Node] = {}
@@ -99,11 +99,11 @@ class _Selections:
         ):
             self._select(node)
         elif name in ("aten.nonzero", "aten.where") and len(node.args) == 1:
-            self._list(node)
+            self._list_positions(node)
         elif name in _WRITES and node.args[0] not in self.dense and selected:
             self._write(node, selected)
         elif name == "aten.sym_size" and selected and argument(node, 1, "dim") == 0:
-            self.counts[node] = add(node, aten.sum.default, (self._common(selected),))
+            self.counts[node] = add(node, aten.sum.default, (self._common_mask(selected),))
         elif selected:
             self._compute(node, selected)
         elif name in _ARITHMETIC and any(n in self.counts for n in node.all_input_nodes):
@@ -125,12 +125,12 @@ class _Selections:
             raise _UnsupportedError
         return new
 
-    def _keep(self, node: fx.Node, new: fx.Node, mask: fx.Node, *, constant: bool = False) -> None:
+    def _record(self, node: fx.Node, new: fx.Node, mask: fx.Node, *, constant: bool = False) -> None:
         self.dense[node], self.mask[new] = new, mask
         if constant:
             self.constant.add(new)
 
-    def _common(self, selected: Iterable[fx.Node]) -> fx.Node:
+    def _common_mask(self, selected: Iterable[fx.Node]) -> fx.Node:
         """Return the mask that selects the rows of all these nodes."""
         found = {self.mask[self.dense[node]] for node in selected}
         if len(found) != 1:
@@ -150,25 +150,25 @@ class _Selections:
     def _selects(self, indices: Any) -> bool:
         """Return whether the indices are a mask, or the positions where one is true."""
         first, *rest = indices
-        is_mask = isinstance(first, fx.Node) and (first in self.places or dtype_of(first) == torch.bool)
+        is_mask = isinstance(first, fx.Node) and (first in self.positions or dtype_of(first) == torch.bool)
         return is_mask and all(index is None for index in rest)
 
     def _mask_of(self, index: fx.Node) -> fx.Node:
-        if index in self.dense and index not in self.places:
+        if index in self.dense and index not in self.positions:
             raise _UnsupportedError
-        return self.mask[self.dense[index]] if index in self.places else index
+        return self.mask[self.dense[index]] if index in self.positions else index
 
     def _select(self, node: fx.Node) -> None:
         """Replace ``x[mask]`` by ``x`` with ones (for integers, zeros) in the rows that are not selected."""
         source: Any = node.args[0]
         mask = self._mask_of(argument(node, 1, "indices")[0])
         lead, sizes = len(shape_of(mask)), shape_of(source)
-        new = _only(node, mask, source, 1)
+        new = _where_selected(node, mask, source, 1)
         if lead > 1:
             new = add(node, aten.reshape.default, (new, [math.prod(sizes[:lead]), *sizes[lead:]]))
-        self._keep(node, new, self._flat(mask, node), constant=True)
+        self._record(node, new, self._flat(mask, node), constant=True)
 
-    def _list(self, node: fx.Node) -> None:
+    def _list_positions(self, node: fx.Node) -> None:
         """Replace ``nonzero(mask)`` and ``where(mask)`` by the positions of all rows."""
         mask: Any = node.args[0]
         if mask in self.dense or len(shape_of(mask)) != 1 or dtype_of(mask) != torch.bool:
@@ -176,8 +176,8 @@ class _Selections:
         new = add(node, aten.arange.default, shape_of(mask))
         if op_name(node) == "aten.nonzero":
             new = add(node, aten.unsqueeze.default, (new, 1))
-        self._keep(node, new, mask, constant=True)
-        self.places.add(node)
+        self._record(node, new, mask, constant=True)
+        self.positions.add(node)
 
     def _write(self, node: fx.Node, selected: list[fx.Node]) -> None:
         """Replace an op that writes selected rows to their positions or adds them there, or an ``index_add`` with a selected index."""
@@ -191,15 +191,15 @@ class _Selections:
             raise _UnsupportedError
         if (not put and node.args[1] != 0) or value not in self.dense:
             raise _UnsupportedError
-        own = put or index in self.places
-        mask = self._mask_of(index) if own else self._common(selected)
-        if self._common([value]) is not self._flat(mask, node) or (kind == "index_copy" and not own):
+        own = put or index in self.positions
+        mask = self._mask_of(index) if own else self._common_mask(selected)
+        if self._common_mask([value]) is not self._flat(mask, node) or (kind == "index_copy" and not own):
             raise _UnsupportedError
         rows = self.dense[value]
         if len(shape_of(mask)) > 1:
             rows = add(node, aten.reshape.default, (rows, list(shape_of(base))))
         if kind == "index_add":
-            rows = _only(node, mask, rows, 0)
+            rows = _where_selected(node, mask, rows, 0)
             new = (
                 add(node, aten.add.Tensor, (base, rows))
                 if own
@@ -214,7 +214,7 @@ class _Selections:
     # -- ops on selected rows -------------------------------------------------------------------------------------------
 
     def _compute(self, node: fx.Node, selected: list[fx.Node]) -> None:
-        name, mask = op_name(node), self._common(selected)
+        name, mask = op_name(node), self._common_mask(selected)
         first = self.dense[selected[0]]
         result: fx.Node | None = None
         if name == "aten._assert_tensor_metadata" or (node.target is operator.getitem and _is_tensor(first)):
@@ -236,9 +236,9 @@ class _Selections:
         else:
             result = self._row_wise(node, self._add(node, node.args), mask)
         if result is not None:
-            self._keep(node, result, mask)
-            if selected[0] in self.places and name in _SAME:
-                self.places.add(node)
+            self._record(node, result, mask)
+            if selected[0] in self.positions and name in _KEEP_POSITIONS:
+                self.positions.add(node)
 
     def _row_wise(self, node: fx.Node, new: fx.Node, mask: fx.Node) -> fx.Node:
         """Return ``new``, or raise ``_UnsupportedError`` if it is not row-wise.
@@ -260,7 +260,7 @@ class _Selections:
         """Return ``new`` with ones (for integers, zeros) in the rows that are not selected."""
         if not _is_tensor(new):
             raise _UnsupportedError
-        found = _only(anchor, mask, new, 1)
+        found = _where_selected(anchor, mask, new, 1)
         self.mask[found] = mask
         self.constant.add(found)
         return found
@@ -271,16 +271,16 @@ class _Selections:
         if len({shape_of(each) for each in given}) != 1:
             raise _UnsupportedError
         for user in list(node.users):
-            self._keep(user, given[args_of(user)[1]], mask, constant=given[args_of(user)[1]] in self.constant)
-        self._keep(node, given[0], mask)
+            self._record(user, given[args_of(user)[1]], mask, constant=given[args_of(user)[1]] in self.constant)
+        self._record(node, given[0], mask)
 
     def _class_loss(self, node: fx.Node, mask: fx.Node) -> None:
         """Let a loss with class labels ignore the labels of the rows that are not selected."""
         ignored = argument(node, 4, "ignore_index", _IGNORED)
-        target = _only(node, mask, self.dense.get(args_of(node)[1], args_of(node)[1]), ignored)
+        target = _where_selected(node, mask, self.dense.get(args_of(node)[1], args_of(node)[1]), ignored)
         new = self._add(node, (), target=target)
         if _is_symbolic(node):
-            self._keep(node, new, mask)
+            self._record(node, new, mask)
         else:
             self.results.append((node, new))
 
@@ -291,7 +291,7 @@ class _Selections:
         if node.kwargs and facts(node).kind is not OpKind.LOSS:
             raise _UnsupportedError
         summed = {dim % len(sizes) for dim in dims} if dims else set(range(len(sizes)))
-        zeros = _only(node, mask, terms, 0)
+        zeros = _where_selected(node, mask, terms, 0)
         rest = (list(summed), argument(node, 2, "keepdim", False)) if dims else ()
         new = add(node, aten.sum.dim_IntList if dims else aten.sum.default, (zeros, *rest))
         if mean:
@@ -318,12 +318,12 @@ def _wide(anchor: fx.Node, mask: fx.Node, like: fx.Node) -> fx.Node:
     return add(anchor, aten.reshape.default, (mask, [*shape_of(mask), *[1] * more])) if more else mask
 
 
-def _only(anchor: fx.Node, mask: fx.Node, value: fx.Node, other: int) -> fx.Node:
+def _where_selected(anchor: fx.Node, mask: fx.Node, value: fx.Node, other: int) -> fx.Node:
     """Return ``value`` where the mask is true, and ``other`` elsewhere (0 instead of 1 for integers, which may be indices)."""
-    kind = dtype_of(value)
-    number: Any = float(other) if kind.is_floating_point or kind.is_complex else other if other != 1 else 0
+    dtype = dtype_of(value)
+    number: Any = float(other) if dtype.is_floating_point or dtype.is_complex else other if other != 1 else 0
     return add(
         anchor,
         aten.where.ScalarOther,
-        (_wide(anchor, mask, value), value, bool(number) if kind == torch.bool else number),
+        (_wide(anchor, mask, value), value, bool(number) if dtype == torch.bool else number),
     )

@@ -18,7 +18,7 @@ def strided_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``as_strided(x, size, stride)`` becomes ``kernels.strided(x.permute(...), size, stride)``: the operand with its dims in memory order.
 
     Raises:
-        CaptureError: the operand is not dense, or the op reads elements outside of the operand.
+        CaptureError: the operand is not dense, or the op has a ``storage_offset`` or reads beyond the operand's elements.
     """
     for node in calls(gm):
         if op_name(node) != "aten.as_strided":

@@ -189,7 +189,7 @@ def test_a_model_on_meta_is_compared_with_drawn_values_or_not_at_all(monkeypatch
 
 def test_what_takes_too_long_or_too_much_memory_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module, "MOST_OPERATIONS", 100)
+        patch.setattr(module, "MAX_FLOPS", 100)
         # 6 times the products of 4 + 3 rows: 8 x 8 and 8 x 1 weights
         assert checked(Small(), rows()) == f"{NOT_COMPARED}: it takes {6 * 7 * 2 * (64 + 8):.0e} operations in float64"
     monkeypatch.setattr(module, "LIMIT_BYTES", 100)
@@ -218,9 +218,7 @@ def test_a_model_that_takes_no_float64_is_compared_in_its_own_precision() -> Non
 
 def test_a_model_that_takes_its_own_number_of_rows_alone_is_compared_whole() -> None:
     said = checked(Halves(), rows())
-    assert said.startswith(
-        "the captured graph equals the model over two steps of 6 rows (of 7 rows it was not compared: "
-    )
+    assert said.startswith("the captured graph equals the model over two steps of 6 rows (not compared on 7 rows: ")
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
@@ -255,7 +253,7 @@ def test_without_values_of_the_users_or_with_too_many_rows_it_is_noted(monkeypat
     said = checked(Fussy(), torch.empty(ROWS, WIDTH, device="meta"))
     assert said.startswith(f"{NOT_COMPARED}: on 6 rows of the batch the model raises RuntimeError: too few rows")
     assert said.endswith(", with random values")
-    monkeypatch.setattr(module, "MOST_ROWS", 10)
+    monkeypatch.setattr(module, "MAX_ROWS", 10)
     said = checked(Fussy(), rows(12))
     assert (
         said

@@ -95,7 +95,7 @@ def test_the_parameters_with_gradients_are_eagers(case: str) -> None:
     wanted = set(eager(model, x))
     assert {p.original for p in graph.parameters.values() if p.trainable} == wanted
     frozen = {p.original for p in graph.parameters.values() if not p.trainable}
-    assert any("gives no gradient" in note for note in graph.notes) == bool(frozen)
+    assert any("get no gradient" in note for note in graph.notes) == bool(frozen)
 
 
 def train(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Any]:

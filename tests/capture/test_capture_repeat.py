@@ -50,7 +50,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_the_graph_is_that_of_tracing_every_block(name, monkeypatch):
     torch.manual_seed(0)
     model, batch, loss_fn = MODELS[name]()
-    monkeypatch.setattr(repeat, "FEWEST", 2)
+    monkeypatch.setattr(repeat, "MIN_MEMBERS", 2)
     if not exporting.members(model):
         pytest.skip("repeats nothing")
     once = capture(model, batch, loss_fn, precision="float64")
@@ -131,7 +131,7 @@ def test_of_repeated_blocks_parameters_are_exported_where_something_else_reads_t
     batch = torch.randn(4, 8), torch.randn(4, 4)
     structure = describe_batch(model, batch, F.mse_loss, None)
     external_state = ExternalState(model, F.mse_loss)
-    repeats = exporting._repeats(
+    repeats = exporting._find_repeats(
         model, structure, lambda **how: fake_model(model, None, F.mse_loss, external_state, **how)
     )
     assert repeats is not None and repeats.read == {"blocks.3", "blocks.4"}

@@ -164,7 +164,7 @@ def not_connected(model: Any, h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (dropped, "numbers are drawn"),
+        (dropped, "which draws random numbers"),
         (backward, "backward\\(retain_graph=True\\)"),
         (not_connected, "not used"),
     ],

@@ -222,7 +222,7 @@ def test_without_a_comparison_it_is_refused_or_noted(monkeypatch: pytest.MonkeyP
         monkeypatch.context() as patch,
         pytest.raises(CaptureError, match="the graph cannot be compared with the model"),
     ):
-        patch.setattr(check_module, "MOST_OPERATIONS", 100)
+        patch.setattr(check_module, "MAX_FLOPS", 100)
         check_capture(graph, InDict(), rows(), None)
     plan = autopar.compile(InDict(), 1, rows(), capture_check=False, type_check=False).plan
     assert any(note.startswith(NOT_COMPARED) and "CACHE.last" in note for note in plan.notes)

@@ -113,7 +113,7 @@ def test_the_check_compares_rows_that_go_the_same_way() -> None:
     values["labels"][-1] = -100
     given = model(last)
     said = check_capture(capture(given, values, None), given, values, None)
-    assert "of 8 rows (of 9 rows it was not compared: they take a different branch at" in said
+    assert "of 8 rows (not compared on 9 rows: they take a different branch at" in said
     assert "labels[-1] < 0" in said
 
 

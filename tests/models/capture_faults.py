@@ -332,9 +332,9 @@ def _of_the_first(_: Any, first: dict[str, fx.Node], __: str) -> dict[fx.Node, f
 
 
 def _numberless() -> Patch:
-    real = repeat._MemberCall.of
+    real = repeat._MemberCall.key_of
     return _attribute(
-        repeat._MemberCall, "of", lambda self, value: 0.0 if isinstance(value, float) else real(self, value)
+        repeat._MemberCall, "key_of", lambda self, value: 0.0 if isinstance(value, float) else real(self, value)
     )
 
 
@@ -408,7 +408,7 @@ FAULTS = (
     Fault("eval mode is ignored: batch norm", Norm, _twin(nn.BatchNorm1d)),
     Fault("eval mode is ignored: dropout", Frozen, _twin(nn.Dropout)),
     Fault("a tie between blocks is lost", Tied, _cleaning(_untied)),
-    Fault("repeated blocks read the first one's parameters", Tied, _attribute(repeat, "_own", _of_the_first)),
+    Fault("repeated blocks read the first one's parameters", Tied, _attribute(repeat, "_own_tensors", _of_the_first)),
     Fault("blocks with other numbers are taken for equal", Scaled, _numberless()),
     Fault("a write through a view is dropped", Written, _no_views()),
     Fault("a buffer's update is dropped", TrainedNorm, _no_updates()),

@@ -929,7 +929,7 @@ def embedding_with_a_largest_norm(m: Any, y: Tensor) -> Tensor:
     return y + F.embedding(torch.tensor([1, 2, 3, 1, 2, 0]), weight, max_norm=0.1)
 
 
-@refused("through as_strided, a view that is not followed")
+@refused("through as_strided, a view of an unsupported kind")
 def strides_by_hand(m: Any, y: Tensor) -> Tensor:
     y = y * 1.0
     y.as_strided((4, 6), (36, 7)).mul_(2.0)
@@ -964,7 +964,7 @@ def data_written_after_it_was_read(m: Any, y: Tensor) -> Tensor:
     return out
 
 
-@refused("which alone has it, is read later")
+@refused("read later, has a gradient, but its base none")
 def gradient_through_data(m: Any, y: Tensor) -> Tensor:
     gate = torch.ones(6)
     alone = gate.detach()

@@ -12,10 +12,13 @@ from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, 
 
 from autopar.devices import Cluster, constants, parse
 from autopar.errors import UsageError
+from autopar.graph import LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.ops.cost import executed_flops, model_flops, op_cost
 from autopar.plan import NARROW_GRADIENTS, Axis, Role, Strategy
+from autopar.price.fusion import merge
 from autopar.price.live_memory import PrefetchContext
+from autopar.price.op_costs import OpCosts, op_costs
 from autopar.price.state import Precision, precision, state_bytes
 from autopar.price.table import ClassTable, build
 from autopar.price.trace import trace
@@ -502,3 +505,33 @@ def test_processors_hide_reductions_and_wait_for_fsdp(zero: int):
     gained_s = seconds(cpus, 1.0) - seconds(cpus, 0.0)
     assert gained_s > 1e-3 if zero < 2 else gained_s == 0.0
     assert seconds(H100, 1.0) > seconds(H100, 0.0)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_a_fused_kernel_reads_both_halves_of_a_value(name: str):
+    """As in rotary positions: the second half is another view of the value, of which the kernel has read the first half alone."""
+    dtype = getattr(torch, name)
+    g = Builder(dtype)
+    x = g.border("activations", "x", 8, 64)
+    halves = [g.call(aten.slice.Tensor, x, 1, begin, begin + 32) for begin in (0, 32)]
+    cls = g.done("halves", g.call(aten.mul.Tensor, *halves))
+    read = [slot.forward for slot in fused_costs(cls, dtype).slots if slot.operand >= 0]
+    assert sum(read) == 8 * 64 * dtype.itemsize
+
+
+def test_a_fused_kernel_reads_a_value_once():
+    """A view of a value that the same kernel reads completely moves nothing."""
+    g = Builder()
+    x = g.border("activations", "x", 8, 64)
+    halves = [g.call(aten.slice.Tensor, value, 1, 0, 32) for value in (g.call(aten.exp.default, x), x)]
+    cls = g.done("once", g.call(aten.mul.Tensor, *halves))
+    read = [slot.forward for slot in fused_costs(cls, torch.bfloat16).slots if slot.operand >= 0]
+    assert sum(read) == 8 * 64 * 2
+
+
+def fused_costs(cls: LayerClass, dtype: torch.dtype) -> OpCosts:
+    """The costs of a layer whose pointwise ops are fused."""
+    nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
+    costs = op_costs(nodes, trace(cls), lambda tensor: tensor.numel() * dtype.itemsize, float8=False)
+    merge(costs)
+    return costs

@@ -341,8 +341,8 @@ HURT = {
     "it has no .metadata": lambda step: (step / ".metadata").unlink(),
     "cannot be read": lambda step: (step / "checkpoint.json").write_bytes(b"no JSON"),
     "does not have the checksum": lambda step: (step / ".metadata").write_bytes(b"no pickle"),
-    "it names os.system": lambda step: (as_format_1(step) / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."),
-    "has checksums, and its checkpoint.json is of a format without": lambda step: as_format_1(step, facts_alone=True),
+    "it refers to os.system": lambda step: (as_format_1(step) / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR."),
+    "has checksums, but its checkpoint.json has format 1": lambda step: as_format_1(step, facts_alone=True),
     "its format is 3": lambda step: (step / "checkpoint.json").write_text('{"format": 3}'),
 }
 
@@ -353,7 +353,7 @@ def test_a_damaged_checkpoint_is_skipped_or_named(why: str, steps: Path) -> None
     (steps / "step-5.partial").mkdir()
     found, note = newest(steps)
     assert found.path == steps / "step-2"
-    assert note.count("\n") == 0 and why in note and "step-5.partial (its save did not end)" in note
+    assert note.count("\n") == 0 and why in note and "step-5.partial (its save did not finish)" in note
     with pytest.raises(CheckpointError, match=why):
         newest(steps / "step-4")
     shutil.rmtree(steps / "step-2")

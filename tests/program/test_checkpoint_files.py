@@ -107,15 +107,15 @@ def test_a_lock_is_a_file_of_its_own(tmp_path: Path) -> None:
     precious.write_text("years of work")
     for make in (os.symlink, os.link):
         make(precious, tmp_path / ".lock")
-        with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
+        with pytest.raises(CheckpointError, match=r"\.lock is a link or not a regular file"):
             lock_folder(tmp_path, 0.0)
         (tmp_path / ".lock").unlink()
     os.symlink(tmp_path / "nothing", tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
+    with pytest.raises(CheckpointError, match=r"\.lock is a link or not a regular file"):
         lock_folder(tmp_path, 0.0)
     (tmp_path / ".lock").unlink()
     os.mkfifo(tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match=r"\.lock is a link, or no plain file"):
+    with pytest.raises(CheckpointError, match=r"\.lock is a link or not a regular file"):
         lock_folder(tmp_path, 0.0)
     assert precious.read_text() == "years of work" and not (tmp_path / "nothing").exists()
 

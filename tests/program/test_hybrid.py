@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "two sums over the copies": (1, ("parameters.py", r" and not self\._over_copies:", ":")),
     "copies that do not count as alike": (
         1, (
-            "parameters.py", r" replicated_axes\(slot\.layout, \(\*self\._shards, \*self\._apart\),",
+            "parameters.py", r" replicated_axes\(slot\.layout, \(\*self\._shards, \*self\._local_sgd_axes\),",
             " replicated_axes(slot.layout, slot.layout.replicated,",
         ),
     ),

@@ -86,7 +86,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 def test_the_price_has_the_runtimes_numbers() -> None:
     assert (NARROW.block, NARROW.min_elements, NARROW.chunk) == (
         activation_storage.BLOCK,
-        activation_storage.LEAST,
+        activation_storage.MIN_ELEMENTS,
         activation_storage.CHUNK,
     )
     held = activation_storage._Rounded(torch.randn(1001), False)
@@ -156,7 +156,7 @@ def check_block(module: ModuleType) -> None:
     for a, b in zip(found, wanted, strict=True):
         assert 1e-4 < float((a - b).norm() / b.norm()) < 0.03 or torch.allclose(a, b, rtol=1e-12)
     assert not torch.allclose(found[0], wanted[0], rtol=1e-6)
-    assert all(r.whole is not None for r in rounded)
+    assert all(r.result is not None for r in rounded)
 
 
 def test_all_but_parameters_arguments_masks_and_small_tensors_is_stored_once() -> None:
@@ -169,8 +169,8 @@ MUTATIONS = {
     "parameters are rounded": ("(*layer.parameters(), *layer.buffers(), *resident)", "(*resident,)"),
     "arguments are rounded": ("(*layer.parameters(), *layer.buffers(), *resident)", "(*layer.parameters(), *layer.buffers())"),
     "a tensor is rounded twice": ("if view.key not in known or", "if True or view.key not in known or"),
-    "restored for each reader": ("if self.whole is None:", "if True:"),
-    "small tensors are rounded": ("LEAST = 1024", "LEAST = 1"),
+    "restored for each reader": ("if self.result is None:", "if True:"),
+    "small tensors are rounded": ("MIN_ELEMENTS = 1024", "MIN_ELEMENTS = 1"),
     "an address that is used again": ("or known[view.key][0].expired()", ""),
 }  # fmt: skip
 

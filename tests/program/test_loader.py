@@ -20,8 +20,8 @@ from autopar.capture import capture
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.prelude import row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
-from autopar.program.loader import Synthetic, Tensors
-from autopar.program.metrics import Meter
+from autopar.program.loader import Synthetic, Tensors, first_key
+from autopar.program.metrics import Meter, as_json
 from autopar.program.spec import StageSpec, TensorSpec
 from autopar.program.trainer import DataError, training_only_behaviour
 from autopar.program.weights import write_file
@@ -259,7 +259,7 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         assert [record["loss"] for record in records] == losses
         assert all(record["gradient_norm"] > 0 for record in records)
 
-        with pytest.raises(BatchError, match=r"rank \d: row 8 to 15 of epoch 0: OSError: row 11 is on a bad sector"):
+        with pytest.raises(BatchError, match=r"rank \d: rows 8 to 15 of epoch 0: OSError: row 11 is on a bad sector"):
             program.train(program.loader("loading:broken"), on_step=lambda *step: losses.append(step[1]))
         assert len(losses) == 5  # the step before it was trained
         program.save(tmp_path / "after")  # and the training can go on
@@ -289,6 +289,21 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         with pytest.raises(NonFiniteLossError, match=r"the loss of step 9 is nan; .* the parameter layers.1.down.bias"):
             program.train(again, steps=1)
         assert len(program.train(again, steps=1, on_nan="skip")) == 1
+
+
+def test_records_are_json_whatever_the_numbers() -> None:
+    """JSON has no NaN: a strict reader would refuse the whole line."""
+    text = as_json({"step": 1, "loss": float("nan"), "gradient_norm": float("inf"), "mfu": 0.5})
+    assert json.loads(text) == {"step": 1, "loss": None, "gradient_norm": None, "mfu": 0.5}
+
+
+def test_any_seed_has_keys() -> None:
+    """Dates are seeds, too; the keys of a seed stay below 2**63, and those of small seeds are what they were."""
+    assert [first_key(seed) for seed in (0, 3)] == [0, 3 << 40]
+    for seed in (2**23 - 1, 2**23, 20261126, 2**31 - 1, -1):
+        assert 0 <= first_key(seed) <= 2**63 - 2**40
+        torch.arange(first_key(seed), first_key(seed) + 2)
+        assert len(Synthetic({"x": TensorSpec((2, 3), torch.float32, {})}, seed)[2**40 - 1]["x"]) == 3
 
 
 def test_rows_are_made_up_of_every_shape() -> None:

@@ -62,7 +62,7 @@ def starts(folder: str) -> list[int]:
         program = runtime.load(folder)
         groups = runtime.Trainer(program, runtime.start(program, device="cpu"))._groups
         buffers = [(g, buffer) for g in groups for buffer in (g._values, g._grads) if isinstance(buffer, Tensor)]
-        firsts = [(buffer, first) for g, buffer in buffers for first in [*(s.start for s in g._slots), g._own.start]]
+        firsts = [(buffer, first) for g, buffer in buffers for first in [*(s.start for s in g._slots), g._piece.start]]
         return [first * buffer.element_size() for buffer, first in firsts]
 
 

@@ -288,21 +288,21 @@ def test_all_but_parameters_and_constants_is_put_aside_once_and_comes_back_once(
     x, scale = torch.randn(4, 3, 8, requires_grad=True), torch.rand(8)
     between = first(x, scale)
     mine = len(aside)
-    between.register_hook(lambda _: backs.extend(storage.back is not None for storage in aside))
+    between.register_hook(lambda _: backs.extend(storage.fetched is not None for storage in aside))
     result = second(between, scale)
     known = {t.untyped_storage().data_ptr() for t in (scale, *first.parameters(), *second.parameters())}
     assert {t.untyped_storage().data_ptr() for t in stays} <= known
     # the input, each half of the first product's result, the second product's input
     assert [s.host.numel() for s in aside[:mine]] == [s.host.numel() for s in aside[mine:]]
     assert sorted(s.host.numel() for s in aside[:mine]) == [4 * 3 * n * 4 for n in (8, 16, 16, 16)]
-    assert not any(s.back is not None for s in aside)
+    assert not any(s.fetched is not None for s in aside)
     # the device's own copies go one layer later
-    assert not any(s.call.begun for s in aside[:mine]) and all(s.call.begun for s in aside[mine:])
+    assert not any(s.call.in_flight for s in aside[:mine]) and all(s.call.in_flight for s in aside[mine:])
     backs: list[bool] = []
     copies = [weakref.ref(storage) for storage in aside]
     result.square().sum().backward()
     assert backs == [True] * len(aside)  # when the second block is done, the first one's are on their way
-    assert not any(s.call.begun for s in aside)
+    assert not any(s.call.in_flight for s in aside)
     aside.clear()
     del result, between
     gc.collect()

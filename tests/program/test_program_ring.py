@@ -201,7 +201,7 @@ def test_no_scores_are_kept(workers2):
 def test_every_step_of_a_causal_ring_is_one_call_of_the_kernel_and_as_much_work(n: int) -> None:
     chunk = 5
     for rank in range(n):
-        ring = mock.Mock(size=n, place=(rank,), index=lambda place: place[0])
+        ring = mock.Mock(size=n, coordinates=(rank,), index=lambda coordinates: coordinates[0])
         order = kernels_ring._ChunkOrder.of(ring, 2 * chunk, True)
         for origin in range(n):
             (part,) = kernels_ring._parts(order, origin, True, 2 * chunk)
@@ -270,7 +270,7 @@ def test_all_ranks_of_a_group_exchange_chunks_together(sizes: tuple[int, ...]) -
         for place in places:
             groups = tuple((axis, (*place[:axis], *place[axis + 1 :]), place[axis]) for axis in range(len(sizes)))
             ring = Ring(groups)  # type: ignore[arg-type]
-            ring.__dict__.update(sizes=sizes, place=place)
+            ring.__dict__.update(sizes=sizes, coordinates=place)
             order = _ChunkOrder.of(ring, 2, causal=True)
             order.enter(torch.zeros(2, 1))
             order.leave(torch.zeros(2, 1))

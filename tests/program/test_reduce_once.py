@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[Fault, type[nn.Module]]] = {
     ),
     "each output begins a backward pass": (("fsdp.py", r"if not begun:", "if True:"), Skipping),
     "the first output has to be reached": (("fsdp.py", r"for output in outputs if", "for output in outputs[:1] if"), Skipping),
-    "other stages are not watched": (("reductions.py", r"self\._last\[stage\]", "self._last[max(self._last)]"), Blocks),
+    "other stages are not watched": (("reductions.py", r"self\._fsdp\[stage\]", "self._fsdp[max(self._fsdp)]"), Blocks),
     "added up and reduced": (("fsdp.py", r"self\._begun in \(1, self\._microbatches\)", "self._begun == 1"), Blocks),
 }  # fmt: skip
 

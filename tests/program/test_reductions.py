@@ -213,7 +213,7 @@ FAULTS: dict[str, Fault] = {
     "the next step goes on counting gradients": ("parameters.py", r"self\.gradient_counter\.reset\(\)", "pass"),
     "none starts before the schedule's end": ("reductions.py", r"complete = weakref\.WeakMethod\(.*\)", "complete = None"),
     "the first layer is the first in order": ("reductions.py", r"in reversed\(list\(layers\)\)", "in layers"),
-    "the piece is not copied": ("parameters.py", r"self\._grads\[self\._own\]\.copy_\(self\._sum\)", "pass"),
+    "the piece is not copied": ("parameters.py", r"self\._grads\[self\._piece\]\.copy_\(self\._sum\)", "pass"),
 }  # fmt: skip
 
 

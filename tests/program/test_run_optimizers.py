@@ -315,15 +315,15 @@ def hooked(params: Params) -> torch.optim.Optimizer:
 REFUSED: dict[str, tuple[Any, str]] = {
     "LBFGS": (torch.optim.LBFGS, "LBFGS cannot train a program"),
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam cannot train a program"),
-    "not made again": (lambda params: Odd(params, 3), "Odd cannot be made again .*its class raised TypeError"),
-    "changes options": (Doubling, "Doubling cannot be made again .*changes the option lr"),
-    "scheduler": (scheduled, "SGD cannot be made again .*was replaced"),
-    "hooks": (hooked, "SGD cannot be made again .*it has hooks"),
+    "not made again": (lambda params: Odd(params, 3), "Odd cannot be rebuilt .*its class raised TypeError"),
+    "changes options": (Doubling, "Doubling cannot be rebuilt .*changes the option lr"),
+    "scheduler": (scheduled, "SGD cannot be rebuilt .*was replaced"),
+    "hooks": (hooked, "SGD cannot be rebuilt .*it has hooks"),
     "other tensors": (lambda params: torch.optim.SGD([torch.zeros(3)], lr=0.1), "tensors that are no parameters"),
     "no optimizer": (lambda params: {"sgd": torch.optim.SGD(params, lr=0.1)}, "returned dict"),
     "an empty list": (lambda params: [], "returned an empty list"),
     "one parameter twice": (lambda params: [by_ndim(params), some(params)], "two optimizers have layers.0.0.bias"),
-    "needs parameters": (Eager, "Eager cannot be made again .*its class raised StopIteration"),
+    "needs parameters": (Eager, "Eager cannot be rebuilt .*its class raised StopIteration"),
 }
 
 
@@ -358,7 +358,7 @@ def test_schedulers_that_are_refused(tmp_path: Path) -> None:
     cases: list[tuple[Any, str]] = [
         (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau waits for a measure"),
         (lambda optimizer: None, "the scheduler's function returned NoneType"),
-        (lambda optimizer: by_lambda(torch.optim.SGD([torch.zeros(1)])), "LambdaLR is not of the optimizer"),
+        (lambda optimizer: by_lambda(torch.optim.SGD([torch.zeros(1)])), "LambdaLR is for another optimizer"),
     ]
     for make, message in cases:
         with program_modules(folder), pytest.raises(RefusedOptimizerError, match=message) as error:

@@ -136,10 +136,10 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "states move without their values": ("data 2, zero 1", ("state_places.py", r"\.copy_\(value\)", "")),
     "loaded masters are not uploaded": ("data 2, zero 3", ("model_tensors.py", r"upload\(group\.masters\)", "pass")),
     "pieces begin where slices begin": (
-        "data 2, zero 1", ("state_places.py", r"whole\.first \+ start, offloaded", "whole.first, offloaded"),
+        "data 2, zero 1", ("state_places.py", r"flat\.first \+ start, offloaded", "flat.first, offloaded"),
     ),
     "shards' pieces get the first gradients": (
-        "data 2, zero 3", ("fsdp.py", r"whole\.view\(-1\)\[piece\]", "whole.view(-1)[: master.tensor.numel()]"),
+        "data 2, zero 3", ("fsdp.py", r"shard\.view\(-1\)\[piece\]", "shard.view(-1)[: master.tensor.numel()]"),
     ),
 }  # fmt: skip
 

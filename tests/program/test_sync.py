@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
     "the sum is on another rank": ("parameters.py", r"group_dst=0", "group_dst=1"),
     "another rank broadcasts": ("parameters.py", r"group_src=0", "group_src=1"),
     "the server's own gradient counts twice": (
-        "parameters.py", r"(\n\s+)(self\._work = dist\.reduce\()", r"\1self._grads *= 1 + self._updates\1\2",
+        "parameters.py", r"(\n\s+)(self\._work = dist\.reduce\()", r"\1self._grads *= 1 + self._has_masters\1\2",
     ),
     "gradients are not reduced": ("parameters.py", r"self\._work = dist\.reduce\(.*\)", "pass"),
     "every rank clips by its own norm": ("trainer.py", r"dist\.all_reduce\(squares, .*\)", "pass"),
@@ -363,14 +363,14 @@ def test_masters_of_replicas_are_averaged_in_32_bits(workers2: WorkerPool, tmp_p
 
 APART_FAULTS: dict[str, Fault] = {
     "replicas are not averaged": ("trainer.py", r"group\.average\(\)", "pass"),
-    "averaged in every step": ("trainer.py", r"if apart and .*:", "if apart:"),
+    "averaged in every step": ("trainer.py", r"if local_steps and .*:", "if local_steps:"),
     "the sum, not the mean": ("parameters.py", r"own\.div_\(dist\.get_world_size\(self\._replicas\)\)", "own"),
     "a replica's own term of the loss": ("parameters.py", r"self\._grads \*= dist\.get_world_size\(self\._replicas\)", "pass"),
     "clipped by all replicas' norm": ("trainer.py", r"squares, group=self\.world\.replica", "squares"),
     "gradients are summed over the replicas": (
-        "parameters.py", r"axes, self\._apart = program\.split_local_sgd_axes\(", "_, self._apart = program.split_local_sgd_axes(",
+        "parameters.py", r"axes, self\._local_sgd_axes = program\.", "_, self._local_sgd_axes = program.",
     ),
-    "only the first replica's norm counts": ("parameters.py", r"\(\*self\._shards, \*self\._apart\)", "self._shards"),
+    "only the first replica's norm counts": ("parameters.py", r"\(\*self\._shards, \*self\._local_sgd_axes\)", "self._shards"),
 }  # fmt: skip
 
 

@@ -64,8 +64,8 @@ FAULTS = {  # by name: the schedule that shows the fault; a file of the program,
     "a shard takes other rows": (
         "zbv",
         "fsdp_split.py",
-        r"_like\(param, rows\[: stop - start\]\)",
-        "_like(param, rows[: stop - start].roll(1, 0))",
+        r"_dtensor_like\(param, rows\[: stop - start\]\)",
+        "_dtensor_like(param, rows[: stop - start].roll(1, 0))",
     ),
     "gradients of whole passes are lost": (
         "dualpipev",

@@ -86,7 +86,7 @@ RING_BEFORE = (
         '''\
 def _rearrange(self, parts, held, wanted):
     """Batches of transfers, on the ranks alone that move something."""
-    me = self.index(self.place)
+    me = self.index(self.coordinates)
     mine = dict(zip(held[me], (part.contiguous() for part in parts), strict=True))
     where = {part: self.at(i) for i, numbers in enumerate(held) for part in numbers}
     goal = {part: self.at(i) for i, numbers in enumerate(wanted) for part in numbers}
@@ -98,9 +98,9 @@ def _rearrange(self, parts, held, wanted):
             where[part] = target
             if source == target:
                 continue
-            if source == self.place:
+            if source == self.coordinates:
                 operations.append(dist.P2POp(dist.isend, mine.pop(part), group=group, group_peer=target[axis]))
-            elif target == self.place:
+            elif target == self.coordinates:
                 arrived[part] = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
                 operations.append(dist.P2POp(dist.irecv, arrived[part], group=group, group_peer=source[axis]))
         _wait(dist.batch_isend_irecv(operations) if operations else [])
@@ -133,7 +133,7 @@ def _transfer(self, way, tensors, step):
 ScheduleChimera._transfer = _transfer
 """,
     ),
-    Edit("reductions.py", "(found, []) if paired else ({}, ordered)", "({}, ordered)"),
+    Edit("reductions.py", "(found, []) if chimera else ({}, ordered)", "({}, ordered)"),
     Edit("processes.py", "mine = dist.group.WORLD\n", "mine = dist.new_group(row, timeout=self._timeout)\n"),
     Edit("fsdp.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
     Edit("world.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),

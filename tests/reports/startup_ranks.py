@@ -73,7 +73,7 @@ def own(trainer: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for group in trainer._groups:
         if hasattr(group, "_values"):  # flat buffers
-            found += [group._values, group._grads, *([group._owned] if group._mixed else [])]
+            found += [group._values, group._grads, *([group._master_values] if group._separate else [])]
         else:
             found += [master.tensor.detach() for master in (*group.masters, *group.frozen)]
     return list({tensor.data_ptr(): tensor for tensor in found if tensor.numel()}.values())

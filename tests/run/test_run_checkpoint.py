@@ -119,7 +119,7 @@ def test_train_reads_the_losses_that_it_prints(workers2: WorkerPool, tmp_path: P
     assert list(some) == [1, 3, 6, 8] and all(every[step] == loss for step, loss in some.items())
     saved = ("--checkpoint", f"{tmp_path}/saved", "--every", "2")
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200", *saved)
-    assert list(lost) == [1] and "exit NonFiniteLossError: the loss of step 2 is nan; of the values" in talk, talk
+    assert list(lost) == [1] and "exit NonFiniteLossError: the loss of step 2 is nan; first non-finite" in talk, talk
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-1"]  # of before it
     lost, talk = train("--steps", "5", "--log-every", "5", "--lr", "1e200")
     assert "the loss of step 2 is nan, which was not read before 4 steps were done" in talk, talk
@@ -184,8 +184,8 @@ def test_a_checkpoint_that_is_being_removed_has_no_final_name(tmp_path: Path, mo
         (tmp_path / f"step-{step}").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", lambda *_, **__: None)
-        checkpoint_files._forget(tmp_path / "step-3", 1)
+        checkpoint_files._remove_old(tmp_path / "step-3", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.removed", "step-2.removed", "step-3"]
     assert checkpoint_files.has_any(tmp_path) and [p.name for p in checkpoint_files._steps(tmp_path)] == ["step-3"]
-    checkpoint_files._forget(tmp_path / "step-3", 1)
+    checkpoint_files._remove_old(tmp_path / "step-3", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

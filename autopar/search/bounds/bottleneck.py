@@ -103,13 +103,13 @@ class _Stages:
                 sums.insert(0, (self.runs.spread(values) + sums[0][None, :]).min(axis=1))
         ahead = np.where(at == 0, 0.0, np.inf)
         for s, cost in enumerate(self.costs):
-            own, whole, alone = map(self.runs.spread, cost)
+            time, total, round_s = map(self.runs.spread, cost)
             more = schedule.microbatches - warm_up(schedule)[s]
-            path = whole + more * own if more > 0 else whole
+            path = total + more * time if more > 0 else total
             if repeats(schedule)[s]:
                 path = path + later[s + 1][None, :]
-            yield np.maximum(path, alone) + ahead[:, None] + behind[s + 1][None, :]
-            ahead = (ahead[:, None] + whole).min(axis=0)
+            yield np.maximum(path, round_s) + ahead[:, None] + behind[s + 1][None, :]
+            ahead = (ahead[:, None] + total).min(axis=0)
 
 
 class _Ladder:

@@ -72,7 +72,7 @@ def smallest_bottleneck(spans: Iterable[Array]) -> float:
 
 
 def cheapest_send(instance: Instance) -> float:
-    """Return the seconds of the cheapest send that any cut could need, one direction."""
+    """Return the seconds of the cheapest send that any cut could need, in one direction."""
     if instance.schedule.pipeline == 1:
         return 0.0
     placement, kind = instance.placement, instance.kind.tolist()

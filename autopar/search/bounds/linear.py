@@ -55,10 +55,10 @@ PRECISION = 1e-4
 GLOP = "use_dual_simplex: true use_preprocessing: false"
 """Rows are added to a solved program, and the dual simplex continues from its basis."""
 
-LARGEST = 2_000
+MAX_RUN_STAGES = 2_000
 """Maximum number of runs of equal layers times stages for which the program is solved."""
 
-CUT_ACTIONS = 40_000
+MAX_PATH_ACTIONS = 40_000
 """Maximum number of microbatches times stages for which paths are searched, action by action in Python."""
 
 
@@ -129,7 +129,7 @@ class _Lagrangian:
                 for tables in (instance.at(place) for place in sorted(set(instance.placement.place)))
             ]
         )
-        self.most = int(np.bincount(instance.kind).argmax())  # the most frequent kind
+        self.frequent = int(np.bincount(instance.kind).argmax())  # the most frequent kind
 
     def textbook_bound(self) -> float:
         """Return the bound with equal multipliers of all textbook paths, and multipliers of memory if it binds; ``inf`` if all devices
@@ -154,23 +154,23 @@ class _Lagrangian:
         per_byte, per_step = by.byte[self.rank_of_stage], by.once[self.rank_of_stage]
         kinds = self.prices.shape[2]
         cost, pick = np.empty((self.stages, kinds)), np.empty((self.stages, kinds), dtype=np.intp)
-        for place, (*parts, g, w, a, q, z) in enumerate(self.prices):
+        for place, (*parts, step, weights, saved, waiting, transient) in enumerate(self.prices):
             rows = np.flatnonzero(self.place == place)
             each = (
                 sum(np.multiply.outer(weight[rows], part) for weight, part in zip(by.seconds, parts, strict=True))
-                + np.multiply.outer(per_step[rows], g)
-                + np.multiply.outer(per_byte[rows], w)
-                + np.multiply.outer(per_byte[rows] * self.in_flight[rows], a)
-                + np.multiply.outer(per_byte[rows] * self.waiting[rows], q)
-                + np.multiply.outer(per_byte[rows] * self.transient[rows], z)
+                + np.multiply.outer(per_step[rows], step)
+                + np.multiply.outer(per_byte[rows], weights)
+                + np.multiply.outer(per_byte[rows] * self.in_flight[rows], saved)
+                + np.multiply.outer(per_byte[rows] * self.waiting[rows], waiting)
+                + np.multiply.outer(per_byte[rows] * self.transient[rows], transient)
             )
             pick[rows] = each.argmin(axis=2)
             cost[rows] = each.min(axis=2)
-        cost[:, self.most] += by.layer[self.rank_of_stage]
+        cost[:, self.frequent] += by.layer[self.rank_of_stage]
         value, bounds = _cheapest_cuts(cost[:, self.instance.kind])
         return value + float((by.seconds * self.send).sum() - by.byte @ self.room) + by.constant, bounds, pick
 
-    def takes(self, stage: int, kind: int, candidate: int) -> tuple[Array, float, float]:
+    def layer_costs(self, stage: int, kind: int, candidate: int) -> tuple[Array, float, float]:
         """Return a layer's seconds of each part, its once-per-step seconds, and its live bytes, on a stage."""
         *parts, step, weights, saved, waiting, transient = self.prices[self.place[stage], :, kind, candidate]
         live = weights + self.in_flight[stage] * saved + self.waiting[stage] * waiting
@@ -180,7 +180,7 @@ class _Lagrangian:
         """Return the live bytes of each device with these cuts and candidates."""
         found = np.zeros(self.pp)
         for s, kind, layers in self._stages(bounds):
-            found[self.rank_of_stage[s]] += layers * self.takes(s, kind, pick[s, kind])[2]
+            found[self.rank_of_stage[s]] += layers * self.layer_costs(s, kind, pick[s, kind])[2]
         return found
 
     def even_cuts(self) -> Indices:
@@ -196,7 +196,7 @@ class _Lagrangian:
         """Return the seconds ``[part, stage]`` of stages with these cuts and candidates."""
         found = self.send.copy()
         for s, kind, layers in self._stages(bounds):
-            found[:, s] += layers * self.takes(s, kind, pick[s, kind])[0]
+            found[:, s] += layers * self.layer_costs(s, kind, pick[s, kind])[0]
         return found
 
     def _stages(self, bounds: Indices) -> Iterator[tuple[int, int, int]]:
@@ -211,7 +211,7 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
     """Return the bound of the linear program, with rows of whole layers from ``whole``; store the program's mean cuts in the instance."""
     lagrangian = _Lagrangian(instance)
     best = lagrangian.textbook_bound()
-    if not best < cutoff_s or len(instance.runs) * lagrangian.stages > LARGEST:
+    if not best < cutoff_s or len(instance.runs) * lagrangian.stages > MAX_RUN_STAGES:
         return best
     model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
@@ -248,7 +248,7 @@ class _Paths:
 
     def __init__(self, lagrangian: _Lagrangian, pick: Indices) -> None:
         self.schedule = lagrangian.instance.schedule
-        self.searched = self.schedule.stages * self.schedule.microbatches <= CUT_ACTIONS
+        self.searched = self.schedule.stages * self.schedule.microbatches <= MAX_PATH_ACTIONS
         cuts = lagrangian.even_cuts()
         self.cuts = cuts.astype(np.float64)
         self.inner = lagrangian.seconds(cuts, pick)
@@ -290,7 +290,7 @@ class _Program:
     """
 
     def __init__(self, lagrangian: _Lagrangian, scale_s: float, whole: WholeLayers | None) -> None:
-        self.of, self.scale_s, self.whole = lagrangian, scale_s, whole
+        self.lagrangian, self.scale_s, self.whole = lagrangian, scale_s, whole
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
         self.solver.SetTimeLimit(round(LONGEST_S * 1000))
         self.solver.SetSolverSpecificParametersAsString(GLOP)
@@ -349,8 +349,8 @@ class _Program:
     def _in_order(self) -> None:
         """Add rows: every layer is on a stage, every stage has a layer, and stages follow each other through the runs. One unit flows from
         the first stage and run to the last; a stage has layers only of runs through which the unit flows."""
-        runs = [number for _, _, number in self.of.instance.runs]
-        stages, last = self.of.stages, len(runs) - 1
+        runs = [number for _, _, number in self.lagrangian.instance.runs]
+        stages, last = self.lagrangian.stages, len(runs) - 1
         for r, number in enumerate(runs):
             self._row({layers[r]: 1.0 for layers in self.layers}, number, number)
         for layers in self.layers:
@@ -379,13 +379,13 @@ class _Program:
             if key in self.admitted:
                 continue
             self.admitted.add(key)
-            seconds, step, live = self.of.takes(*key)
-            device, layers = int(self.of.rank_of_stage[stage]), self._variable()
+            seconds, step, live = self.lagrangian.layer_costs(*key)
+            device, layers = int(self.lagrangian.rank_of_stage[stage]), self._variable()
             self.split[stage, kind].SetCoefficient(layers, 1)
             for spent, part in zip(self.spent, seconds, strict=True):
                 spent[stage].SetCoefficient(layers, -float(part) / self.scale_s)
             self.once[device].SetCoefficient(layers, -step / self.scale_s)
-            self.memory[device].SetCoefficient(layers, live / float(self.of.room[device]))
+            self.memory[device].SetCoefficient(layers, live / float(self.lagrangian.room[device]))
         return len(self.admitted) > before
 
     def _terms(self, path: Array) -> dict[pywraplp.Variable, float]:
@@ -397,14 +397,14 @@ class _Program:
         self.paths.append(path)
 
     def _common(self, device: int) -> Iterable[pywraplp.Variable]:
-        """Yield the variables of the numbers of layers of the most frequent kind on a device."""
-        for s in self.of.instance.schedule.stages_of(device):
-            for layers, (kind, _, _) in zip(self.layers[s], self.of.instance.runs, strict=True):
-                if kind == self.of.most:
+        """Yield the variables that count the layers of the most frequent kind on a device."""
+        for s in self.lagrangian.instance.schedule.stages_of(device):
+            for layers, (kind, _, _) in zip(self.layers[s], self.lagrangian.instance.runs, strict=True):
+                if kind == self.lagrangian.frequent:
                     yield layers
 
     def _add_whole(self, whole: WholeLayers) -> None:
-        for d in range(self.of.pp):
+        for d in range(self.lagrangian.pp):
             low, high = float(whole.fewest[d]), float(whole.most[d])
             self.counts.append(self._row(dict.fromkeys(self._common(d), 1.0), low, high))
         for work in whole.work:
@@ -427,8 +427,8 @@ class _Program:
         return None if by is None else _Solved(step_s, path_s, mean, np.cumsum([0.0, *layers]), by)
 
     def _multipliers(self) -> Multipliers | None:
-        """Return the duals of the rows, scaled to be feasible: those of paths and work sum to 1, and so do those of once-per-step seconds
-        and work."""
+        """Return the rows' duals, scaled to be feasible: those of paths and work sum to 1, and so do those of once-per-step seconds and
+        work; ``None`` if no path and no work has a positive dual."""
         paths, once, work = (
             np.maximum([row.dual_value() for row in rows], 0.0) for rows in (self.rows, self.once, self.work)
         )
@@ -439,8 +439,8 @@ class _Program:
         left = 1 - work.sum()
         once = once * left / once.sum() if once.sum() > 0 else np.full(len(once), left / len(once))
         seconds = np.tensordot(paths, np.array(self.paths), axes=1)
-        memory = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.of.room
-        layer, constant = np.zeros(self.of.pp), 0.0
+        memory = np.maximum([-row.dual_value() for row in self.memory], 0.0) * self.scale_s / self.lagrangian.room
+        layer, constant = np.zeros(self.lagrangian.pp), 0.0
         if self.whole is not None:
             layer = -np.array([row.dual_value() for row in self.counts]) * self.scale_s
             constant -= float(np.where(layer > 0, layer * self.whole.most, layer * self.whole.fewest).sum())

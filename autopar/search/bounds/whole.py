@@ -1,7 +1,7 @@
 """The number of layers that a device can have in a plan that is faster than the incumbent, and the minimum work of that many layers.
 
-The linear program (``linear``) mixes plans: a device has 5.9 layers, of which a third of one is recomputed. With few layers on each device
-that is several per cent better than any plan. Here the candidates of one device's layers are chosen exactly, within its memory
+The linear program (``linear``) mixes plans: for example, a device has 5.9 layers and recomputes a third of one. With few layers on each
+device that is several per cent better than any plan. Here the candidates of one device's layers are chosen exactly, within its memory
 (``knapsacks``), for each number of layers. A path to the end of the device must then be shorter than the incumbent, which limits the number
 of layers. And because all devices together must have all layers, no device may have far fewer than its limit.
 
@@ -23,10 +23,10 @@ from autopar.search.knapsacks import NO_LAYERS, Front, combined, layer_front
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
-MANY = 16
+MAX_MEAN_LAYERS = 16
 """Maximum mean number of layers per device: with more layers, a fraction of a layer matters little."""
 
-MORE = 3
+EXTRA_LAYERS = 3
 """A device's maximum number of layers is searched up to this many above the average."""
 
 LEVELS = 100
@@ -35,8 +35,8 @@ LEVELS = 100
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A lower bound of a path to the end of ``device``: ``constant_s + per_layer_s * (the device's number of layers)``, including its
-    once-per-step seconds, plus the path's parts on other devices, counted in ``others[part, stage]``."""
+    """A lower bound of a path to the end of ``device``: ``constant_s + per_layer_s * (the device's layers of the most frequent kind)``,
+    including its once-per-step seconds, plus the path's parts on other devices, counted in ``others[part, stage]``."""
 
     device: int
     others: Array
@@ -58,10 +58,10 @@ def whole_layers(instance: Instance, cutoff_s: float) -> WholeLayers | None:
     schedule = instance.schedule
     pp, frequent = schedule.pipeline, np.bincount(instance.kind)
     count = int(frequent.max())
-    if count > MANY * pp:
+    if count > MAX_MEAN_LAYERS * pp:
         return WholeLayers(np.zeros(pp), np.full(pp, float(count)), ())
     paths = textbook_paths(schedule).transpose(1, 0, 2)
-    average, tried = count // pp, -(-count // pp) + MORE
+    average, tried = count // pp, -(-count // pp) + EXTRA_LAYERS
     devices = [_Device(instance, d, int(frequent.argmax())) for d in range(pp)]
     found = []
     for device in devices:
@@ -118,16 +118,16 @@ class _Device:
         self.send = sends(instance)
         ends = {0: int(kind[0]), schedule.stages - 1: int(kind[-1])}
         self.ends = {s: k for s, k in ends.items() if k != frequent}  # end stages that may have only the end's layer
-        self.known = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have only layers of other kinds
+        self.uniform = bool((kind[1:-1] == frequent).all())  # otherwise any stage may have only layers of other kinds
         (self.running,) = set(peak_counts(schedule).running) & set(self.stages)
         self.room = instance.placement.limit[number] - buffer_bytes(instance, number)
 
     @property
     def least_layers(self) -> int:
-        return sum(self._needs(s) for s in self.stages)
+        return sum(self._needs_layer(s) for s in self.stages)
 
-    def _needs(self, stage: int) -> bool:
-        return self.known and stage not in self.ends
+    def _needs_layer(self, stage: int) -> bool:
+        return self.uniform and stage not in self.ends
 
     def others(self, path: Array) -> Array:
         """Return a path without the device's own stages."""
@@ -143,7 +143,7 @@ class _Device:
             for weight, parts in zip(others, zip(*(at.seconds for at in table.places), strict=True), strict=True)
         )
         stages = [s for s in range(len(each)) if s not in self.stages]
-        needed = [s for s in stages if self._needs(s)]
+        needed = [s for s in stages if self._needs_layer(s)]
         sent = float((others[:2] * self.send).sum())
         return sent + each[needed].sum() + np.maximum(layers - len(needed), 0) * each[stages].min(initial=np.inf)
 
@@ -197,7 +197,7 @@ class _Device:
         for s, single in zip(self.stages, free, strict=True):
             if s in self.ends:
                 front = combined(self._singles(path, s, self.ends[s], level), front, room, True, max_cost)
-            if self._needs(s):
+            if self._needs_layer(s):
                 front, layers = combined(single, front, room, True, max_cost), layers + 1
         live, cost = (np.concatenate([getattr(single, name) for single in free]) for name in ("live", "cost"))
         if not len(live):

@@ -18,7 +18,7 @@ from autopar.search.tables import Instance, Roles, Table
 LADDER = (0.0, *np.geomspace(1e-3, 1e3, 13).tolist(), 1e9)
 """Multipliers of memory to try, in units of a stage's time per device memory; the last one minimises memory alone."""
 
-LOWER = 0.01
+PEAK_STEP = 0.01
 """Minimum decrease of the peak transient memory to try, as a share of the limit."""
 
 TIER_MULTIPLIERS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -27,8 +27,10 @@ fits is used."""
 
 
 def seconds_of(instance: Instance, t: Table) -> Array:
-    """Return a candidate's seconds per microbatch: its time, and a microbatch's share of the once-per-step seconds."""
-    return t.time + t.step / instance.schedule.microbatches
+    """Return a candidate's seconds per microbatch: its time, and a share of the once-per-step seconds. A layer's time also lengthens the
+    bubble of the other ranks, by (pipeline - 1) / chunks microbatches if stages are equal; its once-per-step seconds do not."""
+    schedule = instance.schedule
+    return t.time + t.step / (schedule.microbatches + (schedule.pipeline - 1) / schedule.chunks)
 
 
 def memory_scale(instance: Instance) -> float:
@@ -71,14 +73,14 @@ def tied_cost(instance: Instance, layers: Sequence[int], price: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """The candidates of a layer that may be used: their indices in the table (``keep``), seconds per microbatch (``weight``), live bytes,
-    transient bytes, and bytes in each offload tier. Resharding depends on layouts alone: ``layout_index`` is each candidate's index in
+    """The candidates of a layer that may be used: their indices in the table (``keep``), seconds per microbatch, live bytes, transient
+    bytes, and bytes in each offload tier. Resharding depends on layouts alone: ``layout_index`` is each candidate's index in
     ``layouts``, which has the table's indices of the layouts that occur; ``sort`` orders the candidates by layout, and ``starts`` is where
     each layout begins in that order.
     """
 
     keep: Indices
-    weight: Array
+    seconds: Array
     live: Array
     transient: Array
     layouts: Indices
@@ -89,7 +91,7 @@ class _Layer:
 
     def slower(self, seconds: Array) -> _Layer:
         """Return the layer with ``seconds`` added to each candidate."""
-        return replace(self, weight=self.weight + seconds)
+        return replace(self, seconds=self.seconds + seconds)
 
     def up_to(self, transient: float) -> _Layer:
         """Return the layer with infinite cost for the candidates that need more transient bytes."""
@@ -105,11 +107,11 @@ class _Layer:
         return int(members[cost[members].argmin()])
 
 
-def _layer(table: Table, keep: Indices, weight: Array, in_flight: tuple[float, float], buffers: int) -> _Layer:
+def _layer(table: Table, keep: Indices, seconds: Array, in_flight: tuple[float, float], buffers: int) -> _Layer:
     layouts, layout, counts = np.unique(table.layout_index[keep], return_inverse=True, return_counts=True)
     live, transient = table.live(*in_flight)[keep], table.transient_bytes(buffers)[keep]
     sort, starts = np.argsort(layout, kind="stable"), np.cumsum(counts) - counts
-    return _Layer(keep, weight[keep], live, transient, layouts, layout, sort, starts)
+    return _Layer(keep, seconds[keep], live, transient, layouts, layout, sort, starts)
 
 
 class LayerSelection:
@@ -171,8 +173,8 @@ class LayerSelection:
         every, best, best_s = self.layers, pick, self._seconds(pick)
         while self.multiplier > 0:
             highest = max(float(layer.transient[k]) for layer, k in zip(every, pick, strict=True))
-            lower = {layer: layer.up_to(highest - LOWER * self.limit) for layer in self.layers}
-            if not all(np.isfinite(layer.weight).any() for layer in lower.values()):
+            lower = {layer: layer.up_to(highest - PEAK_STEP * self.limit) for layer in self.layers}
+            if not all(np.isfinite(layer.seconds).any() for layer in lower.values()):
                 break
             self.layers = [lower[layer] for layer in self.layers]
             least = self._viterbi(self.multiplier)
@@ -221,8 +223,8 @@ class LayerSelection:
     def _room_for(self, pick: list[int]) -> bool:
         return all(self._offloaded_bytes(i, pick) <= room for i, room in enumerate(self.tier_limits))
 
-    def _offloaded_bytes(self, memory: int, pick: list[int]) -> float:
-        return float(sum(layer.offloaded[memory][k] for layer, k in zip(self.layers, pick, strict=True)))
+    def _offloaded_bytes(self, tier: int, pick: list[int]) -> float:
+        return float(sum(layer.offloaded[tier][k] for layer, k in zip(self.layers, pick, strict=True)))
 
     def improved(self, pick: tuple[int, ...]) -> tuple[int, ...]:
         """Return these candidates, or better ones after changes of single layers."""
@@ -235,7 +237,7 @@ class LayerSelection:
 
     def _seconds(self, kept: list[int]) -> float:
         layouts = [layer.layout_index[k] for layer, k in zip(self.layers, kept, strict=True)]
-        own = sum(float(layer.weight[k]) for layer, k in zip(self.layers, kept, strict=True))
+        own = sum(float(layer.seconds[k]) for layer, k in zip(self.layers, kept, strict=True))
         return own + sum(float(edge[a, b]) for edge, (a, b) in zip(self.edges, pairwise(layouts), strict=True))
 
     def _fits(self, pick: list[int]) -> bool:
@@ -248,13 +250,13 @@ class LayerSelection:
         costs = {layer: self._cost(layer, price) for layer in self.layers}
         least = {layer: layer.least(cost) for layer, cost in costs.items()}
         first, *others = self.layers
-        best, came = least[first], []
+        best, back_pointers = least[first], []
         for edge, layer in zip(self.edges, others, strict=True):
             through = best[:, None] + edge
-            came.append(through.argmin(axis=0))
+            back_pointers.append(through.argmin(axis=0))
             best = through.min(axis=0) + least[layer]
         layouts = [int(best.argmin())]
-        for back in reversed(came):
+        for back in reversed(back_pointers):
             layouts.append(int(back[layouts[-1]]))
         chosen = list(zip(self.layers, layouts[::-1], strict=True))
         cheapest = {(layer, layout): layer.cheapest(costs[layer], layout) for layer, layout in chosen}
@@ -263,7 +265,7 @@ class LayerSelection:
     def _cost(self, layer: _Layer, price: float) -> Array:
         """Return the seconds of candidates plus their bytes times ``price``. Only a share of a transient is priced, because only the
         stage's maximum counts, which is not known yet."""
-        cost = layer.weight + price * (layer.live + layer.transient / len(self.layers))
+        cost = layer.seconds + price * (layer.live + layer.transient / len(self.layers))
         for sizes, room in zip(layer.offloaded, self.tier_limits, strict=True) if self.pressure else ():
             cost = cost + price * self.pressure * self.limit / max(room, 1.0) * sizes
         return cost
@@ -294,7 +296,7 @@ class LayerSelection:
         """Return the seconds saved per byte by the best other candidate of layer ``a`` (0 if none saves time and fits), and the
         candidate."""
         layer, now = self.layers[a], pick[a]
-        total = layer.weight
+        total = layer.seconds
         if a > 0:
             total = total + self.edges[a - 1][self.layers[a - 1].layout_index[pick[a - 1]]][layer.layout_index]
         if a + 1 < len(pick):

@@ -63,7 +63,7 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
     tries = _Tries(instance)
     picks = _picks(instance)[:DRAFTS]
     modes = list({each.mode.roles: each.mode for each in picks}.values())
-    for bounds in _of_program(instance):
+    for bounds in _linear_program_cuts(instance):
         steps = {mode.roles: tries.cut(bounds, mode) for mode in modes}
         modes = sorted(modes, key=lambda mode: steps[mode.roles])[:MODES]
     few = tries.solution is not None and instance.schedule.multi_stage  # cuts of many stages take long
@@ -152,7 +152,7 @@ def _balanced_by_even_chunks(instance: Instance) -> bool:
     return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
 
 
-def _of_program(instance: Instance) -> list[tuple[int, ...]]:
+def _linear_program_cuts(instance: Instance) -> list[tuple[int, ...]]:
     """Return the linear program's mean cuts, rounded. Under interleaved 1F1B, if nearly all layers are equal, return instead cuts with each
     device's mean number of layers in chunks that are as even as possible, rounded up where the fraction is largest, or on the first
     devices."""

@@ -28,10 +28,10 @@ from autopar.search.evaluation import Solution, cost, fits, memories
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
-ROUNDS, LONGEST = 24, 200_000
-"""Maximum number of rounds, and of a schedule's actions in all rounds together."""
+ROUNDS, ROUNDS_TIMES_ACTIONS = 24, 200_000
+"""Maximum number of rounds, and of rounds times the actions of a schedule: long schedules get fewer rounds."""
 
-ACTIONS = 8_000_000
+ROUND_ACTIONS = 8_000_000
 """Maximum number of actions of all changes of one round together."""
 
 CHANGES_CHECKED = 32
@@ -107,8 +107,8 @@ def change_candidates(instance: Instance, solution: Solution, deadline: float = 
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
     step_s = cost(instance, solution).step_time_s
-    for _ in range(min(ROUNDS, LONGEST // actions) if schedule.copies == 1 else 0):
-        better = _better(instance, solution, step_s, ACTIONS // actions)
+    for _ in range(min(ROUNDS, ROUNDS_TIMES_ACTIONS // actions) if schedule.copies == 1 else 0):
+        better = _better(instance, solution, step_s, ROUND_ACTIONS // actions)
         if better is None or time.monotonic() > deadline:
             break
         solution, step_s = better
@@ -116,7 +116,7 @@ def change_candidates(instance: Instance, solution: Solution, deadline: float = 
 
 
 def _better(instance: Instance, solution: Solution, step_s: float, most: int) -> tuple[Solution, float] | None:
-    """Return the best solution that fits after one change, and its step time; at most ``most`` changes are simulated."""
+    """Return the fastest solution found after one change, and its step time; ``None`` if none is faster. At most ``most`` are simulated."""
     now = _evaluate(instance, solution)
     changes = list(itertools.islice(now.changes(), most))
     steps = now.after(changes) if changes else np.zeros(0)
@@ -147,10 +147,10 @@ def move_layers(instance: Instance, solution: Solution, refine: Refine, deadline
     schedule = instance.schedule
     actions = len(instance.kinds[0].seconds) * schedule.microbatches * schedule.stages
     step_s, seen = cost(instance, solution).step_time_s, {solution.bounds}
-    for _ in range(min(ROUNDS, LONGEST // actions)):
+    for _ in range(min(ROUNDS, ROUNDS_TIMES_ACTIONS // actions)):
         stages = range(schedule.stages)
         moves = [b for b in moved(solution.bounds, itertools.permutations(stages, 2)) if b not in seen]
-        steps = _steps(instance, solution, moves[: ACTIONS // actions]) if moves else np.zeros(0)
+        steps = _steps(instance, solution, moves[: ROUND_ACTIONS // actions]) if moves else np.zeros(0)
         for number in np.argsort(steps)[:MOVES_TRIED]:
             if time.monotonic() > deadline:
                 return solution

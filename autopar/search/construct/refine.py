@@ -17,14 +17,14 @@ from autopar.search.tables import Instance, Regime
 from autopar.search.timeline import Counts
 
 SPARE_TRIES = 8
-"""Maximum number of times a stage's candidates are chosen, each time with different spare memory, if segments keep more bytes than the sum
-of the mean bytes by which their layers' candidates were chosen (``Table.saved``)."""
+"""Maximum number of times a stage's candidates are chosen, each time with different spare memory: they are chosen by mean saved bytes of
+full segments (``Table.saved``), and a segment that is cut short keeps more."""
 
 TRIES = 6
 """Maximum number of times a device's candidates are chosen, if memory peaks at another moment of the schedule than planned."""
 
 MOST_LAYERS = 64
-"""The most layers of a stage for which the best candidates without resharding are computed: that takes long with many layers, and a
+"""Maximum number of layers of a stage for which ``_by_knapsack`` chooses candidates: that takes long with many layers, and a
 fraction of one layer among them matters little."""
 
 Cache = dict[tuple[object, ...], tuple[int, ...] | None]
@@ -46,10 +46,10 @@ def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
     placement = instance.placement
     for s, (i, j) in enumerate(pairwise(bounds)):
         regime = instance.regime(s)
-        came = instance.table(i - 1).strategies[pick[-1]].roles if i else None
+        roles_before = instance.table(i - 1).strategies[pick[-1]].roles if i else None
         link = placement.link[s] if j < instance.layers else None
         borders = tuple(placement.resharding[0].border[max(i - 1, 0) : j])
-        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, came, link
+        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, roles_before, link
         if key not in cache:
             before = pick[-1] if i else None
             cache[key] = _stage(instance, mode, i, j, s, before)
@@ -66,8 +66,8 @@ def _stage(
     """Choose the candidates of a stage's layers, with room for the bytes that segments keep beyond the sum of ``Table.saved``."""
     full = stage_of(instance, all_candidates(instance), i, j, s, before)
     chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
-    whole = _whole(instance, mode, i, j, instance.regime(s))
-    found = [full.improved(start) for start in (chosen, whole) if start is not None and full.offload_fits(start)]
+    packed = _by_knapsack(instance, mode, i, j, instance.regime(s))
+    found = [full.improved(start) for start in (chosen, packed) if start is not None and full.offload_fits(start)]
     if not instance.segmented:
         return min(found, key=full.seconds) if found else None
     return _in_segments(instance, mode, full, i, s, before, found)
@@ -96,14 +96,14 @@ def _in_segments(
         j = i + len(trials[0])
         n, buffers, place, limit = instance.regime(s)
         again = stage_of(instance, mode.allowed, i, j, s, before, spare).solve()
-        whole = _whole(instance, mode, i, j, (n, buffers, place, limit - spare))
-        found = [pick for pick in (again, whole) if pick is not None and full.offload_fits(pick)]
+        packed = _by_knapsack(instance, mode, i, j, (n, buffers, place, limit - spare))
+        found = [pick for pick in (again, packed) if pick is not None and full.offload_fits(pick)]
     return min(fit, key=full.seconds) if fit else None
 
 
-def _whole(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
+def _by_knapsack(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
     """Return the best candidates of a stage's layers without resharding, ordered so that those of the same layout are adjacent; ``None`` if
-    nothing fits or there are too many layers."""
+    nothing fits, or if there are too many layers or kinds of layers."""
     if j - i > MOST_LAYERS:
         return None
     runs = compositions(instance)
@@ -134,13 +134,13 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
                 continue  # an earlier device has the same stages
             runs = [range(bounds[s], bounds[s + 1]) for s in own]
             layers = [i for run in runs for i in run]
-            live = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
+            counts = [n for n, run in zip(moments[d], runs, strict=True) for _ in run]
             place, limit = instance.placement.place[d], instance.placement.limit[d] * limit_shares[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             buffers = device_buffers(instance.schedule, d)
-            key = (mode.roles, tuple(kind[layers].tolist()), tuple(live), borders, place, buffers, limit)
+            key = (mode.roles, tuple(kind[layers].tolist()), tuple(counts), borders, place, buffers, limit)
             if key not in cache:
-                cache[key] = LayerSelection(instance, mode.allowed, layers, live, place, buffers, limit).solve()
+                cache[key] = LayerSelection(instance, mode.allowed, layers, counts, place, buffers, limit).solve()
             chosen = cache[key]
             if chosen is None:
                 return None
