@@ -27,6 +27,7 @@ def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Nam
             pieces.append([])
         pieces[-1].append(node)
     piece_of = {node: k for k, piece in enumerate(pieces) for node in piece}
+    piece_of |= {sent: piece_of[node] for node in nodes for sent in meta(node).get("issued_after", ())}
     handles: dict[fx.Node, str] = {}
     lines: list[str] = []
     methods: list[str] = []
@@ -84,7 +85,7 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
 
 
 def _last_reader(node: fx.Node, piece_of: dict[fx.Node, int]) -> int:
-    """Return the number of the last piece that reads the node's value, or -1; an async conversion counts where it is awaited."""
+    """Return the number of the last piece that reads the node's value, or -1; an async conversion counts where it is issued."""
     return max((piece_of[user] for user in node.users), default=-1)
 
 

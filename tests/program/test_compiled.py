@@ -74,6 +74,7 @@ def compiled(model: str, pool: WorkerPool, folder: Path, **pins: Any) -> tuple[i
         {"tensor": 2, "sequence": True},
         slow({"tensor": 2, "overlap": "none", "recompute": True}),
         slow({"tensor": 2, "sequence": True, "microbatches": 2, "recompute": "selective"}),
+        slow({"tensor": 2, "sequence": True, "overlap": "halves"}),
         slow({"data": 2, "zero": 3, "recompute": "selective"}),
         slow({"data": 2, "offload": "activations"}),
         {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},

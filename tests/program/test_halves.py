@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,6 +135,16 @@ def test_what_one_half_sends_travels_while_the_other_computes(
             start, stop = events.index(f"issue {own}"), events.index(f"wait {own}")
             bare += "product" not in events[start:stop]
         assert bare <= left, (bare, len(issued))
+
+
+def test_compiled_halves_let_go_of_what_they_send(tmp_path: Path) -> None:
+    graph = subject("llama").graph
+    emit(graph, manual_plan(graph, tensor=2, overlap="halves", compile="layers"), tmp_path)
+    text = (tmp_path / "model.py").read_text()
+    sent = re.findall(r"halves\.start\((\w+), .*\n +(.*)\n", text)
+    assert len(sent) >= 4  # nothing else reads these values
+    for name, line in sent:
+        assert name in line.removeprefix("del ").split(", "), (name, line)
 
 
 def test_layers_without_products_and_the_loss_stay_whole(tmp_path: Path) -> None:
