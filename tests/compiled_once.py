@@ -30,6 +30,6 @@ def _exec(text: str, namespace: dict[str, Any], names: dict[str, Any]) -> None:
 
 def _source_to_code(loader: SourceFileLoader, data: bytes, path: str, **options: Any) -> CodeType:
     try:
-        return folder._at(path, folder._compiled(data))
+        return folder._with_file_name(path, folder._compiled(data))
     except SyntaxError:
         return compile(data, path, "exec", dont_inherit=True)  # raises it again, with the file's name
