@@ -13,7 +13,7 @@ import pytest
 import torch
 from programs import Shape, write_mlp
 
-from autopar.program.metrics import explained, is_out_of_memory, peak_memory_bytes, sentence
+from autopar.program.metrics import explaining_out_of_memory, is_out_of_memory, peak_memory_bytes, sentence
 
 PLAN = {
     "stages": [
@@ -49,10 +49,13 @@ def test_the_sentence_has_the_stage_of_the_rank_and_its_largest_part() -> None:
 
 def test_only_failed_allocations_are_explained(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    with pytest.raises(MemoryError, match="rank 0, stage 0: the plan predicts 61 GB") as error, explained(tmp_path):
+    with (
+        pytest.raises(MemoryError, match="rank 0, stage 0: the plan predicts 61 GB") as error,
+        explaining_out_of_memory(tmp_path),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     assert "(CUDA out of memory. Tried to allocate 2 GiB)" in str(error.value)
-    with pytest.raises(ValueError, match="the batch"), explained(tmp_path):
+    with pytest.raises(ValueError, match="the batch"), explaining_out_of_memory(tmp_path):
         raise ValueError("the batch is empty")
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
 
