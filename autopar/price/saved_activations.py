@@ -27,7 +27,7 @@ from autopar.techniques.technique import QuantizedStorage
 
 def saved_activations(sized: SizedClass, passes: Passes, options: Options) -> SavedActivations:
     """Return the activations that the layer keeps under its options."""
-    assert not (options.recomputes and options.quantized), "quantized activations have no price with recomputation"
+    assert not (options.recomputes and options.quantized), "these activations have no price together"
     if options.recomputes == "all":
         found = _input_alone(sized, passes, options.segment_layers)
     elif options.recomputes:

@@ -134,7 +134,7 @@ def test_zero_bubble_is_refused_where_torch_reduces_nothing():
             HandTunedRecipe(data=2, pipeline=2, microbatches=2, schedule=schedule, chunks=chunks)
     with pytest.raises(AssertionError, match="'zerobubble' is none of 1f1b"):
         HandTunedRecipe(pipeline=2, schedule="zerobubble")
-    with pytest.raises(AssertionError, match="no pipeline"):
+    with pytest.raises(AssertionError, match="without a pipeline"):
         HandTunedRecipe(data=2, schedule="interleaved-1f1b", chunks=2)
 
 

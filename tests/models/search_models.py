@@ -153,7 +153,7 @@ class RandomPricer:
     def least_time_s(self, cls: str, mesh: tuple[Axis, ...], tried: Tried, microbatches: int) -> float:
         found = [self.layer(cls, mesh, strategy, microbatches) for strategy in tried.every]
         least = min((p.forward_s + p.backward_s for p in found if p is not None), default=math.inf)
-        return least * self._rng("least", cls, mesh, microbatches).config([0.1, 0.8, 1.0])
+        return least * self._rng("least", cls, mesh, microbatches).choice([0.1, 0.8, 1.0])
 
     def _drawn_layer(
         self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int

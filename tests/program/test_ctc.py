@@ -116,6 +116,6 @@ def test_labels_in_one_row_are_refused() -> None:
         lengths = torch.full((ROWS,), 4)
         return F.ctc_loss(scores, labels.clamp(min=1).flatten(), frames(labels), lengths)
 
-    with pytest.raises(CaptureError, match="takes the labels of all examples concatenated") as error:
+    with pytest.raises(CaptureError, match="takes one tensor with the labels of all examples") as error:
         capture(speech(loss), batch())
     assert "padded" in str(error.value.hint)

@@ -343,7 +343,7 @@ def test_it_is_a_value_of_a_layer_that_only_an_allowance_gives() -> None:
             pins_by_layer(captured(), SearchOptions(saved="int8", allow={INT8}, **against))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="activations=int8 is not exact"):
         manual_plan(captured(), saved="int8")
-    with pytest.raises(UsageError, match="parameters too that it gathers"):
+    with pytest.raises(UsageError, match="also saves the parameters that it gathers"):
         manual_plan(captured(), mesh=make_mesh(("weights", 2)), saved="int8", allow={INT8})
 
 
