@@ -15,7 +15,7 @@ from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.bounds.linear import device_bound, linear_bound, textbook_bound
 from autopar.search.construct.candidates import tied_cost
-from autopar.search.construct.drafts import construct
+from autopar.search.construct.drafts import CLOSE, construct
 from autopar.search.exact import TooManyLabelsError, solve_labels
 from autopar.search.minimum_memory import least_memory
 from autopar.search.problem import Configuration
@@ -36,7 +36,7 @@ PROMISING = 0.05
 """If a configuration's early solution is at most this far (relative) above the incumbent, other numbers of chunks get early solutions,
 too (``_is_promising``)."""
 
-WASTE_LIMIT = 0.1
+WASTE_LIMIT = 0.2
 """Maximum share of the time limit spent in a row on early solutions that do not improve the incumbent; then there are no more."""
 
 TIE_MULTIPLIERS = (0.0, 0.03, 0.3)
@@ -144,9 +144,10 @@ def _textbook(state: State, node: SearchNode) -> None:
     far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
     if far and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
         started = time.monotonic()
-        state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = _find_solution(
-            state, node.instance
-        )
+        step_s = _find_solution(
+            state, node.instance, close=0.0
+        )  # many are tried, and a local search takes longer than the rest
+        state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = step_s
         state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
 
@@ -171,14 +172,14 @@ def _construct(state: State, node: SearchNode) -> None:
     state.push(instance, node.bound_s, node.done + 1)
 
 
-def _find_solution(state: State, instance: Instance) -> float:
-    """Search for a solution of the configuration; return its seconds, or infinity if none was found."""
+def _find_solution(state: State, instance: Instance, close: float = CLOSE) -> float:
+    """Search for a solution of the configuration; return its seconds, or infinity if none was found. ``close`` as for ``construct``."""
     state.opened += 1
     child = _dive(state, instance)
     if child is None:
         return np.inf
     child.cuts[:] = instance.cuts
-    found = construct(child, state.deadline, state.step_s)
+    found = construct(child, state.deadline, state.step_s, close)
     if found is None:
         return np.inf
     state.offer(child, found[1])

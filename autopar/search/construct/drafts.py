@@ -54,10 +54,12 @@ class _Draft:
     mode: CandidateMode
 
 
-def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.inf) -> tuple[float, Solution] | None:
+def construct(
+    instance: Instance, deadline: float = np.inf, known_s: float = np.inf, close: float = CLOSE
+) -> tuple[float, Solution] | None:
     """Return the best solution found, with its exact step time; ``None`` if no tried solution fits.
 
-    ``known_s`` is the step time of the best plan: the local search improves solutions that are at most slightly slower. It ends at
+    ``known_s`` is the step time of the best plan: the local search improves solutions that are less than ``close`` slower. It ends at
     ``deadline``.
     """
     tries = _Tries(instance)
@@ -78,10 +80,10 @@ def construct(instance: Instance, deadline: float = np.inf, known_s: float = np.
     if tries.solution is None:
         return None
     found, step_s = tries.solution, tries.step_s
-    if step_s < (1 + CLOSE) * known_s:
+    if step_s < (1 + close) * known_s:
         found = change_candidates(instance, found, deadline)
         step_s = cost(instance, found).step_time_s
-    if step_s < (1 + CLOSE) * known_s:
+    if step_s < (1 + close) * known_s:
         found = move_layers(instance, found, tries.refined, deadline)
     return cost(instance, found).step_time_s, found
 
