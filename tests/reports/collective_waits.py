@@ -135,8 +135,13 @@ ScheduleChimera._transfer = _transfer
     ),
     Edit("reductions.py", "(found, []) if chimera else ({}, ordered)", "({}, ordered)"),
     Edit("processes.py", "mine = dist.group.WORLD\n", "mine = dist.new_group(row, timeout=self._timeout)\n"),
-    Edit("fsdp.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
-    Edit("world.py", "copies = tuple(axis for axis in copies if axis != MIRROR)", "pass", having="fsdp.py"),
+    Edit("fsdp.py", "tuple(axis for axis in placement.copies if axis != MIRROR)", "placement.copies", having="fsdp.py"),
+    Edit(
+        "world.py",
+        "tuple(axis for axis in own.copies if axis != MIRROR or own.zero < 2)",
+        "own.copies",
+        having="fsdp.py",
+    ),
 )
 """Transfers are one-sided batches on the pipeline's group, and the sums over both copies start under the backward pass of each, those of
 layers under FSDP2 by FSDP2 itself. A group of all ranks is not the world's."""
