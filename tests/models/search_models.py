@@ -231,15 +231,15 @@ def brute_force(graph: Graph, cluster: Devices, pricer: RandomPricer, options: S
     """
     assert len(graph.layers) <= SMALL_LAYERS
     best = _best_plain(graph, cluster, pricer, options)
-    if best is None or options.schedule is not None or options.chunks is not None:
+    if options.schedule is not None or options.chunks is not None:
         return best
     whole = cluster.has_nvme or bool({"any", "host", "nvme", "activations"} & set(options.pins.values()))
     found = [
-        min(every_plan(graph, cluster, pricer, options, config), default=best)
+        min(every_plan(graph, cluster, pricer, options, config), default=None)
         for schedule in ("interleaved-1f1b", *(() if whole else SPLIT))
         for config in configurations(graph, cluster, replace(options, schedule=schedule))
     ]
-    return min([best, *found])
+    return min((step for step in (best, *found) if step is not None), default=None)
 
 
 def _best_plain(graph: Graph, cluster: Devices, pricer: RandomPricer, options: SearchOptions) -> float | None:
