@@ -292,7 +292,9 @@ def _patch_fake_collectives() -> None:
     def own_slice(input: Tensor, op: str, dim: int, group: Any, tag: str = "") -> Tensor:
         result: Tensor = reduce_functional(input, op, dim, group, tag)
         own = input.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
-        functional.wait_tensor(result).copy_(own)
+        functional.wait_tensor(result).data.copy_(
+            own
+        )  # selective recomputation refuses a saved tensor whose version has changed
         return result
 
     def own_parts(outputs: list[Tensor], inputs: list[Tensor], *given: Any, **options: Any) -> Any:

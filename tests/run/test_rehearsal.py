@@ -48,7 +48,13 @@ def emitted(graph: Graph, folder: Path, **pins: Any) -> Plan:
 
 @pytest.mark.parametrize(
     "pins",
-    [{"data": 2, "zero": 3}, slow({"tensor": 2}), {"ring": 2}, {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"}],
+    [
+        {"data": 2, "zero": 3},
+        slow({"tensor": 2}),
+        {"ring": 2},
+        {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"tensor": 2, "sequence": True, "recompute": "selective"},
+    ],
     ids=lambda pins: "-".join(pins),
 )
 def test_a_rank_alone_needs_the_memory_that_it_needs_among_others(
