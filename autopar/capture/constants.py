@@ -1,4 +1,4 @@
-"""Folds nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
+"""Folds nodes that depend on no input, parameter, written buffer or random number: position ids, rotary tables, masks.
 
 Constants are evaluated on the CPU at full size (``evaluate``). A constant with equal rows along dim 0 is stored as one row, which an
 ``expand`` repeats, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
@@ -100,7 +100,7 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)`` if the constant's elements are all equal."""
+    """Simplify ``x & True``, ``x | False``, ``where(True, a, b)`` and ``where(False, a, b)``: all elements of the constant are equal."""
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:

@@ -1,4 +1,4 @@
-"""Lists every figure of a cluster that the cost model uses, with its unit and source."""
+"""Lists figures of a cluster that the cost model uses, with unit and source: all but NVMe, latencies of links, and measured times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
 def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     gpu, host, network = cluster.gpu, cluster.host, cluster.network
     sources = dict(gpu.sources)
-    # a calibration or a user's cluster file is the source of all figures of a device
+    # a calibration, or a user's cluster file for figures without a source in the file of the GPU kind
     overall = "; ".join(sources[key] for key in ("measured", "file") if key in sources)
     memory = sources.get("hbm") or sources.get("memory") or overall
     peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or overall

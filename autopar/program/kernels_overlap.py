@@ -78,7 +78,7 @@ def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Sums a gradient's terms over a group (``None``: a single rank). With ``dim`` each rank gets its slice of the sum along that dim."""
+    """Sums a gradient's terms over a group (``None``: one rank, or a meta tensor). With ``dim`` each rank gets its slice of the sum."""
 
     group: dist.ProcessGroup | None
     dim: int | None

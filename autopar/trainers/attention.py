@@ -44,7 +44,7 @@ def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> Op
     """Return the cost of reading and writing the scores.
 
     Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a byte mask.
-    Backward: a product writes their gradient, dropout reads and writes, softmax reads twice and writes, two products read.
+    Backward: a product writes a gradient, dropout reads it and the mask and writes, softmax reads twice and writes, three products read.
     """
     probabilities, *dropped = _scores(node)
     n, dropout_bytes = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
