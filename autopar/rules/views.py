@@ -1,7 +1,7 @@
-"""Writes the lines of ops with dims that depend on shapes and arguments: views, reductions, concatenation, indexing.
+"""Writes the lines (sharding rules) of ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
 
-Each function takes a node and returns its line, or ``None`` if there is no line for these arguments. Its docstring names the ops, then
-the dims that may be sharded, or those that may not.
+A function of a node returns its line, or ``None`` if there is no line for these arguments. Its docstring names the ops, then the dims
+that may be sharded, or those that may not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def unsharded(words: Words, dims: Sequence[int]) -> Words:
 
 
 def view(node: fx.Node) -> str:
-    """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: the factors that dims of both shapes share (``factors``)."""
     left, right = factors(source(node), shape_of(node))
     if not left:  # a 0-d tensor
         left, right = ["*"], ["*", *right]
@@ -168,7 +168,7 @@ def unbind(node: fx.Node) -> str:
 
 
 def getitem(node: fx.Node) -> str | None:
-    """getitem of a tuple of tensors: the element has the tuple's type, which shards no dim in which the elements differ."""
+    """getitem of a tuple of tensors: the element has the tuple's type, which shards no dim whose size differs between elements."""
     parts = meta(operands(node)[0])["val"]
     if not isinstance(parts, tuple | list):
         return None
@@ -188,13 +188,13 @@ def cat(node: fx.Node) -> str:
     words = letters(len(shape_of(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
-    # torch.cat skips one-dimensional empty parts, for any rank of the others
+    # torch.cat skips one-dimensional empty parts, whatever the others' number of dims
     given = [words if len(part) == len(words) else ["1"] for part in parts]
     return line(given, words, linear)
 
 
 def stack(node: fx.Node) -> str | None:
-    """stack: the new dim may not be sharded. A single scalar has no rule: it has no dims."""
+    """stack: the new dim may not be sharded. A single scalar has no line: it would read as a line without operands."""
     parts = operands(node)
     words = letters(len(shape_of(node)))
     if len(parts) == len(words) == 1:
@@ -257,7 +257,7 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
 
 def logsumexp(node: fx.Node) -> str:
     """logsumexp: like any reduction; with ``keepdim``, the reduced dim and all after it may not be sharded, because torch's sharding
-    propagation for ``DTensor`` assigns them to wrong dims."""
+    propagation for ``DTensor`` moves their shards to wrong dims."""
     text = reduction(linear=False)(node)
     assert text is not None
     given = arguments(node)
@@ -451,8 +451,8 @@ def cross_entropy(node: fx.Node) -> str | None:
 
 
 def pointwise_loss(node: fx.Node) -> str:
-    """mse_loss, kl_div, ...: all dims; the elementwise losses are unreduced or summed (a mean is a sum times a constant). Weights align
-    with the last dims."""
+    """mse_loss, kl_div, ...: all dims; a reduced loss is a partial sum (a mean is a sum times a constant). Weights align with the last
+    dims."""
     if arguments(node)["reduction"] == 0:
         return line([["*"]] * len(operands(node)), ["*"])
     words = letters(max(len(shape_of(operand)) for operand in operands(node)))
@@ -477,7 +477,7 @@ def embedding(node: fx.Node) -> str:
 
 
 def index(node: fx.Node) -> str | None:
-    """x[:, i, j]: dims without an index, and the dims of the indices, which broadcast against each other; boolean masks have no line."""
+    """x[:, i, j]: dims without an index, and the dims of the indices, which broadcast; there is no line for masks or separated indices."""
     given = arguments(node)
     indices = list(given["indices"])
     indices += [None] * (len(source(node)) - len(indices))
@@ -506,7 +506,7 @@ def index_select(node: fx.Node) -> str:
 
 
 def gather(node: fx.Node) -> str | None:
-    """gather, scatter: all dims but ``dim`` in which the index (and the written value, if it is a tensor) has the operand's size."""
+    """gather, scatter: all dims, except ``dim``, in which the index (and the written value, if it is a tensor) has the operand's size."""
     given = arguments(node)
     sizes = [shape_of(operand) for operand in operands(node)]
     dim = dims_of(given["dim"], len(sizes[0]))[0]
