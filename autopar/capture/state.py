@@ -100,11 +100,11 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
 
 
 def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
-    """Return the values before and after of the new and changed attributes, by dotted name; deleted ones are missing."""
+    """Return the values before and after of the new, changed and deleted attributes, by dotted name; ``None`` for one that is missing."""
     return {
-        ".".join(filter(None, key)): (before.get(key), value)
-        for key, value in after.items()
-        if key not in before or not equal(before[key], value)
+        ".".join(filter(None, key)): (before.get(key), after.get(key))
+        for key in before | after
+        if key not in before or key not in after or not equal(before[key], after[key])
     }
 
 
@@ -166,6 +166,9 @@ def _assumptions(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _set(module: nn.Module, values: State) -> None:
+    """Give a module and its submodules the attributes in ``values``, and remove their other attributes with plain data."""
+    for path, name in state(module).keys() - values.keys():
+        del vars(module.get_submodule(path))[name]
     for (path, name), value in values.items():
         owner = module.get_submodule(path)
         (owner._buffers if name in owner._buffers else vars(owner))[name] = value
@@ -191,11 +194,15 @@ def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
     """Copy plain data, with each tensor ``t`` replaced by ``tensor(t)``."""
     if isinstance(value, Tensor):
         return tensor(value)
-    if type(value) in (list, tuple, set):
+    if type(value) in (tuple, set):
         return type(value)(_copied(item, tensor) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item, tensor) for key, item in value.items()}
-    return copy.copy(value)
+    copied = copy.copy(value)  # of a list's or a dict's subclass, too, such as defaultdict
+    if isinstance(value, list):
+        list.__setitem__(copied, slice(None), [_copied(item, tensor) for item in items(value)])
+    if isinstance(value, dict):
+        for key in dict.keys(value):
+            dict.__setitem__(copied, key, _copied(dict.__getitem__(value, key), tensor))
+    return copied
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -236,5 +243,5 @@ def _computation(program: Any) -> list[Any]:
             ]
     for name, value in program.constants.items():
         real = isinstance(value, Tensor) and type(value) is Tensor and not value.is_meta
-        lines.append((name, value.tolist() if real and value.numel() < 4096 else type(value)))
+        lines.append((name, repr(value.tolist()) if real and value.numel() < 4096 else type(value)))
     return lines

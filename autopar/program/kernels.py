@@ -334,6 +334,8 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
         return x
     if spmd.is_type_checking():
         _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")
+    if p == 1.0:
+        return x * 0.0  # as torch does; the scale would be infinite
     return x * bernoulli_mask(x, 1.0 - p, seed) / (1.0 - p)
 
 

@@ -139,7 +139,9 @@ def _input_gradient_term(
 ) -> Tensor | None:
     """Return this rank's term ``[rows, k]`` of the input gradient, in a new tensor; ``others`` is the gradient from other ops that read
     the input."""
-    total = None if others is None else others.reshape(-1, others.shape[-1]).clone()
+    total = (
+        None if others is None else others.reshape(-1, others.shape[-1]).clone(memory_format=torch.contiguous_format)
+    )
     for grad, weight in zip(rows, weights, strict=True):
         if grad is not None:
             total = grad @ weight if total is None else total.addmm_(grad, weight)

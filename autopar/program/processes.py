@@ -91,10 +91,16 @@ def set_rendezvous(environment: MutableMapping[str, str], ranks: ProcessRanks) -
     """Set the variables of torch's rendezvous that the launcher has not set.
 
     Raises:
-        StartError: ``srun`` started processes on several nodes, and rank 0's address is unknown.
+        StartError: rank 0's address is unknown: ``srun`` started processes on several nodes, or another launcher set only the ranks.
     """
-    if ranks.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
-        if environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if ranks.size > 1 and missing and "RANK" in environment:
+        raise StartError(
+            f"RANK is {ranks.rank} of {ranks.size} processes, and {' and '.join(missing)} of the process of rank 0 is not set",
+            "start the processes with torchrun, or set MASTER_ADDR and MASTER_PORT in all of them",
+        )
+    if ranks.size > 1 and missing:
+        if "MASTER_ADDR" in missing and environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
             raise StartError(
                 f"srun has started {ranks.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR, the address of "
                 "the first node, is not set",

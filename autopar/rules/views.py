@@ -69,6 +69,8 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
     Dims are consumed from the left. Each step makes a letter of the greatest common divisor of the two current dims: the outermost factor
     of both. If the divisor is 1, no letter may be sharded up to the next boundary that both sides share.
     """
+    if 0 in before:  # without elements there is nothing to shard
+        return ["1"] * len(before), ["1"] * len(after)
     atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
     open_dims = (
         [[i, size] for i, size in enumerate(before) if size != 1],
@@ -509,6 +511,8 @@ def gather(node: fx.Node) -> str | None:
     """gather, scatter: all dims, except ``dim``, in which the index (and the written value, if it is a tensor) has the operand's size."""
     given = arguments(node)
     sizes = [shape_of(operand) for operand in operands(node)]
+    if len({len(shape) for shape in sizes}) > 1:
+        return None  # torch takes a 0-d tensor for one of a single element
     dim = dims_of(given["dim"], len(sizes[0]))[0]
     words = [
         "1" if i == dim or len(set(n)) > 1 else w

@@ -58,8 +58,6 @@ def _scores(node: fx.Node) -> list[torch.Tensor]:
     query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
     shape = (*node.meta["val"].shape[:-1], key.shape[-2])
     scores = torch.empty(shape, dtype=query.dtype, device="meta")
-    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
-    dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
-    if not isinstance(dropout, int | float) or dropout <= 0:
+    if cost.attention_dropout(node) <= 0:
         return [scores]
     return [scores, torch.empty(shape, dtype=torch.bool, device="meta"), scores]
