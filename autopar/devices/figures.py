@@ -35,7 +35,11 @@ def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
     """Return the source of the peak of ``dtype``: that in the file of the GPU kind, or the constant from which the peak is derived;
     ``None`` if there is neither, as for 16-bit dtypes."""
     own, ratio = _RATES.get(dtype, ("", ""))
-    return sources.get(own) or (_cite(ratio) if ratio and "bf16" in sources else None)
+    if own in sources or not ratio:
+        return sources.get(own)
+    if "bf16" in sources:
+        return _cite(ratio)
+    return _cite("FP32_OVER_FP16_VOLTA") if "fp16" in sources else None
 
 
 def _devices(cluster: Cluster) -> list[dict[str, Any]]:
@@ -47,7 +51,7 @@ def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or overall
     known, usual = "bfloat16" in gpu.peak_flops, gpu.matmul_efficiency == constants.MATMUL_EFFICIENCY.value
     rows = [
-        ("memory", gpu.memory_bytes, "bytes", memory),
+        ("memory", gpu.memory_bytes, "bytes", sources.get("memory_size") or memory),
         *((f"peak {t}", flops, "FLOP/s", _peak_source(t, sources) or peak) for t, flops in gpu.peak_flops.items()),
         *(
             [
