@@ -1,7 +1,6 @@
 """Writes the lines (sharding rules) of ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
 
-A function of a node returns its line, or ``None`` if there is no line for these arguments. Its docstring names the ops, then the dims
-that may be sharded, or those that may not.
+A function of a node returns its line, or ``None`` if it has none. Its docstring names the ops, then the dims that may (not) be sharded.
 """
 
 from __future__ import annotations
@@ -453,8 +452,7 @@ def cross_entropy(node: fx.Node) -> str | None:
 
 
 def pointwise_loss(node: fx.Node) -> str:
-    """mse_loss, kl_div, ...: all dims; a reduced loss is a partial sum (a mean is a sum times a constant). Weights align with the last
-    dims."""
+    """mse_loss, kl_div, ...: all dims; a reduced loss is a partial sum. Weights align with the last dims."""
     if arguments(node)["reduction"] == 0:
         return line([["*"]] * len(operands(node)), ["*"])
     words = letters(max(len(shape_of(operand)) for operand in operands(node)))
@@ -509,11 +507,10 @@ def index_select(node: fx.Node) -> str:
 
 def gather(node: fx.Node) -> str | None:
     """gather, scatter: all dims, except ``dim``, in which the index (and the written value, if it is a tensor) has the operand's size."""
-    given = arguments(node)
     sizes = [shape_of(operand) for operand in operands(node)]
     if len({len(shape) for shape in sizes}) > 1:
         return None  # torch takes a 0-d tensor for one of a single element
-    dim = dims_of(given["dim"], len(sizes[0]))[0]
+    dim = dims_of(arguments(node)["dim"], len(sizes[0]))[0]
     words = [
         "1" if i == dim or len(set(n)) > 1 else w
         for i, (w, *n) in enumerate(zip(letters(len(sizes[0])), *sizes, strict=True))
