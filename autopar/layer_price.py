@@ -1,4 +1,4 @@
-"""The predicted cost of a layer under a strategy: ``autopar.price`` computes it, ``autopar.search`` minimises the sum."""
+"""The predicted cost of a layer under a strategy: ``autopar.price`` computes it, ``autopar.search`` chooses by it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopar.plan import Strategy
 
 
 class Tried(Protocol):
-    """The candidate strategies of a layer (``every``), and a few strategies (``quickest``, not necessarily candidates), one of which takes
-    no longer for a microbatch than the fastest candidate."""
+    """``every``: the candidate strategies of a layer. ``quickest``: a few strategies, not necessarily candidates, at least one of which is
+    as fast per microbatch as the fastest candidate."""
 
     @property
     def every(self) -> Iterable[Strategy]: ...
@@ -23,26 +23,26 @@ class Tried(Protocol):
 class LayerPrice:
     """The cost of a layer on a device of its pipeline stage: seconds and bytes.
 
-    Seconds are for one microbatch, including exposed communication and recomputation:
+    Seconds are for one microbatch, except ``step_s``, and include exposed communication and recomputation:
 
     ===================  =============================================================================================
     ``forward_s``        the forward pass
     ``backward_s``       the backward pass
-    ``communication_s``  the exposed communication in both
-    ``weight_s``         the part of ``backward_s`` that computes parameter gradients only (``price.split``)
-    ``step_s``           once per step, not per microbatch: gradient reduction, ZeRO's gathers, the optimizer
+    ``communication_s``  the exposed communication in both, with waits for slower ranks and exposed copies to and from the host
+    ``weight_s``         the part of ``backward_s`` that computes and accumulates weight gradients (``price.split``)
+    ``step_s``           once per step: gradient reduction and ZeRO's gathers if not in every microbatch, the optimizer
     ===================  =============================================================================================
 
     Bytes, and FLOPs:
 
     =======================  ==============================================================================================
     ``saved_bytes``          saved for the backward pass, per microbatch in flight
-    ``new_gradient_bytes``   the gradients that exist after the backward pass, when ``saved_bytes`` are freed
+    ``new_gradient_bytes``   not yet accumulated gradients, live after the layer's backward pass, when ``saved_bytes`` are freed
     ``transient_bytes``      the peak while the layer runs, above all other memory listed here
-    ``boundary_bytes``       one activation tensor that a pipeline stage receives or sends if it begins or ends here
+    ``boundary_bytes``       one pipeline buffer if a stage begins or ends here: the layer's input activations, or its outputs without any
     ``deferred_bytes``       live between the two parts of a split backward, until the deferred weight gradients are computed
     ``host_bytes``           in host memory during the whole step
-    ``nvme_bytes``           on NVMe
+    ``nvme_bytes``           on NVMe during the whole step
     ``host_saved_bytes``     in host memory, per microbatch in flight
     ``segment``              the number of consecutive layers that are recomputed as one
     ``segment_saved_bytes``  saved by the first layer of a segment; ``saved_bytes`` is one layer's share of it, rounded down, and

@@ -308,9 +308,15 @@ def dispatched(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> It
 
 def awaited_at_first_use(tensor: torch.Tensor) -> torch.Tensor:
     """Wrap the result of a functional collective, so that torch waits for it at its first use. (torch 2.11, 2.13)"""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    wrapped: torch.Tensor = functional_collectives().AsyncCollectiveTensor(tensor)
+    return wrapped
 
-    return AsyncCollectiveTensor(tensor)
+
+def functional_collectives() -> Any:
+    """Return the module of torch's functional collectives, which return their result as a new tensor. (torch 2.11, 2.13)"""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
 
 
 def fake_store() -> Any:

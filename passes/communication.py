@@ -1,8 +1,8 @@
 """Lists the communication of a layer: the conversions of its values, and the exchanges inside its kernels.
 
 Both follow from the layer's graph and the types on every axis. ``passes.collectives`` inserts the conversions listed here,
-``passes.overlap`` chooses those that overlap arithmetic, the cost model prices all of them in bytes and seconds
-(``price.collective_pairs``), and ``checks.collectives`` compares them with the graph after all passes.
+``passes.overlap`` chooses those that overlap arithmetic, the cost model prices all of them (``price.collective_pairs``),
+and ``checks.collectives`` compares them with the graph after all passes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Itera
 
 
 def typed_values(graph: fx.GraphModule, sharding: Sharding) -> Iterator[tuple[fx.Node, Types]]:
-    """Yield every tensor of a layer's graph with the types that its op produces, and again with the types that each reader needs."""
+    """Yield every tensor of a layer's graph with the types that its op produces, and again with those that each reading op needs."""
     for node in graph.graph.nodes:
         if node.op != "output" and is_tensor(node):
             yield node, sharding.produced(node.name)

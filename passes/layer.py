@@ -27,7 +27,7 @@ from passes.runner import run
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as one rank of the layer stores it: its dotted name in the class, the local shape, the type on each mesh axis."""
+    """A parameter as the graph of one rank reads it: its dotted name in the class, the local shape, the type on each mesh axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class LocalLayer:
     """A layer class under a strategy, as one rank runs it: its graph for one microbatch, and its parameters.
 
     ``cls`` has padded shapes; ``graph`` has the placeholders of ``cls``, in the same order. ``sharding`` includes the microbatch axis.
-    If ``half`` is set, the sharding of half a microbatch, a rank runs ``graph`` once for each half.
+    If ``half`` (the sharding of half a microbatch) is set, ``graph`` computes one half, and a rank runs it for each.
     """
 
     cls: LayerClass
@@ -79,7 +79,7 @@ class LocalLayer:
 
     @property
     def flattened(self) -> set[tuple[str, ...]]:
-        """Tuples of axes (outermost first) over which one collective of the layer, or of a kernel in it, runs."""
+        """Tuples of several axes (outermost first) over which one collective of the layer, or of a kernel in it, runs."""
         nodes = self.graph.graph.nodes
         found = {tuple(node.args[1]) for node in nodes if node.target is convert}
         found |= {converted_types(node)[1] for node in nodes if is_joined(node)}
@@ -112,7 +112,7 @@ def local_layer(
     cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
-    the input gradients; a strategy under such a schedule has no overlap (``Strategy.under``)."""
+    the input gradients; ``strategy`` must suit such a schedule (``Strategy.under``)."""
     assert not deferred or strategy.options == strategy.options.replace(**UNDER_SPLIT), strategy
     graph_sharding = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, graph_sharding)

@@ -1,4 +1,4 @@
-"""Folds nodes that depend on neither inputs nor parameters: position ids, rotary tables, masks.
+"""Folds nodes that depend on no input, parameter, written buffer or random number: position ids, rotary tables, masks.
 
 Constants are evaluated on the CPU at full size (``evaluate``). A constant with equal rows along dim 0 is stored as one row, which an
 ``expand`` repeats, so that the batch can still be sharded. Attention masks are recognised first (``masks``).
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.evaluate import Evaluator, TooLargeError, constant_nodes, same_bits, stored_bytes
+from autopar.capture.evaluate import Evaluator, TooLargeError, constant_nodes, same_bits
 from autopar.capture.layers import identifier, unique
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
@@ -41,7 +41,7 @@ def _freeze(value: Any) -> Any:
         return tuple((key, _freeze(item)) for key, item in sorted(value.items()))
     if isinstance(value, tuple | list):
         return tuple(_freeze(item) for item in value)
-    return (type(value), value)
+    return (type(value), value.hex() if isinstance(value, float) else value)  # 0.0 and -0.0 are equal, NaN isn't
 
 
 def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.Tensor]:
@@ -53,9 +53,9 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
         readers = [user for user in node.users if user not in values]
         if not readers:
             continue
-        equal_rows = value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
-        new = _placeholder(gm, constants, node, value[:1] if equal_rows else value)
-        if equal_rows:
+        stored = _first_of_equal_rows(value)
+        new = _placeholder(gm, constants, node, stored)
+        if stored is not value:
             new = add(_first_call(gm), aten.expand.default, (new, list(shape_of(node))), origin=node)
         for reader in readers:
             reader.replace_input_with(node, new)
@@ -74,7 +74,13 @@ def _value_to_fold(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
         value = evaluator(node)
     except TooLargeError:
         return None
-    return value if stored_bytes(value) <= LIMIT_BYTES else None
+    stored = _first_of_equal_rows(value)
+    return value if stored.numel() * stored.itemsize <= LIMIT_BYTES else None
+
+
+def _first_of_equal_rows(value: torch.Tensor) -> torch.Tensor:
+    """Return the part of a constant that is stored: all of it, or the first row if all rows are views of the same memory."""
+    return value[:1] if value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0 else value
 
 
 def _placeholder(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: fx.Node, value: torch.Tensor) -> fx.Node:
@@ -100,7 +106,7 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Simplify ``x & True``, ``x | False`` and ``where(True, a, b)`` if the constant's elements are all equal."""
+    """Simplify ``x & True``, ``x | False``, ``where(True, a, b)`` and ``where(False, a, b)``: all elements of the constant are equal."""
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:

@@ -179,11 +179,6 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(_as_integers(one), _as_integers(other))
 
 
-def stored_bytes(value: Tensor) -> int:
-    """Return a value's bytes, counting elements along dims of stride 0 once."""
-    return stripped(value).numel() * value.dtype.itemsize
-
-
 def _as_integers(value: Tensor) -> Tensor:
     if value.is_complex():
         value = torch.view_as_real(value)

@@ -171,10 +171,10 @@ def export(
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor], dict[str, str]]:
     """Export the model.
 
-    Returns the lifted graph with labelled placeholders (``ops.meta`` declares the labels), the values of its buffers and lifted constants
-    by name (none for a model on meta), and the class name of every module by path (``""`` is the model). If ``batch`` has values, modules
-    that can't be exported become opaque ops if that is sound, and branches on the batch's values are specialised and guarded. The graph's
-    notes list both. Raises ``CaptureError`` for code that can't be captured.
+    Returns the lifted graph with labelled placeholders (``ops.meta`` declares the labels), the values of its buffers (none for those
+    on meta) and lifted constants by name, and the class name of every module by path (``""`` is the model). If ``batch`` has values,
+    modules and autograd functions that can't be exported become opaque ops if that is sound, and branches on the batch's values are
+    specialised and guarded. The graph's notes list the ops. Raises ``CaptureError`` for code that can't be captured.
     """
     _refuse_unexportable(model, loss_fn)
 
@@ -252,7 +252,7 @@ def _export_and_label(
     opaque_ops: dict[str, str],
     reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """Export once, with an opaque op for each module in ``opaque_ops``. Reads of values (``.item()``) return the values in ``reads``."""
+    """Export with an opaque op for each module in ``opaque_ops``. Reads of values (``.item()``) return the values in ``reads``."""
 
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
@@ -371,7 +371,7 @@ def _export(
 
 
 def _complete_users(gm: fx.GraphModule) -> None:
-    """Complete ``Node.users``: torch.export (2.13) omits the first node of a chain of views that is written to and not read again."""
+    """Complete ``Node.users``, where torch.export (2.13) omits the first node of a chain of views that is written to and not read again."""
     for graph in (part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.nodes:
             for operand in node.all_input_nodes:
@@ -379,7 +379,7 @@ def _complete_users(gm: fx.GraphModule) -> None:
 
 
 def _explain(error: Exception, module: nn.Module) -> CaptureError:
-    """Return a ``CaptureError`` with the user's source line and the reason why export failed."""
+    """Return a ``CaptureError`` (``NotTraceableError`` for a line that depends on data) with the user's line and the reason."""
     kind, text = type(error).__name__, str(error).strip().split("\n")[0]
     dependent = (
         "DataDependent" in kind
@@ -403,7 +403,8 @@ def _label(
     copied: FakeModel,
     structure: BatchStructure,
 ) -> dict[str, torch.Tensor]:
-    """Label each placeholder, make every ``meta["val"]`` a plain meta tensor, and return the values of buffers and constants."""
+    """Label each placeholder, merge those of tied parameters, make every ``meta["val"]`` a plain meta tensor, and return the values of
+    buffers and constants. Raises ``CaptureError`` for tensors that can't be captured."""
     for node in (node for part in gm.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
         if "val" in meta(node):
             meta(node)["val"] = _on_meta(meta(node)["val"], node)
@@ -474,7 +475,7 @@ def _check_constant(node: fx.Node, value: torch.Tensor) -> None:
 
 
 def _sharing(names: Collection[str], model: nn.Module) -> dict[str, str]:
-    """Map the name of each tensor that shares memory with another tensor to the other's name."""
+    """Map the name of each parameter or buffer that shares memory with another one to the other's name."""
     found: dict[int, dict[int, str]] = {}
     places = {}
     for name in (*dict(model.named_parameters()), *names):

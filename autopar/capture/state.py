@@ -2,9 +2,10 @@
 
 A graph records the first call. If forward changed attributes or globals, the model is exported again in its new state. If the second graph
 equals the first, forward doesn't read the state, and the plan notes attributes that keep changing. If the second graph differs from the
-first and the third from the second, the model is refused with the attributes' names. If the second and third graphs are equal, the first
-call filled a cache, or did something that later calls don't: the comparison over two steps (``check``) tells which. That comparison also
-tells whether a later call needs tensors outside of the modules, which are removed after every run (``external_state``).
+first, and the third from the second, the model is refused with the names of what changed; so it is if a repeated export fails, or if an
+attribute keeps a tensor that needs a gradient and the second graph differs. If only the second and third graphs are equal, the first call
+filled a cache, or did something that later calls don't: the comparison over two steps (``check``) tells which. That comparison also tells
+whether a later call needs tensors outside of the modules, which are removed after every run (``external_state``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class StateAfterForward:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of variables outside of the modules that hold tensors for the next call."""
+        """Names of changed variables outside of the modules whose old or new values have tensors."""
         return tuple(name for change in self.outside for name in change.names_with_tensors())
 
     @property
@@ -61,7 +62,7 @@ def buffers(module: nn.Module) -> State:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """On exit, restore buffers that were registered or replaced."""
+    """On exit, unless an exception is raised, undo registrations, replacements and removals of buffers."""
     before = [(m, dict(m._buffers)) for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
     yield
     for each, own in before:
@@ -84,7 +85,7 @@ def state(module: nn.Module) -> State:
 
 
 def describe(module: nn.Module) -> dict[str, Any] | None:
-    """Return a module's attributes; ``None`` if one is a hook, a tensor, or another object that isn't plain data."""
+    """Return a module's attributes besides parameters, buffers and submodules; ``None`` if one is a hook, a tensor, or no plain data."""
     fresh = vars(nn.Module())
     described = {}
     for name, value in vars(module).items():
@@ -99,11 +100,11 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
 
 
 def changes(before: State, after: State) -> dict[str, tuple[Any, Any]]:
-    """Return the values before and after of the changed attributes, by dotted name."""
+    """Return the values before and after of the new, changed and deleted attributes, by dotted name; ``None`` for one that is missing."""
     return {
-        ".".join(filter(None, key)): (before.get(key), value)
-        for key, value in after.items()
-        if key not in before or not equal(before[key], value)
+        ".".join(filter(None, key)): (before.get(key), after.get(key))
+        for key in before | after
+        if key not in before or key not in after or not equal(before[key], after[key])
     }
 
 
@@ -119,7 +120,8 @@ def check_again(
 
     ``again`` exports the fake copy, and returns the program and the state after its forward.
 
-    Raises ``CaptureError`` if the second graph differs from the first, and the third from the second.
+    Raises ``CaptureError`` if the second graph differs from the first, and either the third differs from the second, or a changed attribute
+    has a tensor that needs a gradient; and if an export from a later state fails.
     """
     inside = changes(before, after.state)
     changed = inside | after.plain
@@ -164,6 +166,9 @@ def _assumptions(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _set(module: nn.Module, values: State) -> None:
+    """Give a module and its submodules the attributes in ``values``, and remove their other attributes with plain data."""
+    for path, name in state(module).keys() - values.keys():
+        del vars(module.get_submodule(path))[name]
     for (path, name), value in values.items():
         owner = module.get_submodule(path)
         (owner._buffers if name in owner._buffers else vars(owner))[name] = value
@@ -189,11 +194,15 @@ def _copied(value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
     """Copy plain data, with each tensor ``t`` replaced by ``tensor(t)``."""
     if isinstance(value, Tensor):
         return tensor(value)
-    if type(value) in (list, tuple, set):
+    if type(value) in (tuple, set):
         return type(value)(_copied(item, tensor) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item, tensor) for key, item in value.items()}
-    return copy.copy(value)
+    copied = copy.copy(value)  # of a list's or a dict's subclass, too, such as defaultdict
+    if isinstance(value, list):
+        list.__setitem__(copied, slice(None), [_copied(item, tensor) for item in items(value)])
+    if isinstance(value, dict):
+        for key in dict.keys(value):
+            dict.__setitem__(copied, key, _copied(dict.__getitem__(value, key), tensor))
+    return copied
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -225,7 +234,7 @@ def _shape(node: fx.Node) -> str:
 
 
 def _computation(program: Any) -> list[Any]:
-    """Return an exported program's computation: the nodes of all its graphs, and the values of its constants."""
+    """Return an exported program's computation: the nodes of all its graphs, and its constants (of large ones only the type)."""
     lines: list[Any] = []
     for name, gm in program.graph_module.named_modules():
         if isinstance(gm, fx.GraphModule):
@@ -234,5 +243,5 @@ def _computation(program: Any) -> list[Any]:
             ]
     for name, value in program.constants.items():
         real = isinstance(value, Tensor) and type(value) is Tensor and not value.is_meta
-        lines.append((name, value.tolist() if real and value.numel() < 4096 else type(value)))
+        lines.append((name, repr(value.tolist()) if real and value.numel() < 4096 else type(value)))
     return lines

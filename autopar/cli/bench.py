@@ -38,7 +38,8 @@ class Measurement:
 def bench_command(
     names: tuple[str, ...], output: str | None, plot_file: str | None, published: str | None, as_json: bool, **how: Any
 ) -> None:
-    """Measure (or read published measurements), print tables or one JSON object, and write the requested files."""
+    """Measure, print tables or one JSON object, and write the requested files. With ``published``, evaluate the measurements in that file;
+    the other options except ``as_json`` are ignored."""
     if published is not None:
         _print_published(published, as_json)
         return
@@ -63,7 +64,7 @@ def bench_command(
 
 def _print_published(path: str, as_json: bool) -> None:
     """Print the automatic layout next to the layout with the best measured time, for every cell of the file ``path``. A cell is a model on
-    some devices, with several measured layouts."""
+    some devices; those with fewer than two measured layouts are left out."""
     with Messages() as messages:
         cells = published(path, lambda what, done, total: messages("bench", f"{what}: {done} of {total} cells"))
     table = plain_table()

@@ -1,4 +1,4 @@
-"""Lists every figure of a cluster that the cost model uses, with its unit and source."""
+"""Lists figures of a cluster that the cost model uses, with unit and source: all but NVMe, latencies of links, and measured times."""
 
 from __future__ import annotations
 
@@ -35,19 +35,23 @@ def _peak_source(dtype: str, sources: dict[str, str]) -> str | None:
     """Return the source of the peak of ``dtype``: that in the file of the GPU kind, or the constant from which the peak is derived;
     ``None`` if there is neither, as for 16-bit dtypes."""
     own, ratio = _RATES.get(dtype, ("", ""))
-    return sources.get(own) or (_cite(ratio) if ratio and "bf16" in sources else None)
+    if own in sources or not ratio:
+        return sources.get(own)
+    if "bf16" in sources:
+        return _cite(ratio)
+    return _cite("FP32_OVER_FP16_VOLTA") if "fp16" in sources else None
 
 
 def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     gpu, host, network = cluster.gpu, cluster.host, cluster.network
     sources = dict(gpu.sources)
-    # a calibration or a user's cluster file is the source of all figures of a device
+    # a calibration, or a user's cluster file for figures without a source in the file of the GPU kind
     overall = "; ".join(sources[key] for key in ("measured", "file") if key in sources)
     memory = sources.get("hbm") or sources.get("memory") or overall
     peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or overall
     known, usual = "bfloat16" in gpu.peak_flops, gpu.matmul_efficiency == constants.MATMUL_EFFICIENCY.value
     rows = [
-        ("memory", gpu.memory_bytes, "bytes", memory),
+        ("memory", gpu.memory_bytes, "bytes", sources.get("memory_size") or memory),
         *((f"peak {t}", flops, "FLOP/s", _peak_source(t, sources) or peak) for t, flops in gpu.peak_flops.items()),
         *(
             [

@@ -390,6 +390,17 @@ def _check(path: Path, data: dict[str, Any], keys: Sequence[str], named: bool = 
         raise DeviceError(f"{path} does not name the GPU", 'add a line such as gpu = "H100-80GB"')
 
 
+_SOURCES = {
+    "memory_gb": "memory_size",
+    "memory_gb_per_s": "hbm",
+    "peak_bf16_tflops": "bf16",
+    "peak_fp8_tflops": "fp8",
+    "peak_fp32_tflops": "fp32",
+    "peak_tf32_tflops": "fp32",
+}
+"""Key of a cluster file -> key of that figure's source in ``Gpu.sources``."""
+
+
 def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
     needed = ("memory_gb", "memory_gb_per_s", "peak_bf16_tflops")
     source = (("file", str(path)),)
@@ -414,7 +425,13 @@ def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
         changes["peak_flops"] = hardware.peaks(data["peak_bf16_tflops"] * 1e12)
     if given := hardware.rates(data):
         changes["peak_flops"] = changes.get("peak_flops", known.peak_flops) | given
-    return dataclasses.replace(known, **changes, sources=known.sources + source) if changes or memory else known
+    if not changes and not memory:
+        return known
+    # other peaks follow from a given one of bfloat16
+    derived = {"fp8", "fp16", "fp32"} if "peak_bf16_tflops" in data else set()
+    sources = {key: text for key, text in known.sources if key not in derived}
+    sources |= {figure: str(path) for key, figure in _SOURCES.items() if key in data}
+    return dataclasses.replace(known, **changes, sources=(*sources.items(), *source))
 
 
 def _host(path: Path, data: dict[str, Any]) -> Host:

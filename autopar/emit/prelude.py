@@ -58,8 +58,9 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
 def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:
     """Return the prelude's sums over rows if each rank can sum its own rows first (``Total`` adds up the ranks), else ``None``.
 
-    The sharding rules prove it: with inputs sharded along dim 0, each op must have a rule whose result is sharded too, or a partial sum.
-    Only integer sums qualify, since floating ones depend on the order. Every rank computes the ops after the sums.
+    The sharding rules prove it: with inputs sharded along dim 0, each op must have a rule whose result is sharded too, or a partial sum,
+    and no argument with the number of rows. Only integer sums qualify, since floating ones depend on the order. Every rank computes the
+    ops after the sums.
     """
     types: dict[fx.Node, SpmdType] = {}
     sums: set[fx.Node] = set()
@@ -84,7 +85,7 @@ def row_sums(prelude: fx.GraphModule) -> set[fx.Node] | None:
 
 
 def _takes_row_count(node: fx.Node) -> bool:
-    """Return whether an argument of the node is its result's shape, which includes the number of rows."""
+    """Return whether an argument of the node looks like its result's shape, with the number of rows: the same length and first element."""
     shape = tuple(meta(node)["val"].shape)
     lists = [tuple(each) for each in node.args if isinstance(each, list | tuple)]
     return any(len(each) == len(shape) > 0 and each[0] == shape[0] for each in lists)

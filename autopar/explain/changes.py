@@ -26,15 +26,15 @@ from autopar.techniques.technique import ANY, Context
 MOST_DEVICES = 65_536
 MOST_PROCESSES = 64  # on this machine's CPU
 ENOUGH_S = 60.0  # time limit of one search, which usually stops much earlier: at its first feasible plan
-LIMIT_S = 2.5  # processor seconds for all searches together
+LIMIT_S = 2.5  # CPU seconds for all searches together
 SEQ_STEP = 128
 FIRST = 1.0 - 1e-9  # the gap at which a search stops at the first feasible plan
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that makes a request feasible: ``request`` has (command-line option, new value) pairs, ``free`` the pins to leave out. The
-    last three fields describe the plan that the search found with the change."""
+    """A change that makes a request feasible: ``request`` has pairs of an option, a pin or ``nodes`` with its new value, ``free`` the
+    pins to leave out. The last three fields describe the plan that the search found with the change."""
 
     kind: str
     text: str
@@ -56,7 +56,7 @@ def suggest(
 ) -> InfeasibleError:
     """Return ``error`` with changes that make the request feasible; changes that need no new capture come first.
 
-    The search for changes stops after ``limit_s`` seconds of processor time.
+    The search for changes stops after ``limit_s`` CPU seconds.
     """
     deadline = time.process_time() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
@@ -79,7 +79,7 @@ def suggest(
 
 def feasible(study: Study, deadline: float = math.inf, **changes: Any) -> Plan | None:
     """Return any feasible plan with ``changes`` (arguments of ``Study.solve``), or ``None`` if the search finds none before ``deadline``
-    (processor time)."""
+    (CPU time) or rejects them."""
     left_s = deadline - time.process_time()
     if left_s <= 0:
         return None
@@ -124,7 +124,8 @@ def _without_pins(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _offload(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield each technique whose offload to host memory suffices, or all together if none does alone, except those that a pin decides."""
+    """Yield each technique whose offload to host memory suffices, or all together if none does alone. Techniques that a pin decides, or
+    whose offload the search tries without a pin, are left out."""
     if study.cluster.host is None:
         return
     parts: list[tuple[str, dict[str, Any]]] = []
@@ -244,7 +245,8 @@ def grown(cluster: Cluster, count: int) -> Cluster:
 
 
 def spec_of(cluster: Cluster) -> str | None:
-    """Return the value of ``--devices`` that describes the cluster; ``None`` if only a cluster file can describe it."""
+    """Return the ``--devices`` value of the cluster's GPUs and links (without its host and NVMe); ``None`` if only a file can describe
+    them."""
     if cluster.local:
         return str(cluster.count)
     name = cluster.gpu.name
@@ -258,7 +260,8 @@ def spec_of(cluster: Cluster) -> str | None:
 
 
 def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
-    """Yield the GPU kind with the smallest sufficient memory above the present kind's, for the same number of devices."""
+    """Yield the GPU kind with the smallest sufficient memory above the current kind's, for the same number of devices; nothing if the user
+    sets a memory limit."""
     cluster = study.cluster
     if (
         cluster.kind != "cuda"

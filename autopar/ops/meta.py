@@ -25,13 +25,13 @@ class NodeMeta(TypedDict, total=False):
     stack_trace: str | None
     """The lines of the user's code that created the node."""
 
-    # of placeholders, written by capture (export, constants) and cleaning (linear, functional); each has exactly one of ``parameter``,
-    # ``input``, ``buffer`` and ``constant``
+    # of a captured graph's placeholders, written by capture (export, constants, reach) and cleaning (linear, functional); each has exactly
+    # one of ``parameter``, ``input``, ``buffer`` and ``constant``
     parameter: Parameter
     input: str
     """The name of a tensor in the batch."""
     buffer: str
-    """The name of a buffer, or of a tensor that export lifted out of the code (``lifted``)."""
+    """The name of a buffer, of a frozen parameter that the model writes, or of a tensor that export lifted out of the code (``lifted``)."""
     constant: str
     """The name of a folded constant."""
     lifted: bool
@@ -40,11 +40,11 @@ class NodeMeta(TypedDict, total=False):
     state: bool
     """Present if the model writes the buffer: the graph then returns the buffer's new value."""
 
-    # of all nodes of a captured graph
+    # of nodes of a captured graph
     gradient: bool
     """Whether a gradient flows through the node. Cleaning writes this key; for a rank's graph ``passes.layer`` does."""
     no_grad: bool
-    """Present for calls under ``torch.no_grad``. Written and read by cleaning."""
+    """Present for the ``detach`` of a value that code under ``torch.no_grad`` reads. Written and read by cleaning."""
     main: bool
     """Whether the node belongs to one layer: it depends on a parameter, a written buffer or a random number, or is a buffer's new value.
     ``capture.segment`` writes this key and the next two."""
@@ -82,7 +82,7 @@ class NodeMeta(TypedDict, total=False):
     issued_after: list[fx.Node]
     """The async conversions that are issued right after the node."""
     module: str
-    """The path in the layer of the torch module that computes the node. Written and read by ``emit``."""
+    """The path of the torch module that computes the node, relative to the layer. Written and read by ``emit``."""
     body: str
     """The layer's method that computes the experts of a mixture. Written and read by ``emit``."""
 
@@ -97,7 +97,7 @@ class GraphMeta(TypedDict, total=False):
     local_batch_norm: bool
     """Whether batch norm uses the statistics of each rank's part of each microbatch. Set by the user."""
     updates: tuple[str, ...]
-    """The names of the buffers whose new values follow the loss in the output. Written by ``functionalise_pass``."""
+    """The names of the buffers whose new values are the graph's last outputs. Written by ``functionalise_pass``."""
     valueless: dict[str, None]
     """The buffers whose values are needed but unavailable, because the model is on the meta device."""
     assumed: tuple[tuple[str, str], ...]

@@ -9,20 +9,22 @@ the fixed cost of a collective on a device, *a* the latency of a hop inside a no
 
       ring bandwidth  beta = intra                     if N = 1
                              min(intra, k * share)     otherwise
-      all-gather, reduce-scatter   t = c + (n - N) a_intra + N a_inter + B (n-1)/n / beta
+      ring latency    h    = (n - 1) a_intra             if N = 1
+                             (n - N) a_intra + N a_inter otherwise
+      all-gather, reduce-scatter   t = c + h + B (n-1)/n / beta
       all-reduce                   twice the hops and the bytes, or a double binary tree, whichever is faster:
-                                   t = c + 2 ((n/N - 1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
+                                   t = c + 2 ((ceil(n/N) - 1) a_intra + ceil(log2 N) a_inter) + 2 B / beta
 
 * A reduction to one rank and a broadcast from one rank send all *B* along a chain of the ranks, pipelined in pieces, as in NCCL::
 
-      reduce, broadcast            t = c + (n - N) a_intra + N a_inter + B / beta
+      reduce, broadcast            t = c + h + B / beta
 
 * A rotation (in ring attention) passes every rank's slice on *n - 1* times, and costs as much as a ring all-gather. A shift is one such
   hop: *B / n* from every rank to another rank, at the speed of the slowest link.
 * In an all-to-all every rank sends *(n-k)/n* of its *B / n* over its share of the network and, at the same time, *(k-1)/n* in its node.
 
 This is the textbook model in NCCL's tuner (``src/graph/tuning.cc``), without the tuner's tables for message sizes, NVLink SHARP and PAT.
-Measurements calibrate it.
+Measurements calibrate it; in a measured network, latency and transfer overlap.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class RankGroup:
     """The ranks that run a collective together: ``size`` members on ``nodes`` nodes (or NVLink domains), with ``per_node`` members on each
     node, and ``per_part`` in each part of a joined cluster (``Cluster.parts``; 0 for other clusters).
 
-    The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, one spans two nodes. The slowest
+    The groups of a mesh axis may be placed differently on the nodes: of groups of 3 on nodes of 8, some span two nodes. The slowest
     group determines the time, so ``per_node`` and ``per_part`` are the minimum over all groups and ``nodes`` the maximum.
     """
 
@@ -103,7 +105,7 @@ def group_time_s(
     batched: bool = False,
     caller: str = "",
 ) -> float:
-    """Return the seconds of ``collective`` on ``bytes_total`` over ``members``; zero for a group of one.
+    """Return the seconds of ``collective`` on ``bytes_total`` over ``members``; zero if nothing is sent.
 
     A ``batched`` collective is one of many in sequence, such as gradient buckets, which hide each other's latency. ``caller`` selects the
     measurements: ``SHARDED`` for FSDP's collectives, including the copies around them, ``FLAT`` for ZeRO 1's.

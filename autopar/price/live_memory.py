@@ -1,25 +1,26 @@
 """Live memory of a layer of an emitted program, besides its persistent state: activations, gathered parameters, gradients in flight.
 
-A ``LayerPrice`` has three such values: bytes per microbatch in flight (``saved``), bytes during the whole step (``gradients``), and the
-peak while the layer runs, above all other memory (``transient``). A stage's memory is then a sum over its layers plus a maximum, so that a
-search can decide layer by layer. Under ZeRO 0 and 1 gradients accumulate in a buffer, and the gradients that autograd computes are freed at
-once. Under ZeRO 2 and 3 one FSDP root contains the layers of a stage. It gathers the next layer's parameters while a layer runs, and keeps
-the input of a layer's reduction until the next reduction begins. A layer goes through these phases:
+A ``LayerPrice`` divides it in three: bytes per microbatch in flight (``saved_bytes``), bytes during the whole step (``gradients_bytes``),
+and the peak while the layer runs, above all other memory (``transient_bytes``). A stage's memory is then a sum over its layers plus a
+maximum, so that a search can decide layer by layer. Under ZeRO 0 and 1 gradients accumulate in a buffer, and the gradients that autograd
+computes are freed at once. Under ZeRO 2 and 3 one FSDP root contains the layers of a stage. It gathers the next layers' parameters while a
+layer runs, and keeps the input of a layer's reduction until the next reduction begins. A layer goes through these phases:
 
     forward    its activations, its all-gather's result and the parameters copied out of it, the next layers' all-gathers' results
     before     its activations, and under ZeRO 2 its gathered parameters
-    gathered   the all-gather's result and the parameters copied out of it
+    gathered   its activations, the all-gather's result and the parameters copied out of it
     running    the op that needs most memory, and the gradients computed so far
     copied     unsharded gradients, and the reduction's input
     reduced    the reduction's input and its result
     after      the shard of the gradients
 
 From ``gathered`` to ``running`` the previous backward's reduction input also exists. From ``running`` to ``reduced``, under ZeRO 3, so do
-the all-gather results of the layers whose backward runs next, as many as are prefetched.
+the all-gather results of the layers whose backward runs next, as many as are prefetched; at ``gathered``, all but the furthest. If
+anything is recomputed, ``forward`` is the recomputed forward, with the gathered parameters and prefetches of ``running``.
 
 While other layers run, a layer is counted with the larger of ``before`` and ``after``: when the last layers have finished their backward,
-the first have not yet started theirs. ``transient`` is the additional memory of the other phases. Gradient shards exist from the first
-microbatch's backward on; later microbatches add to them. Gradients that are reduced once per step stay unsharded until the last
+the first have not yet started theirs. ``transient_bytes`` is the additional memory of the other phases. Gradient shards exist from the
+first microbatch's backward on; later microbatches add to them. Gradients that are reduced once per step stay unsharded until the last
 microbatch's backward, and the phases are counted in the same way.
 """
 
@@ -48,7 +49,7 @@ class PrefetchContext:
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
     """A layer on one device: ``plain_bytes`` are the saved bytes if the layer keeps all activations; ``parameters``, ``trainable``
-    (parameters) and the ``largest`` trainable parameter are in elements."""
+    (parameters) and the ``largest`` trainable parameter are in elements, before ZeRO."""
 
     peaks: PeakMemory
     kept: SavedActivations
@@ -69,7 +70,7 @@ def replicated_transient(layer: LayerMemory, data: int, zero: int, precision: Pr
     # bytes per element of a reduction in flight: its result and the copy of its input
     per_element = (1 / data + cpu) * precision.reduced if zero else 0.0
     later, freed = layer.context.later_trainable, layer.context.later_saved
-    # reductions of the next two layers (the second is assumed to be no larger), whose saved activations are already free
+    # reductions of the next two layers (the second no larger than this layer or the first), whose saved activations are already free
     in_flight = max(0.0, later * per_element - freed, (later + min(later, layer.trainable)) * per_element - 2 * freed)
     running = layer.kept.working_bytes + max(0.0, layer.peaks.forward, layer.peaks.one_gradient) + in_flight
     reducing = (layer.trainable + later) * per_element

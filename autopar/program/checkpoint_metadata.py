@@ -36,7 +36,10 @@ from .checkpoint_files import METADATA, CheckpointError, StoredCheckpoint
 
 
 def metadata_of(tables: Sequence[BoxTable]) -> Metadata:
-    """Return the metadata of the boxes. Raises ``CheckpointError`` unless they cover each tensor once, with one dtype and shape."""
+    """Return the metadata of the boxes; of several with the same offsets, only the first counts.
+
+    Raises ``CheckpointError`` unless they cover each element once, with one dtype and shape per tensor.
+    """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -112,9 +115,9 @@ Reads = Mapping[str, Sequence[Read]]
 
 
 def plan_reads(pieces: Sequence[Piece], checkpoint: StoredCheckpoint) -> Reads:
-    """Return the reads that fill this rank's pieces. Only the files' tables are read here, and compared with the metadata.
+    """Return the reads that fill this rank's pieces. Of the files, only the tables (format 1 has none) are read, to check the metadata.
 
-    Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a file is damaged or from another save.
+    Raises ``CheckpointError`` if the checkpoint lacks parts of a piece, or a table is damaged or from another save.
     """
     reads: dict[str, list[Read]] = {}
     for piece in pieces:
@@ -154,7 +157,7 @@ def _verified(name: str, reads: Sequence[Read], checkpoint: StoredCheckpoint, sa
 
 
 def read_values(reads: Reads, checkpoint: StoredCheckpoint) -> None:
-    """Execute the reads of ``plan_reads``: fill this rank's pieces, and check the checksums of the blocks. Raises ``CheckpointError``."""
+    """Execute the reads of ``plan_reads``: fill this rank's pieces. Raises ``CheckpointError`` if a checksum differs (not in format 1)."""
     for name, file_reads in reads.items():
         with (
             explained_damage(checkpoint.path, partially_loaded=True),

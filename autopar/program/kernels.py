@@ -209,15 +209,16 @@ def attention(
 ) -> Tensor:
     """Return ``scaled_dot_product_attention`` of ``[batch, heads, length, size]``; the same axes shard batch and heads of all operands.
 
-    Queries may also be sharded over their length if ``is_causal`` is false. With ``seed`` the dropout is a function of it. Raises
-    ``SpmdTypeError`` (when types are checked) for any other layout, such as keys sharded over their length (see ``ring_attention``).
+    A batch or head dim of size one of keys and values may be unsharded. Queries may also be sharded over their length if ``is_causal`` is
+    false. With ``seed`` the dropout is a function of it. Raises ``SpmdTypeError`` (when types are checked) for any other layout, such as
+    keys sharded over their length (see ``ring_attention``).
     """
     if spmd.is_type_checking():
         q, k, v = _sharding(query), _sharding(key), _sharding(value)
         rows = q[-2] if not is_causal else ()
         shared = [
             () if key.shape[i] == 1 and not k[i] else entry for i, entry in enumerate(q[:-2])
-        ]  # one key head for all queries
+        ]  # such as one key head for all queries
         _require(
             shared == k[:-2] == v[:-2], f"attention: batch and heads are sharded as {q[:-2]}, {k[:-2]} and {v[:-2]}"
         )
@@ -300,8 +301,8 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     """Return the seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
 
     ``axes`` are the axes that shard the op's operand: ranks with different slices draw different numbers, ranks with the same values draw
-    the same. Axes of size one are ignored, so that one device draws the same numbers as replicas. A recomputation passes the same key and
-    gets the same seed.
+    the same. Axes of size one are ignored, so that a rank with the full operand draws the same numbers under every plan. A
+    recomputation passes the same key and gets the same seed.
     """
     with spmd.no_typecheck():
         ranges = [torch.arange(_size(axis)) for axis in _nontrivial(axes)]
@@ -333,6 +334,8 @@ def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
         return x
     if spmd.is_type_checking():
         _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")
+    if p == 1.0:
+        return x * 0.0  # as torch does; the scale would be infinite
     return x * bernoulli_mask(x, 1.0 - p, seed) / (1.0 - p)
 
 

@@ -7,7 +7,7 @@ format another factor would help only the smallest numbers. Each rank computes s
 rounding of a product depends on the plan, which ``allow={"fp8"}`` permits.
 
 GPUs with 8-bit tensor cores run the products by ``torch.nn.functional.scaled_mm``. Other devices multiply the same rounded numbers in
-bfloat16, which represents them exactly: results differ only by the order of accumulation.
+bfloat16, which represents them exactly: results differ only by the order and precision of accumulation.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _EXPONENT = 0x7F800000  # the exponent bits of a float32: without its other bits
 _CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit tensor cores
 
 
-@torch.compiler.disable  # scales are computed with views of a float's bits, between compiled parts of the layer
+@torch.compiler.disable  # runs uncompiled: scales are computed with views of a float's bits
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``F.linear(x, weight)`` in 8 bits: ``x [..., k]`` and ``weight [n, k]`` in bfloat16 give ``[..., n]`` in bfloat16.
 
-    If ``x`` isn't in bfloat16, or a local dim of ``weight`` is no multiple of ``MULTIPLE``, this is ``F.linear``.
+    If ``x`` isn't in bfloat16, or a local dim of ``weight`` is no multiple of ``MULTIPLE``, this is ``F.linear``; so it is under the type
+    checker, and on the meta device.
     """
     if spmd.is_type_checking():
         ones = [dim for dim, size in enumerate(x.shape[:-1]) if size == 1]
@@ -77,7 +78,7 @@ def product(a: Scaled, b: Scaled) -> Tensor:
 
 class _Float8Linear(torch.autograd.Function):
     """Computes the three products of a linear layer in 8 bits. The operands are saved unrounded, as by ``F.linear``, and rounded again in
-    the backward pass: ZeRO 3 gathers the weight again for it, and other ops may save the input anyway."""
+    the backward pass: ZeRO 3 frees the weight between the passes, and other ops may save the input anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

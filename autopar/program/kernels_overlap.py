@@ -78,7 +78,7 @@ def _converted(x: Tensor, axis: Axes, src: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Sums a gradient's terms over a group (``None``: a single rank). With ``dim`` each rank gets its slice of the sum along that dim."""
+    """Sums a gradient's terms over a group (``None``: one rank, or a meta tensor). With ``dim`` each rank gets its slice of the sum."""
 
     group: dist.ProcessGroup | None
     dim: int | None
@@ -139,7 +139,9 @@ def _input_gradient_term(
 ) -> Tensor | None:
     """Return this rank's term ``[rows, k]`` of the input gradient, in a new tensor; ``others`` is the gradient from other ops that read
     the input."""
-    total = None if others is None else others.reshape(-1, others.shape[-1]).clone()
+    total = (
+        None if others is None else others.reshape(-1, others.shape[-1]).clone(memory_format=torch.contiguous_format)
+    )
     for grad, weight in zip(rows, weights, strict=True):
         if grad is not None:
             total = grad @ weight if total is None else total.addmm_(grad, weight)

@@ -1,7 +1,7 @@
 """The processes of a program: reads their ranks from the launcher's variables, picks their devices, creates their process groups.
 
 NCCL creates a communicator when its group is first used, and then waits for all of the group's ranks. So two ranks deadlock if they first
-use two groups in opposite orders; a batch of transfers deadlocks if some ranks of its group don't take part.
+use two groups in opposite orders; a group's first batch of transfers deadlocks if some of its ranks don't take part.
 ``ProcessGroups.warm_up`` uses every group in the order in which all ranks created them.
 """
 
@@ -91,10 +91,16 @@ def set_rendezvous(environment: MutableMapping[str, str], ranks: ProcessRanks) -
     """Set the variables of torch's rendezvous that the launcher has not set.
 
     Raises:
-        StartError: there are several nodes, and rank 0's address is unknown.
+        StartError: rank 0's address is unknown: ``srun`` started processes on several nodes, or another launcher set only the ranks.
     """
-    if ranks.size > 1 and "MASTER_ADDR" not in environment and "RANK" not in environment:
-        if environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if ranks.size > 1 and missing and "RANK" in environment:
+        raise StartError(
+            f"RANK is {ranks.rank} of {ranks.size} processes, and {' and '.join(missing)} of the process of rank 0 is not set",
+            "start the processes with torchrun, or set MASTER_ADDR and MASTER_PORT in all of them",
+        )
+    if ranks.size > 1 and missing:
+        if "MASTER_ADDR" in missing and environment.get("SLURM_STEP_NUM_NODES", "1") != "1":
             raise StartError(
                 f"srun has started {ranks.size} processes on {environment['SLURM_STEP_NUM_NODES']} nodes, and MASTER_ADDR, the address of "
                 "the first node, is not set",
@@ -114,7 +120,8 @@ def device_of(ranks: ProcessRanks, kind: str | None) -> torch.device:
     uses the GPU of its local rank.
 
     Raises:
-        StartError: torch can't use the node's GPUs, they are too few, or the local rank is unknown; or ``kind`` is ``"cuda"`` without GPUs.
+        StartError: torch can't use the node's GPUs; there are several, but too few, or the local rank is unknown; or ``kind`` is ``"cuda"``
+            without GPUs.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -155,7 +162,8 @@ def _has_gpus() -> bool:
 def check_node(ranks: ProcessRanks, plan: Mapping[str, Any], axes: Mapping[str, int]) -> None:
     """Raise ``StartError`` if the number of the program's processes on this node isn't the plan's number of GPUs per node.
 
-    The plan's prices assume which groups of ranks are inside a node. A plan without ``gpus_per_node`` may run on any nodes.
+    The plan's prices assume which groups of ranks are inside a node. A plan without ``gpus_per_node`` may run on any nodes, as
+    may processes without a known ``local_size``.
     """
     gpus_per_node, devices = int(plan.get("gpus_per_node", 0)), plan["devices"]
     if gpus_per_node in (0, ranks.local_size) or ranks.local_size is None:

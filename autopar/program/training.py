@@ -7,8 +7,9 @@ A step takes the next ``global_batch`` rows; each rank reads its own. ``--datase
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` continues from the newest one, under this plan or any other.
 Standard output gets one JSON object per step, standard error a readable line. Steps count from 1 and continue after a resume.
 In float16 a JSON object has the loss scale of the next step.
-With ``--log-every N`` only every N-th step gets these. The losses in between are not all-reduced, and the host doesn't wait for the GPU:
-it queues the work of the next step, and checks all of these losses when it reads the N-th, and before every checkpoint.
+With ``--log-every N`` only every N-th step gets these, and the first, the last of --steps, and the last before a checkpoint. The losses in
+between are not all-reduced, and the host doesn't wait for the GPU: it queues the work of the next step, and checks all of these losses
+when it reads the next one, and before every checkpoint.
 If model.py or a module of the runtime was edited, the program is type-checked before the first step.
 """
 
@@ -265,7 +266,7 @@ def line_of(error: Exception) -> str:
 
 
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
-    """Return a loader of this rank's rows, at the training's position in the data."""
+    """Return a loader of this rank's rows; exit if the checkpoint's positions are all in other data or orders."""
     order = Order(args.shuffle, args.seed, args.workers, last=args.last)
     loader = trainer.loader(dataset(args, trainer.program), order)
     if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
@@ -369,7 +370,8 @@ def save(trainer: Trainer, args: argparse.Namespace, over: bool) -> None:
 
 
 def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
-    """Train, and write the state dict and the weights at the end if the options say so."""
+    """Train, and write the state dict and the weights at the end if the options say so. If a ``DataError`` or a non-finite
+    loss ends the training before it changes parameters, save a checkpoint first."""
     trainer, _lock = open_trainer(recipe, args, watch)
     watch.follow(trainer.stages.values())
     loader = open_loader(args, trainer)
@@ -441,8 +443,8 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
 
 
 def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
-    """Return whether to read and print the loss of a step: the first, the last and every ``--log-every``-th step, and the last step before
-    a checkpoint, so that step times exclude saving."""
+    """Return whether to read and print the loss of a step: the first, the last (without ``--epochs``), every ``--log-every``-th, and the
+    last before a periodic checkpoint, so that step times exclude saving."""
     last = args.epochs is None and step + 1 == int(args.steps)
     return (
         step == begun or last or any((step + 1) % n == 0 for n in (args.log_every, args.checkpoint and args.every) if n)

@@ -32,7 +32,12 @@ class Product:
 
     def weight_gradient(self) -> Tensor:
         """Return the weight gradient, summed over all rows of the input, in the weight's shape."""
-        return self.gradient.flatten(0, -2).t() @ self.input.flatten(0, -2)
+        return _rows(self.gradient).t() @ _rows(self.input)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x`` as a matrix of its last dim; a vector is one row."""
+    return x.reshape(-1, x.shape[-1])
 
 
 _products: list[Product] | None = None
@@ -80,5 +85,5 @@ class _SplitLinear(torch.autograd.Function):
         return (
             gradient @ weight if ctx.needs_input_grad[0] else None,
             product.weight_gradient() if _products is None else None,
-            gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None,
+            _rows(gradient).sum(0) if ctx.needs_input_grad[2] else None,
         )

@@ -1,6 +1,7 @@
 """The notation of sharding rules: one einsum-like line per op.
 
-A line names the dims of every tensor operand and of the result by letters, and so defines how one mesh axis may shard the op::
+A line names the dims of every tensor operand (optional ones come last) and of the result, and so defines how one mesh axis may shard the
+op::
 
     * k, n k, +n -> * n                      aten.linear
     m k, k n -> m n ; linear 0 1             aten.mm
@@ -8,15 +9,15 @@ A line names the dims of every tensor operand and of the result by letters, and 
     b (g=2 r=4) l e!, b g s! e!, b g s! v! -> b (g r) l v!
 
 ========= ==========================================================================================================
-``a``     a dim. An axis that shards a letter shards it in all tensors; a letter that the result lacks is summed over
-``*``     any number of leading dims; those of several operands are aligned from the right, as in broadcasting
+``a``     a dim, named by a letter or a word. An axis that shards it shards it in all tensors; if the result lacks it, it is summed over
+``*``     any number of dims; those of several operands are aligned from the right, as in broadcasting
 ``a!``    a dim that may not be sharded (one mark fixes the letter everywhere)
 ``a~``    a dim that could be sharded with a halo exchange, which no kernel does yet: like ``a!``
-``(a b)`` a product of dims, outermost first; only its outermost letter may be sharded. ``a=3`` gives a size
+``(a b)`` a product of dims, outermost first; only the outermost letter of size above one may be sharded. ``a=3`` gives a size
 ``1``     a dim without a letter: never sharded. A dim of size one never has a letter, whatever the line says: it is broadcast
 ``+n``    an operand that is added to the result: if the result is a partial sum, the operand must be one, too
 ``; v = kernel`` or ``; v = kernel -> I``  sharding ``v`` replaces the op by this kernel (result without ``v``: ``P``, or the given type)
-``; t+e = kernel``  sharding both letters on one axis, each operand along the letter that it has, replaces the op by this kernel
+``; t+e = kernel``  sharding both letters on one axis, each tensor along the letter that it has, replaces the op by this kernel
 ``; linear 0 1`` the op is linear in operand 0, and in operand 1 (in each together with ``+`` operands); ``; linear 0+1`` in both jointly
 ========= ==========================================================================================================
 """

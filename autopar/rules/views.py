@@ -1,7 +1,6 @@
-"""Writes the lines of ops with dims that depend on shapes and arguments: views, reductions, concatenation, indexing.
+"""Writes the lines (sharding rules) of ops whose dims depend on shapes and arguments: views, reductions, concatenation, indexing.
 
-Each function takes a node and returns its line, or ``None`` if there is no line for these arguments. Its docstring names the ops, then
-the dims that may be sharded, or those that may not.
+A function of a node returns its line, or ``None`` if it has none. Its docstring names the ops, then the dims that may (not) be sharded.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def unsharded(words: Words, dims: Sequence[int]) -> Words:
 
 
 def view(node: fx.Node) -> str:
-    """view, reshape, flatten, unflatten, squeeze, unsqueeze: equal runs of dims, matched factor by factor."""
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: the factors that dims of both shapes share (``factors``)."""
     left, right = factors(source(node), shape_of(node))
     if not left:  # a 0-d tensor
         left, right = ["*"], ["*", *right]
@@ -69,6 +68,8 @@ def factors(before: Sequence[int], after: Sequence[int]) -> tuple[Words, Words]:
     Dims are consumed from the left. Each step makes a letter of the greatest common divisor of the two current dims: the outermost factor
     of both. If the divisor is 1, no letter may be sharded up to the next boundary that both sides share.
     """
+    if 0 in before:  # without elements there is nothing to shard
+        return ["1"] * len(before), ["1"] * len(after)
     atoms: tuple[list[Words], list[Words]] = ([[] for _ in before], [[] for _ in after])
     open_dims = (
         [[i, size] for i, size in enumerate(before) if size != 1],
@@ -168,7 +169,7 @@ def unbind(node: fx.Node) -> str:
 
 
 def getitem(node: fx.Node) -> str | None:
-    """getitem of a tuple of tensors: the element has the tuple's type, which shards no dim in which the elements differ."""
+    """getitem of a tuple of tensors: the element has the tuple's type, which shards no dim whose size differs between elements."""
     parts = meta(operands(node)[0])["val"]
     if not isinstance(parts, tuple | list):
         return None
@@ -188,13 +189,13 @@ def cat(node: fx.Node) -> str:
     words = letters(len(shape_of(node)))
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     words[dim] = "1"
-    # torch.cat skips one-dimensional empty parts, for any rank of the others
+    # torch.cat skips one-dimensional empty parts, whatever the others' number of dims
     given = [words if len(part) == len(words) else ["1"] for part in parts]
     return line(given, words, linear)
 
 
 def stack(node: fx.Node) -> str | None:
-    """stack: the new dim may not be sharded. A single scalar has no rule: it has no dims."""
+    """stack: the new dim may not be sharded. A single scalar has no line: it would read as a line without operands."""
     parts = operands(node)
     words = letters(len(shape_of(node)))
     if len(parts) == len(words) == 1:
@@ -257,7 +258,7 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
 
 def logsumexp(node: fx.Node) -> str:
     """logsumexp: like any reduction; with ``keepdim``, the reduced dim and all after it may not be sharded, because torch's sharding
-    propagation for ``DTensor`` assigns them to wrong dims."""
+    propagation for ``DTensor`` moves their shards to wrong dims."""
     text = reduction(linear=False)(node)
     assert text is not None
     given = arguments(node)
@@ -451,8 +452,7 @@ def cross_entropy(node: fx.Node) -> str | None:
 
 
 def pointwise_loss(node: fx.Node) -> str:
-    """mse_loss, kl_div, ...: all dims; the elementwise losses are unreduced or summed (a mean is a sum times a constant). Weights align
-    with the last dims."""
+    """mse_loss, kl_div, ...: all dims; a reduced loss is a partial sum. Weights align with the last dims."""
     if arguments(node)["reduction"] == 0:
         return line([["*"]] * len(operands(node)), ["*"])
     words = letters(max(len(shape_of(operand)) for operand in operands(node)))
@@ -477,7 +477,7 @@ def embedding(node: fx.Node) -> str:
 
 
 def index(node: fx.Node) -> str | None:
-    """x[:, i, j]: dims without an index, and the dims of the indices, which broadcast against each other; boolean masks have no line."""
+    """x[:, i, j]: dims without an index, and the dims of the indices, which broadcast; there is no line for masks or separated indices."""
     given = arguments(node)
     indices = list(given["indices"])
     indices += [None] * (len(source(node)) - len(indices))
@@ -506,10 +506,11 @@ def index_select(node: fx.Node) -> str:
 
 
 def gather(node: fx.Node) -> str | None:
-    """gather, scatter: all dims but ``dim`` in which the index (and the written value, if it is a tensor) has the operand's size."""
-    given = arguments(node)
+    """gather, scatter: all dims, except ``dim``, in which the index (and the written value, if it is a tensor) has the operand's size."""
     sizes = [shape_of(operand) for operand in operands(node)]
-    dim = dims_of(given["dim"], len(sizes[0]))[0]
+    if len({len(shape) for shape in sizes}) > 1:
+        return None  # torch takes a 0-d tensor for one of a single element
+    dim = dims_of(arguments(node)["dim"], len(sizes[0]))[0]
     words = [
         "1" if i == dim or len(set(n)) > 1 else w
         for i, (w, *n) in enumerate(zip(letters(len(sizes[0])), *sizes, strict=True))

@@ -2,7 +2,7 @@
 
 The command replaces itself by ``torchrun``, whose agents (one per node) use ``torch.distributed.elastic``: a c10d rendezvous on the node
 that ``--meet`` names. That node must stay up; the others may leave and join. When the number of nodes changes or a rank fails, the agents
-stop all ranks and restart them. Each rank then runs this module: rank 0 plans and emits a program for the present number of nodes, unless
+stop all ranks and restart them. Each rank then runs this module: rank 0 plans and emits a program for the current number of nodes, unless
 one exists, and all ranks run its ``train.py`` with ``--resume``. If there is no plan for a number of nodes (for example because its devices
 don't divide the batch), the training uses the largest smaller number that has one, and the ranks of the other nodes wait.
 
@@ -81,7 +81,10 @@ class Elastic:
         return self.folder(nodes).is_dir() or self.refusal(nodes).is_file()
 
     def program(self, nodes: int, first: bool) -> Path:
-        """Return the program for the most nodes up to ``nodes`` with a plan, else raise ``LaunchError``; rank 0 (``first``) emits it."""
+        """Return the folder of the program for the largest number of nodes up to ``nodes`` that has a plan.
+
+        Rank 0 (``first``) emits the program, and the others wait for it. Raises ``LaunchError`` if there is none, or emitting it fails.
+        """
         for count in range(nodes, 0, -1):
             if first and not self.is_known(count):
                 # in a subprocess, so that the search's memory is freed before training begins
@@ -140,12 +143,18 @@ def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
     os.execve(sys.executable, [*words, "-m", "autopar.run.elastic", elastic.programs], env)
 
 
+def device_count(folder: Path) -> int:
+    """Return the number of devices that the program in ``folder`` is for. Stages of an interleaved pipeline share their devices."""
+    stages = json.loads((folder / "plan.json").read_text())["stages"]
+    return max(start + count for start, count in (stage["devices"] for stage in stages))
+
+
 def rank(programs: str) -> None:
     """Run one rank, in the process that an agent started for it."""
     elastic = Elastic.read(programs)
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = elastic.program(int(os.environ["GROUP_WORLD_SIZE"]), number == 0)
-    devices = sum(stage["devices"][1] for stage in json.loads((folder / "plan.json").read_text())["stages"])
+    devices = device_count(folder)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=number == 0, wait_for_workers=False)
     if number >= devices:

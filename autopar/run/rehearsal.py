@@ -33,7 +33,7 @@ from autopar.plan import Memory, Plan
 from autopar.run.allocations import Allocations
 from autopar.run.folder import import_runtime, program_modules
 from autopar.run.processes import Processes
-from autopar.torch_private import fake_store, overload_name
+from autopar.torch_private import fake_store, functional_collectives, overload_name
 
 WARM_UP = 2
 """Steps before the measured ones: the first compiles layers and allocates optimizer states, and the allocator's cache settles."""
@@ -276,8 +276,11 @@ def _patch_fake_collectives() -> None:
 
     ``recv`` gets ones: torch's stages use it to validate shapes before the first step. In a batch of transfers, as in ring attention, a
     receive gets the tensor of the same shape that this rank sends, or else ones. Up to torch 2.11 the fake group doesn't write the
-    results of reduce-scatters and all-to-alls; they become this rank's data.
+    results of reduce-scatters and all-to-alls; they become this rank's data. ``spmd_types`` reduce-scatters by torch's functional
+    collectives.
     """
+    functional = functional_collectives()
+    reduce_functional = functional.reduce_scatter_tensor
     reduce, exchange, exchange_single = dist.reduce_scatter_tensor, dist.all_to_all, dist.all_to_all_single
     transfer = dist.batch_isend_irecv
 
@@ -285,6 +288,14 @@ def _patch_fake_collectives() -> None:
         work = reduce(output, input, op, group, **options)
         output.detach().copy_(input.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)].view_as(output))
         return work
+
+    def own_slice(input: Tensor, op: str, dim: int, group: Any, tag: str = "") -> Tensor:
+        result: Tensor = reduce_functional(input, op, dim, group, tag)
+        own = input.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+        functional.wait_tensor(result).data.copy_(
+            own
+        )  # selective recomputation refuses a saved tensor whose version has changed
+        return result
 
     def own_parts(outputs: list[Tensor], inputs: list[Tensor], *given: Any, **options: Any) -> Any:
         work = exchange(outputs, inputs, *given, **options)
@@ -310,6 +321,7 @@ def _patch_fake_collectives() -> None:
     replaced["batch_isend_irecv"] = own_messages
     for name, function in {**replaced, "recv": lambda tensor, *_, **__: tensor.fill_(1)}.items():
         setattr(dist, name, function)
+    functional.reduce_scatter_tensor = own_slice
 
 
 def _copy_part(output: Tensor, own: Tensor) -> None:

@@ -9,7 +9,7 @@ tensor+weights     activations sharded by batch   a parameter is gathered where 
 tensor+hidden      activations sharded by columns activations are gathered where they are multiplied, parameters sharded by columns
 tensor+rows        activations sharded by columns a product over sharded columns gives partial sums, which are reduce-scattered over
                                                   rows (the sequence); rows are gathered for the next product
-tensor+sequence    activations sharded by rows    Megatron's, without restriction: rows are gathered, partial sums reduce-scattered
+tensor+sequence    activations sharded by rows    Megatron's: rows are gathered, partial sums reduce-scattered, matrices never gathered
 ================== ============================== ========================================================================
 
 * 2D (SUMMA; Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models"): tensor+hidden x tensor+weights;
@@ -17,8 +17,7 @@ tensor+sequence    activations sharded by rows    Megatron's, without restrictio
 * 3D (Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks"): tensor+rows x tensor+sequence x
   tensor+weights.
 
-The axis whose parameters are gathered is the innermost: other axes may shard the same dim of a parameter, and the inner slices are
-gathered first.
+The tensor+weights axis is the innermost: other axes may shard the same dim of a parameter, and the inner slices are gathered first.
 
 Under the role expert, an all-to-all sends rows to the ranks of their experts; all other ops run as under the role data, with unsharded
 parameters.
@@ -44,7 +43,8 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
 
 
 def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Return whether the role allows this conversion of an activation; tensor+rows allows any if 1-d or a norm's sums (last dim 1)."""
+    """Return whether the role allows this conversion of an activation. tensor+rows doesn't restrict 0-d and 1-d values, nor a norm's sums
+    (last dim 1)."""
     if role is Role.TENSOR_WEIGHTS:
         return not source.sharded
     if role is not Role.TENSOR_ROWS or len(shape) < 2 or shape[-1] == 1:
@@ -58,8 +58,8 @@ def converts(role: Role, source: SpmdType, target: SpmdType, shape: tuple[int, .
 
 
 def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
-    """Return whether the role allows gathering a parameter. Roles that multiply by shards of matrices never gather the matrices, even if
-    activations have few rows: gathering is what the role tensor+weights is for."""
+    """Return whether the role allows converting a parameter from ``source``. tensor+hidden, tensor+rows and tensor+sequence never gather
+    matrices, even if activations have few rows: that is what tensor+weights is for."""
     cuts = (Role.TENSOR_HIDDEN, Role.TENSOR_ROWS, Role.TENSOR_SEQUENCE)
     return role not in cuts or not source.sharded or len(shape) < 2
 

@@ -44,7 +44,7 @@ def _slot(costs: OpCosts, index: int, node: fx.Node, differentiable: bool) -> Op
     """Return the cost of reading and writing the scores.
 
     Forward: a product writes them, softmax reads and writes, a product reads; dropout reads, writes, and writes a byte mask.
-    Backward: a product writes their gradient, dropout reads and writes, softmax reads twice and writes, two products read.
+    Backward: a product writes a gradient, dropout reads it and the mask and writes, softmax reads twice and writes, three products read.
     """
     probabilities, *dropped = _scores(node)
     n, dropout_bytes = float(costs.size(probabilities)), float(sum(costs.size(t) for t in dropped))
@@ -58,8 +58,6 @@ def _scores(node: fx.Node) -> list[torch.Tensor]:
     query, key = (operand.meta["val"] for operand in cost.tensor_operands(node)[:2])
     shape = (*node.meta["val"].shape[:-1], key.shape[-2])
     scores = torch.empty(shape, dtype=query.dtype, device="meta")
-    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal)
-    dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
-    if not isinstance(dropout, int | float) or dropout <= 0:
+    if cost.attention_dropout(node) <= 0:
         return [scores]
     return [scores, torch.empty(shape, dtype=torch.bool, device="meta"), scores]

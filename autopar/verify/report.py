@@ -13,7 +13,7 @@ from autopar.verify.locate import Difference
 @dataclass(frozen=True, slots=True)
 class CheckedPlan:
     """A plan that ran: its kind, the error of a step (``compare_step``) and where it is, and the number of type-checked stages.
-    ``attack`` names the adversarial batch that the plan ran with, too (empty: none), ``attack_error`` is the error with that batch."""
+    ``attack`` names the adversarial batch that the plan also ran with (empty: none), ``attack_error`` is the error with that batch."""
 
     kind: str
     plan: str
@@ -35,7 +35,8 @@ class Attacked:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A plan or an attack that isn't exact, is ill-typed or fails; ``first`` is the first node that differs, if it could be located."""
+    """A plan or an attack that isn't exact, is ill-typed or fails; ``first`` is the first node that differs, if it could be located. For an
+    attack, ``kind`` is its name, and ``plan`` is ``"one device"``."""
 
     kind: str
     plan: str
@@ -51,7 +52,8 @@ class Failure:
 class Report:
     """The verification of a model. ``skipped`` says why each skipped kind of plan is invalid for the model, ``notes`` how the comparison
     differs from training (no dropout, fewer devices), ``reference`` what the plans are compared with if it isn't training on one device.
-    ``typechecked`` counts the programs that type-check. ``attacks`` ran on one device; ``attacks_skipped`` says why others didn't."""
+    ``typechecked`` counts the programs that type-check, without those that then failed to run. ``replicated_ops`` have no sharding rules.
+    ``attacks`` ran on one device; ``attacks_skipped`` says why others didn't; an attack that raised is only in ``failures``."""
 
     model: str
     devices: int

@@ -38,7 +38,7 @@ MEMORY_BYTES = 8 * 10**9
 """Default memory limit of a verification: half of a laptop's memory."""
 
 MICROBATCHES = 2
-"""Number of microbatches for a model whose microbatches are treated as separate batches."""
+"""Number of microbatches for a model whose microbatches are treated as separate batches, unless its own plan sets it."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current check, the number of finished plans, and the number of plans."""
@@ -57,11 +57,13 @@ def verify(
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """Compare the model's distributed programs with eager PyTorch on one device: the loss and every gradient, in float64.
+    """Compare the model's distributed programs with eager PyTorch on one device, in float64: the loss, every gradient, one SGD update and
+    the buffers that the model writes.
 
-    The model runs at full size in ``devices`` local gloo processes, with dropout off. Without ``plan``, it checks one plan of every kind
-    of parallelism that is valid for the model. With ``plan``, it checks only that plan: if it is for more devices, its axes are shrunk to
-    fit, and the full-size program is only type-checked. Every program is type-checked.
+    The model runs at full size in up to ``devices`` local gloo processes, with dropout off. Without ``plan``, it checks one plan of every
+    kind of parallelism that is valid for the model. With ``plan``, it checks only that plan: if it is for more devices, its axes are shrunk
+    to fit; if it has techniques that change the numbers, it runs without them. In both cases the original plan's program is only
+    type-checked. Every program is type-checked.
 
     Plans with local SGD or stale gradients aren't exact: only their first step is compared with one device, as the report says.
 
@@ -69,7 +71,7 @@ def verify(
     microbatches and compared with one device that accumulates the mean over the same microbatches.
 
     First, the captured graph is compared on one device, with adversarial batches derived from the user's batch and in other modes
-    (``autopar.verify.attacks``); plans also run with one of those batches.
+    (``autopar.verify.attacks``); each plan also runs with one of those batches.
 
     Args:
         model: a module on the CPU, see ``compile``; it is copied, not changed.
@@ -77,7 +79,8 @@ def verify(
         loss_fn: see ``compile``.
 
     Raises:
-        UsageError: the model is too large for ``memory_limit_bytes``, has no values, or doesn't match ``plan``.
+        UsageError: the model is too large for ``memory_limit_bytes``, has no values, draws random numbers other than dropout's, or
+            doesn't match ``plan``; or this process has a process group.
         CaptureError: the model can't be exported.
     """
     return verify_workload(
@@ -228,7 +231,7 @@ class _Run:
         return name, self.attacks.subjects[name]
 
     def check_types(self, plan: Plan, graph: Graph, processes: int) -> None:
-        """Type-check the program of the full-size plan; the note says that only the plan for ``processes`` is run."""
+        """Type-check the program of the full-size plan, and note that numbers were compared on ``processes`` processes only."""
         with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
             try:
                 emit(graph, plan, folder)

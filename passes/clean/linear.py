@@ -1,4 +1,4 @@
-"""Rewrites every product with a parameter as ``aten.linear`` on unflattened dims, and a fused projection as one linear per part."""
+"""Rewrites products with weight matrices as ``aten.linear`` on unflattened dims, and a fused projection as one linear per part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from passes.clean.nodes import add, aten, calls, copy_origin, like, replace
 
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``addmm``, ``mm`` and ``matmul`` with a parameter become ``linear``, as does a product with a vector; ``bilinear`` becomes einsums.
+    """``addmm``, ``mm`` and ``matmul`` become ``linear`` if the second factor is a parameter matrix, as does ``matmul`` with a vector;
+    ``bilinear`` becomes einsums. An ``addmm`` with ``alpha`` or ``beta``, or whose bias is computed, stays.
 
     A parameter that is stored input-first (GPT-2's Conv1D) enters through ``aten.t``. The pass undoes the flattening around a
     two-dimensional product: ``reshape(x, [-1, h]) -> addmm -> reshape`` becomes a linear on ``[b, s, h]``.
@@ -94,7 +95,7 @@ def _restored_dims(node: fx.Node, x: fx.Node) -> tuple[int, ...] | None:
 
 
 def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """A linear whose readers take disjoint slices that cover its output becomes one linear per slice.
+    """A linear whose readers take slices that partition its output becomes one linear per slice, unless its parameters have other readers.
 
     New parameters replace the weight and the bias; each is a slice of the stored tensor (``Parameter.dim`` and ``.start``). Without
     this, sharding the fused output dim would give one rank all of q and another all of v.
@@ -125,7 +126,8 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
-    """Return the slices that read ``node``, keyed by (start, end) in order; ``None`` unless at least two partition its last dim."""
+    """Return the slices that read ``node``, keyed by (start, end) in order; ``None`` unless at least two partition its last dim, and
+    nothing else reads it."""
     last = len(shape_of(node)) - 1
     found: dict[tuple[int, int], list[fx.Node]] = {}
     for user in node.users:

@@ -217,3 +217,36 @@ def test_modules_stay_in_their_mode(still: tuple[str, ...]) -> None:
     model = Modes(still)
     assert difference(model, X) < 1e-12
     assert any("eval mode" in note for note in capture(model, X).notes)
+
+
+class SignedZeros(nn.Module):
+    """Two constants that are equal, and whose reciprocals are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        above, below = torch.full([6], 0.0), torch.full([6], -0.0)
+        return (torch.where(1 / above > 0, y, 2 * y) + torch.where(1 / below > 0, y, 3 * y)).square().mean()
+
+
+def test_zeros_of_either_sign_are_different_constants() -> None:
+    assert difference(SignedZeros(), X) < 1e-12
+
+
+class ByColumns(nn.Module):
+    """A constant whose columns, not rows, are views of the same memory: 128 MiB if stored, 32 bytes in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x).square().mean() + torch.arange(8.0)[:, None].expand(8, 2**22)).amax()
+
+
+def test_a_constant_is_stored_only_if_all_of_it_is_small() -> None:
+    graph = capture(ByColumns(), X.float())
+    assert all(value.numel() < 100 for value in graph.constants.values())

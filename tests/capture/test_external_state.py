@@ -8,6 +8,7 @@ import functools
 import importlib
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -22,6 +23,7 @@ import autopar
 from autopar.capture import NOT_COMPARED, capture, check_capture
 from autopar.capture import check as check_module
 from autopar.capture.external_state import ExternalState
+from autopar.capture.state import changes, state
 from autopar.errors import CaptureError
 from autopar.torch_private import is_fake
 from autopar.verify.subject import make_subject
@@ -267,6 +269,60 @@ class Count(Small):
 def test_a_number_that_the_next_call_reads_is_refused() -> None:
     with pytest.raises(CaptureError, match=rf"reads it in its next call: {__name__}.CALLS \(\d, then \d\)"):
         checked(Count())
+
+
+class InNestedList(Small):
+    """The list is inside a subclass of dict: the state before forward must have its own copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = defaultdict(list, calls=[])
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.log["calls"].append(1)
+        return x * len(self.log["calls"])
+
+
+class Deleted(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh = True
+
+    def middle(self, x: Tensor) -> Tensor:
+        if hasattr(self, "fresh"):
+            del self.fresh
+            return 2 * x
+        return x
+
+
+def test_a_changed_list_inside_a_defaultdict_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"reads it in its next call: log \(defaultdict"):
+        capture(InNestedList(), rows())
+
+
+def test_a_deleted_attribute_that_the_next_call_misses_is_refused() -> None:
+    model = Deleted()
+    before = state(model)
+    _ = model(rows())
+    assert changes(before, state(model)) == {"fresh": (True, None)}
+    with pytest.raises(CaptureError, match=r"leaves state for its next call in fresh, .* in step 2"):
+        checked(Deleted())
+
+
+class CountedAroundNan(Small):
+    """A constant with NaN, and a counter that no call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + torch.tensor([float("nan"), 1.0]).nan_to_num().sum()
+
+
+def test_a_constant_with_nan_is_the_same_in_every_graph() -> None:
+    assert "equals the model over two steps" in checked(CountedAroundNan())
 
 
 class WritesGlobal(Small):

@@ -111,6 +111,18 @@ def test_each_rate_names_the_figure_or_the_ratio_that_it_comes_from():
     assert shown["peak bfloat16"] == sources["bf16"] and shown["peak float8"] == sources["fp8"]
     assert shown["peak float32"] == shown["peak tf32"] == sources["fp32"]
     assert shown["peak float64"].startswith("FP64_OVER_BF16: ")
+    volta = {row["figure"]: row["source"] for row in cluster_figures(parse("8xV100-32GB"))}
+    assert volta["peak float16"] == hardware.table()["V100-32GB-SXM2"]["sources"]["fp16"]
+    assert volta["peak float32"].startswith("FP32_OVER_FP16_VOLTA: ")
+
+
+def test_a_figure_that_a_cluster_file_gives_has_the_file_for_its_source(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text('gpu = "H100-80GB"\nnodes = 1\ngpus_per_node = 8\nmemory_gb_per_s = 3000\npeak_bf16_tflops = 800\n')
+    shown = {row["figure"]: row["source"] for row in cluster_figures(parse(str(file)))}
+    assert shown["memory bandwidth"] == shown["peak bfloat16"] == str(file)
+    assert shown["peak float32"].startswith("FP32_OVER_BF16: ")
+    assert shown["share of the network"] == hardware.table()["H100-80GB-SXM"]["sources"]["inter_node"]
 
 
 @pytest.mark.parametrize(

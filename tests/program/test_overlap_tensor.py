@@ -195,6 +195,13 @@ def scattered(dim: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def test_what_is_sent_is_contiguous_whatever_the_other_readers_gradient_is() -> None:
+    """NCCL refuses a tensor that isn't; the only row of a batch may come transposed."""
+    others = torch.ones(1, WIDTH, LENGTH).transpose(1, 2)
+    terms = kernels_overlap._input_gradient_term([None], [torch.ones(OUT, WIDTH)], others)
+    assert terms is not None and terms.is_contiguous()
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_slices_of_several_axes_along_any_dim(dim: int, workers4: WorkerPool) -> None:
     for mine, plain in workers4.run("test_overlap_tensor:scattered", dim):

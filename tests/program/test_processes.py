@@ -83,6 +83,12 @@ def test_processes_meet() -> None:
     ) as caught:
         set_rendezvous(dict(STEP), ranks_from_environment(STEP))
     assert "scontrol show hostnames" in caught.value.hint
+    named: dict[str, str] = STEP | {"MASTER_ADDR": "node0"}  # as the hint says
+    set_rendezvous(named, ranks_from_environment(named))
+    assert (named["MASTER_ADDR"], named["MASTER_PORT"]) == ("node0", "30123")
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(StartError, match="RANK is 1 of 2 processes, and MASTER_ADDR and MASTER_PORT of the process of"):
+        set_rendezvous(by_hand, ranks_from_environment(by_hand))
     given = STEP | {"MASTER_ADDR": "node0", "MASTER_PORT": "5"}
     set_rendezvous(given, ranks_from_environment(given))
     assert given["MASTER_ADDR"] == "node0" and given["RANK"] == "9"
@@ -179,7 +185,8 @@ def test_processes_with_gpus_meet_on_nccl_without_a_bound_device(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(world.dist, "init_process_group", init)
     monkeypatch.setattr(world.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(os, "environ", TORCHRUN | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    monkeypatch.setattr(os, "environ", TORCHRUN | meeting | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     folder = write_mlp(tmp_path, Shape(data=2))
     with program_modules(str(folder)):
         program = world.load(folder)

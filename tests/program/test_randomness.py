@@ -16,6 +16,7 @@ from autopar.capture import Float64Everywhere, capture
 from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.measure import EXACT, compare
+from autopar.program import kernels as program_kernels
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
@@ -175,6 +176,13 @@ def test_without_dropout_the_losses_are_eager_ones(plan: str, workers2: WorkerPo
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert losses == pytest.approx([loss.item()] * STEPS, rel=EXACT)
     assert compare(losses[-1], gradients, loss.item(), expected).value <= EXACT
+
+
+def test_dropout_of_everything_is_zero() -> None:
+    x = torch.ones(4, requires_grad=True)
+    dropped = program_kernels.dropout(x, 1.0, 0)
+    dropped.sum().backward()
+    assert not dropped.any() and x.grad is not None and not x.grad.any()
 
 
 # -- tied weights, clipped ---------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from pipelines import emitted, is_right
 from tiers import in_short
 from workers import WorkerPool
 
 from autopar.errors import LaunchError
+from autopar.program.weight_gradients import deferred, linear
 
 SPLIT = ["zero-bubble", "zbv", "dualpipev"]
 
@@ -33,6 +36,15 @@ def test_with_data_parallelism(schedule: str, zero: int, workers4: WorkerPool, t
     recompute = "full" if zero == 3 else "none"
     folder, model, batch = emitted(tmp_path, schedule=schedule, pipeline=2, data=2, zero=zero, recompute=recompute)
     assert is_right(workers4.run("pipelines:stepped", folder, model.state_dict(), batch), model)
+
+
+def test_the_input_of_a_product_may_be_a_vector() -> None:
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((3,), (2, 3), (2,)))
+    expected = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), (x, weight, bias))
+    with deferred() as products:
+        given = torch.autograd.grad(linear(x, weight, bias).square().sum(), (x, bias))
+    assert [torch.equal(a, b) for a, b in zip(given, (expected[0], expected[2]), strict=True)] == [True, True]
+    assert torch.equal(products[0].weight_gradient(), expected[1])
 
 
 FAULTS = {  # by name: the schedule that shows the fault; a file of the program, a pattern, the replacement

@@ -14,7 +14,7 @@ from autopar.ops.operands import operands, shape_of
 from autopar.rules import Candidate, candidates, has_rule
 from autopar.rules.notation import Atom, parse
 from autopar.rules.table import TABLE
-from autopar.rules.views import factors
+from autopar.rules.views import factors, gather
 from autopar.types import I, P, R, S
 from passes.localise import local_call, verify
 
@@ -125,6 +125,11 @@ def test_factors():
     assert factors((6, 4), (4, 6))[0] == ["(d0=2 d1=3!)", "d2=4!"] or factors((6, 4), (4, 6))[0][0].startswith("(d0=2")
     assert factors((), ()) == ([], [])
     assert factors((1, 1), (1,)) == (["1", "1"], ["1"])
+    assert factors((8, 0), (0,)) == (["1", "1"], ["1"])  # without elements
+
+
+def test_an_index_of_a_single_element_without_dims_has_no_line():
+    assert gather(build(sample(aten.gather.default, x(4), 0, torch.tensor(1)))[0]) is None
 
 
 def test_grouped_heads_shard_by_key_heads():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,13 @@ def emitted(graph: Graph, folder: Path, **pins: Any) -> Plan:
 
 @pytest.mark.parametrize(
     "pins",
-    [{"data": 2, "zero": 3}, slow({"tensor": 2}), {"ring": 2}, {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"}],
+    [
+        {"data": 2, "zero": 3},
+        slow({"tensor": 2}),
+        {"ring": 2},
+        {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"tensor": 2, "sequence": True, "recompute": "selective"},
+    ],
     ids=lambda pins: "-".join(pins),
 )
 def test_a_rank_alone_needs_the_memory_that_it_needs_among_others(
@@ -86,6 +94,43 @@ def test_a_rank_that_fails_is_named(graph: Graph, tmp_path: Path):
     alone = emitted(graph, tmp_path, data=2)
     with pytest.raises(LaunchError, match="rank 1 fails in rehearsal"):
         next(rehearse(tmp_path, alone, {}, [1], "cpu"))
+
+
+UNWRITTEN = """
+import torch
+import torch.distributed as dist
+
+from autopar.run import rehearsal
+from autopar.torch_private import fake_store, functional_collectives
+
+dist.init_process_group("fake", store=fake_store(), rank=1, world_size=2)
+functional = functional_collectives()
+blank = lambda output, *_, **__: output.fill_(float("nan"))
+for name in ("reduce_scatter_tensor", "all_to_all_single"):
+    setattr(dist, name, blank)
+dist.all_to_all = lambda outputs, *_, **__: [blank(output) for output in outputs]
+functional.reduce_scatter_tensor = lambda x, op, dim, group, tag="": torch.full_like(x.chunk(2, dim)[1], float("nan"))
+rehearsal._patch_fake_collectives()
+
+x = torch.arange(24.0).view(4, 6)
+mine = torch.empty(2, 6)
+dist.reduce_scatter_tensor(mine, x)
+assert mine.equal(x[2:]), mine
+slice_ = functional.reduce_scatter_tensor(x, "sum", 1, dist.group.WORLD)
+assert slice_.equal(x[:, 3:]), slice_
+rows = torch.empty(4, 6)
+dist.all_to_all_single(rows, x)
+assert rows.equal(x), rows
+parts = [torch.empty(2, 6), torch.empty(2, 6)]
+dist.all_to_all(parts, [x[:2], x[2:]])
+assert torch.cat(parts).equal(x), parts
+"""
+
+
+def test_outputs_that_the_fake_process_group_leaves_unwritten_become_the_ranks_own_data():
+    """torch 2.11's group leaves them; what was in that memory would grow from step to step to NaN."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNWRITTEN], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command(tmp_path: Path):

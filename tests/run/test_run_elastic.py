@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ from fault_runs import Run, Server
 from autopar.cli.elastic import become_node, devices_of, write_program
 from autopar.cli.options import PlanRequest
 from autopar.errors import LaunchError, UsageError
-from autopar.run.elastic import Nodes
+from autopar.run.elastic import Nodes, device_count
 
 
 @pytest.mark.slow
@@ -53,6 +54,12 @@ def test_what_cannot_be_elastic_is_refused(tmp_path: Path) -> None:
     elastic.refusal(1).write_text("it does not fit\n")
     with pytest.raises(LaunchError, match="no number of nodes up to 1 has a plan: it does not fit"):
         elastic.program(1, first=True)
+
+
+def test_stages_of_an_interleaved_pipeline_share_their_devices(tmp_path: Path) -> None:
+    stages = [{"devices": devices} for devices in ([0, 2], [2, 2], [0, 2], [2, 2])]
+    (tmp_path / "plan.json").write_text(json.dumps({"stages": stages}))
+    assert device_count(tmp_path) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Checks large plans by a sample of ranks: all ranks at one pipeline position run the same operations in different groups.
 
 A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline positions, a peer its distance. If the
-rewritten traces at each position are equal except for host syncs, one trace represents the position. Ranks at one position then agree, so
-only the positions are compared with each other. Every cycle in the order of all ranks' events is also a cycle in the order of the
-positions' events: if the positions can't deadlock, neither can the ranks.
+rewritten traces at each position are equal except for host syncs, one trace represents the position (of a middle position only one is
+recorded). Ranks at one position then agree, so only the positions are compared with each other. Every cycle in the order of all ranks'
+events is also a cycle in the order of the positions' events: if the positions can't deadlock, neither can the ranks.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def _in_mesh_terms(operation: Operation, group: Communicator, here: int, grid: G
 
 
 def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding]:
-    """Return the findings of a plan whose ``grid.samples()`` were recorded. Raises ``ValueError`` like ``by_position``."""
+    """Return the findings of a plan whose ``grid.samples()`` were recorded. Row counts of uneven all-to-alls aren't compared.
+
+    Raises ``ValueError`` like ``by_position``.
+    """
     rewritten = {rank: by_position(trace, grid) for rank, trace in sorted(traces.items())}
     found, first = [], dict[int, int]()
     syncs: dict[int, set[tuple[int, HostSync]]] = defaultdict(set)
@@ -173,7 +176,7 @@ def _without_syncs(trace: RankTrace) -> list[Event]:
 
 
 def _named(finding: CollectiveFinding, first: Mapping[int, int]) -> CollectiveFinding:
-    """Return a finding about positions, worded in terms of their ranks."""
+    """Return a finding about positions in terms of ranks; a communicator's text still lists positions."""
     if finding.kind == DIFFERENT:
         return finding
     text = finding.sentence.replace("rank ", "a rank of pipeline position ")

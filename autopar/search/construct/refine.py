@@ -1,4 +1,4 @@
-"""The candidates of all layers for given cuts: each stage's or device's candidates are chosen together, within its memory."""
+"""Chooses the candidates of all layers for given cuts: those of a stage or device together, within its memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TRIES = 6
 """Maximum number of times a device's candidates are chosen, if memory peaks at another moment of the schedule than planned."""
 
 MOST_LAYERS = 64
-"""Maximum number of layers of a stage for which ``_by_knapsack`` chooses candidates: that takes long with many layers, and a
-fraction of one layer among them matters little."""
+"""Maximum number of layers of a stage for which ``_by_knapsack`` chooses candidates: that takes long with many layers, and
+gains only about a fraction of one layer."""
 
 Cache = dict[tuple[object, ...], tuple[int, ...] | None]
 """The candidates that were already chosen for stages and devices."""
@@ -102,8 +102,8 @@ def _in_segments(
 
 
 def _by_knapsack(instance: Instance, mode: CandidateMode, i: int, j: int, regime: Regime) -> tuple[int, ...] | None:
-    """Return the best candidates of a stage's layers without resharding, ordered so that those of the same layout are adjacent; ``None`` if
-    nothing fits, or if there are too many layers or kinds of layers."""
+    """Return the best candidates of a stage's layers, ignoring resharding; those of each kind are ordered by layout. ``None`` if nothing
+    fits, or if there are too many layers or kinds of layers."""
     if j - i > MOST_LAYERS:
         return None
     runs = compositions(instance)
@@ -149,7 +149,7 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
         solution = Solution(bounds, tuple(pick))
         if fits(instance, solution):
             return solution
-        # another moment of the schedule has more live memory than the planned one
+        # a limit is exceeded, perhaps at another moment of the schedule than the planned one
         full = shares_of_limits(instance, solution)
         if instance.schedule.peak_varies:
             _replan_at_peak(moments, seen, limit_shares, full, counts_at_peaks(instance, solution))
