@@ -137,7 +137,11 @@ def _attention(request: KernelRequest) -> KernelCall | None:
 def _ring_attention(request: KernelRequest) -> KernelCall:
     given = arguments(request.node)
     tensors = tuple(given.pop(key) for key in ("query", "key", "value"))
-    kept = {key: value for key, value in given.items() if value not in (None, False, 0.0)}
+    kept = {
+        key: value
+        for key, value in given.items()
+        if value is not None and (key == "scale" or value not in (False, 0.0))
+    }
     seed = {"seed": request.sharding} if given["dropout_p"] else {}
     return kernels_ring.ring_attention, (*tensors, one_or_all(request.axes)), {**kept, **seed}
 

@@ -25,7 +25,8 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
     texts: dict[fx.Node, Text] = {}
     names = Names()
     sums = row_sums(graph.prelude)
-    reads = [node.target for node in graph.prelude.graph.nodes if node.op == "placeholder" and node.users]
+    reads = [str(node.target) for node in graph.prelude.graph.nodes if node.op == "placeholder" and node.users]
+    reads = reads or [graph.inputs[0].name]  # constants are moved to the device of an input
     lines = [
         "def prelude(batch: Tensors, constants: Tensors, total: Total) -> Tensors:",
         f'    """Scalars of {batch}, such as its number of valid tokens."""',
@@ -34,9 +35,7 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
         if node.op == "placeholder":
             texts[node] = Text(f"batch[{quoted(str(node.target))}]")
         elif node.op == "get_attr":
-            texts[node] = Text(
-                f"constants[{quoted(str(node.target))}].to(batch[{quoted(graph.inputs[0].name)}].device)"
-            )
+            texts[node] = Text(f"constants[{quoted(str(node.target))}].to(batch[{quoted(reads[0])}].device)")
         elif node.op == "output":
             results: Any = node.args[0]
             for guard, result in zip(graph.guards, results[len(graph.scalars) :], strict=True):

@@ -33,7 +33,11 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:
     """Raise ``ValueError`` if the entries ``names`` of the state dict differ between ranks, or only some ranks have one."""
     if dist.get_world_size() > 1:
-        limit = SAMPLED_BYTES if sum(tensor.nbytes for tensor in state.values()) > FULL_DIGEST_LIMIT_BYTES else None
+        limit = (
+            SAMPLED_BYTES
+            if sum(state[name].nbytes for name in names if name in state) > FULL_DIGEST_LIMIT_BYTES
+            else None
+        )
         same_values({name: digest(state[name], limit) if name in state else 0 for name in names}, device)
 
 

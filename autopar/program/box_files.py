@@ -115,7 +115,13 @@ def write(pieces: Iterable[Piece], folder: Path, rank: int, save: str, facts: Ma
     All of ``pieces`` are consumed, even after an error (raised at the end), because other ranks may take part in producing them.
     """
     problem: Exception | None = None
-    with (folder / file_name(rank)).open("x+b") as file:
+    try:
+        opened = (folder / file_name(rank)).open("x+b")
+    except OSError:
+        for _ in pieces:
+            pass
+        raise
+    with opened as file:
         writer = _BoxWriter(file)
         for piece in pieces:
             try:

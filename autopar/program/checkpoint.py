@@ -70,7 +70,7 @@ from .optimizer_state import (
     saved,
     without_state,
 )
-from .state import sentence, wrong_state
+from .state import other_names, sentence, wrong_state
 from .weights import Stored, mapped
 from .world import LoadedProgram
 
@@ -447,7 +447,7 @@ def _facts(training: TrainingTensors) -> dict[str, Any]:
         "devices": dist.get_world_size(),
         "replicas": training.replica()[1],
         "tensors": {name: list(shape) for name, shape in _tensors(training.program).items()},
-        "other_names": dict(_other_names(training.program)),
+        "other_names": _other_names(training.program),
         "left_out": _left_out(training.program),
     }
 
@@ -458,14 +458,15 @@ def _tensors(program: LoadedProgram) -> dict[str, tuple[int, ...]]:
     return found | {record.original: record.shape for record in program.buffers if record.written}
 
 
-def _other_names(program: LoadedProgram) -> Iterator[tuple[str, str]]:
-    """Yield, for each alias of a tied parameter, the alias and the name in the checkpoint."""
-    return ((tied, layout.original) for layout in program.layouts for tied in layout.tied)
+def _other_names(program: LoadedProgram) -> dict[str, str]:
+    """Return the other names of tied parameters and shared buffers, each with the name in the checkpoint."""
+    tied = {name: layout.original for layout in program.layouts for name in layout.tied}
+    return tied | other_names(program.records, _tensors(program))
 
 
 def _left_out(program: LoadedProgram) -> list[str]:
     """Return the tensors of the model's state dict that no checkpoint contains, because the program neither trains nor writes them."""
-    known = {*_tensors(program), *dict(_other_names(program))}
+    known = {*_tensors(program), *_other_names(program)}
     return [entry["name"] for entry in program.records.get("model", ()) if entry["name"] not in known]
 
 

@@ -270,9 +270,9 @@ class FolderLock:
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder, self.token = folder, secrets.token_hex(8)
-        self._file = os.fdopen(descriptor, "r+b")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n{self.token}\n".encode(), 0)
+        self._file = os.fdopen(descriptor, "r+b")  # last: after an error the caller closes the descriptor
         _locks[folder.resolve()] = self
 
     @property

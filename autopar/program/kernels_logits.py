@@ -56,7 +56,7 @@ def loss_in_slices(
     ``after`` is applied to each logit, in the dtype of ``x``. The rows of ``weight`` and ``bias`` are sharded over ``axis`` (or axes,
     outermost first); there ``x`` and ``labels`` (global ids) are R and the result is I, and two small collectives join the ranks' sums. On
     ``partial_axes``, which shard the leading dims, the result is a term of the sum (P). If the vocabulary is padded, ``vocabulary`` is its
-    size without padding. Accumulates in float32 or wider, and returns that dtype, 0-d.
+    size without padding; a label outside of it gives NaN. Accumulates in float32 or wider, and returns that dtype, 0-d.
     """
     axes = _nontrivial(axis)
     with spmd.local():
@@ -79,7 +79,8 @@ def loss_in_slices(
         if axes:
             terms = flattened.all_reduce(_as_partial(terms, axes), axes, src=P, dst=I)
         exp_sum, weighted = terms.unbind(0)
-        loss = (exp_sum.log() - weighted).masked_fill(labels == ignore_index, 0.0).sum()
+        invalid = (labels < 0) | (labels >= (vocabulary or padded))
+        loss = (exp_sum.log() - weighted).masked_fill(invalid, torch.nan).masked_fill(labels == ignore_index, 0.0).sum()
         return _as_partial(loss, partial_axes)
 
 

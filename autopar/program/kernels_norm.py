@@ -135,7 +135,8 @@ def normalise(
             _require(other is None or _sharding(other) == [sharding[1]], "normalise: channels are sharded differently")
         _refuse_partial(x, "normalise")
     with spmd.local():
-        out = _Normalised.apply(x, mean, var, weight, bias, eps)
+        wide = torch.promote_types(mean.dtype, torch.float32)  # running statistics may have 16 bits
+        out = _Normalised.apply(x, mean.to(wide), var.to(wide), weight, bias, eps)
     return _declare(out, _sharding(x)) if spmd.is_type_checking() else out
 
 

@@ -316,7 +316,7 @@ class _Scores:
 
     def window(self, mask: Tensor, tile: _Tile, column: int) -> Tensor:
         """Return the rows and columns of a mask that a tile reads."""
-        rows = mask if mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
+        rows = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
         return rows if mask.shape[-1] == 1 else rows[..., column : column + tile.keys]
 
     def dropout_mask(self, scores: Tensor) -> Tensor | None:
@@ -324,7 +324,7 @@ class _Scores:
         if self.generator is None:
             return None
         keep = torch.empty_like(scores).bernoulli_(1.0 - self.dropout_p, generator=self.generator)
-        return keep.div_(1.0 - self.dropout_p)
+        return keep if self.dropout_p == 1.0 else keep.div_(1.0 - self.dropout_p)
 
 
 # -- the device's kernel ----------------------------------------------------------------------------------------------
@@ -336,6 +336,8 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, d
     if mask is not None or dropout_p or query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cuda":
+        if query.shape[-1] % 8:
+            return False  # scaled_dot_product_attention pads such heads before it calls the kernel
         q, k, v = (_heads(x, query) for x in (query, key, value))
         return torch.backends.cuda.can_use_flash_attention(
             torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, False)

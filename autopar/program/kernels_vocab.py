@@ -84,7 +84,7 @@ def vocab_parallel_cross_entropy_sum(
 
     ``logits`` are ``[..., v / n]``, S(last) on ``axis``; ``labels`` (global ids) are R on it. Two small collectives run: one gathers the
     maxima, and one reduces the two sums of every token. The full logits are never gathered. Accumulates in float32 or wider, and returns
-    that dtype. If the vocabulary is padded to equal slices, ``vocabulary`` is its size without padding.
+    that dtype. If the vocabulary is padded to equal slices, ``vocabulary`` is its size without padding. A label outside of it gives NaN.
     """
     axes = _nontrivial(axis)
     with spmd.local():
@@ -109,5 +109,6 @@ def vocab_parallel_cross_entropy_sum(
         terms = _as_partial(terms, axes)
         terms = flattened.all_reduce(terms, axes, src=P, dst=I)
         total, picked = terms.unbind(0)
-        loss = (total.log() - picked).masked_fill(labels == ignore_index, 0.0).sum()
+        invalid = (labels < 0) | (labels >= (vocabulary or padded))
+        loss = (total.log() - picked).masked_fill(invalid, torch.nan).masked_fill(labels == ignore_index, 0.0).sum()
         return _as_partial(loss, partial_axes)

@@ -164,6 +164,11 @@ class Loader:
         self._inputs = program.inputs
         self.batch, self._pinned = self._share.batch, world.device.type == "cuda"
         self._dataset = self._map_style_dataset(dataset)
+        if self._collate is not None and isinstance(self._dataset, Tensors):
+            raise DataError(
+                "the rows of tensors are read as they are, without a collate function",
+                "give a map-style data set, or apply the function to the tensors",
+            )
         self.rows = len(self._dataset)
         pads = self._order.last == "pad" and not program.local_steps
         self._ignored: Mapping[str, int] = program.spec.ignored if pads else {}
@@ -252,7 +257,16 @@ class Loader:
                 f"the loader's sampler is a {type(loader.sampler).__name__}, which does not define which rows each rank reads",
                 "give the data set itself; shuffle and seed are options of program.loader",
             )
-        shuffled = self._order.shuffle or type(loader.sampler) is RandomSampler
+        sampler = loader.sampler
+        drawn = isinstance(sampler, RandomSampler)
+        if isinstance(sampler, RandomSampler) and (
+            sampler.replacement or sampler.num_samples != len(sampler.data_source)
+        ):
+            raise DataError(
+                "the loader's RandomSampler has num_samples or replacement, and an epoch reads each row once",
+                "give the data set itself; shuffle and seed are options of program.loader",
+            )
+        shuffled = self._order.shuffle or drawn
         self._order = replace(self._order, shuffle=shuffled, workers=self._order.workers or loader.num_workers)
         if self._collate is None and loader.collate_fn is not default_collate:
             self._collate = loader.collate_fn

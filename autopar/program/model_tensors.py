@@ -21,6 +21,7 @@ from .boxes import Box, Piece, divided, full_piece, part_of
 from .collectives import exchange
 from .optimizers import Updates
 from .parameters import Master, ParameterGroup, upload
+from .state import other_names
 from .weights import runs
 from .world import BufferRecord, Layout, LoadedProgram, World
 
@@ -125,13 +126,13 @@ class TrainingTensors:
             self.updates.read_masters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the unsharded parameters (a tied one under each name) and written buffers, on the CPU of rank 0; nothing on other ranks.
+        """Return the unsharded parameters and written buffers, each under all its names, on the CPU of rank 0; nothing on other ranks.
         Parameters of local SGD replicas are averaged. All ranks call this."""
         state = self._full_tensors(self.program.layouts, self.pieces_once())
         for layout in self.program.layouts:
             if layout.original in state:
                 state.update(dict.fromkeys(layout.tied, state[layout.original]))
-        return state
+        return state | {name: state[same] for name, same in other_names(self.program.records, state).items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the trained parameters, as ``state_dict`` returns the parameters."""

@@ -101,6 +101,10 @@ class Share:
                 raise ValueError(
                     f"{name!r} has shape {tuple(batch[name].shape)}, the plan's global batch is {self.batch}"
                 )
+            if tuple(batch[name].shape[1:]) != tuple(self.program.inputs[name].shape[1:]):
+                raise ValueError(
+                    f"{name!r} has shape {tuple(batch[name].shape)}, the program takes {tuple(self.program.inputs[name].shape)}"
+                )
         same_batch(batch, names, self.world.device)
 
     def local(self, batch: Batch, name: str, spec: Mapping[str, int]) -> Tensor:

@@ -23,7 +23,7 @@ Types = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that enters or leaves a stage. A floating-point tensor gets a gradient back, unless ``gradient`` is false."""
+    """A tensor that enters or leaves a stage. A floating-point or complex tensor gets a gradient back, unless ``gradient`` is false."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TensorSpec:
 
     def on_meta(self) -> Tensor:
         """Return a tensor of this shape and dtype on the meta device."""
-        wanted = self.gradient and self.dtype.is_floating_point
+        wanted = self.gradient and (self.dtype.is_floating_point or self.dtype.is_complex)
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=wanted)
 
 

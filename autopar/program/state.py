@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,14 @@ def names_outside_program(records: Mapping[str, Any]) -> set[str]:
     """Return the names in the model's state dict of tensors that are neither parameters of the program nor buffers that it writes."""
     own = {name for record in records["parameters"] for name in (record["original"], *record["tied"])}
     own |= {record["original"] for record in records.get("buffers", ()) if record["persistent"] and record["written"]}
-    return {entry["name"] for entry in records.get("model", ())} - own
+    return {entry["name"] for entry in records.get("model", ())} - own - other_names(records, own).keys()
+
+
+def other_names(records: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Return the other names that tensors in ``names`` have in the model's state dict, each with the name in ``names``."""
+    first = {entry["name"]: entry["alias"] or entry["name"] for entry in records.get("model", ())}
+    known = {first[name]: name for name in names if name in first}
+    return {name: known[same] for name, same in first.items() if same in known and name not in names}
 
 
 def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:

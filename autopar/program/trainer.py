@@ -417,6 +417,7 @@ class Trainer:
         Under the plan that saved it, training continues bit for bit. Raises ``CheckpointError`` on every rank.
         """
         self.finish_saving()
+        self._unread.clear()  # losses of steps that this undoes
         with self._replacing():
             counters = checkpoint.load(self._tensors(), folder)
         if self._late is not None:

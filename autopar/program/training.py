@@ -386,6 +386,9 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
             say(
                 f"the rows are synthetic, {MADE_UP}, which may not be valid lengths or weights: give yours with --dataset FILE"
             )
+        with contextlib.suppress(CheckpointError):
+            watch.enter("save", "the checkpoint that is being written")
+            trainer.finish_saving()
         if args.checkpoint and not late and not (Path(args.checkpoint) / f"step-{trainer.steps}").exists():
             watch.enter("save", f"the checkpoint after {trainer.steps} steps")
             save(trainer, args, over=True)

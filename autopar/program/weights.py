@@ -195,7 +195,7 @@ def write_file(file: Path, state: Mapping[str, Tensor]) -> None:
     stored_as: dict[object, str] = {}
     others: dict[str, str] = {}
     for name, tensor in state.items():
-        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
         first = stored_as.setdefault(place, name) if tensor.numel() else name
         if first != name:
             others[name] = first
@@ -218,7 +218,7 @@ def write(own: Iterable[tuple[Stored, Piece]]) -> None:
             if place.file not in opened:
                 opened[place.file] = os.open(place.file, os.O_WRONLY)
             for part in divided(piece) if piece.values.numel() else ():
-                values = part.values.to("cpu", place.dtype).contiguous()
+                values = part.values.to("cpu", place.dtype).resolve_conj().resolve_neg().contiguous()
                 data, at = bytes_of(values), 0
                 for first, count in runs(place.shape, part.box):
                     length = count * place.dtype.itemsize

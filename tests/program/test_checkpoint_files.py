@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from workers import WorkerPool
 
 from autopar.program import checkpoint_files
-from autopar.program.checkpoint_files import PARENT, CheckpointError, lock_folder, lock_for_save
+from autopar.program.checkpoint_files import PARENT, CheckpointError, FolderLock, lock_folder, lock_for_save
 
 # -- damage -----------------------------------------------------------------------------------------------------------
 
@@ -118,6 +119,20 @@ def test_a_lock_is_a_file_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.lock is a link or not a regular file"):
         lock_folder(tmp_path, 0.0)
     assert precious.read_text() == "years of work" and not (tmp_path / "nothing").exists()
+
+
+def test_a_lock_that_cannot_be_written_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor may belong to another file by the time that the second one closes it."""
+
+    def full(*given: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    descriptor = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(OSError, match="No space left"):
+        FolderLock(tmp_path, descriptor)
+    gc.collect()
+    os.close(descriptor)  # as the caller does
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_scale import DATA, LAYERS, TENSOR, layouts, measure_plans, own_boxes
 from workers import WorkerPool
 
-from autopar.program import boxes
+from autopar.program import box_files, boxes, state
 from autopar.program.box_exchange import GroupTensors, rounds
 from autopar.program.box_files import BoxTable, Entry, Region
 from autopar.program.boxes import Box
@@ -103,3 +104,20 @@ def test_a_thread_that_saves_connects_to_few_ranks_and_waits_as_long_as_was_aske
         strict=True,
     ):
         assert made == pairs - 3 and used <= 7 and waits == 77
+
+
+def test_pieces_are_consumed_where_the_file_cannot_be_opened(tmp_path: Path) -> None:
+    """Other ranks take part in producing them: they would wait."""
+    left = iter([1, 2, 3])
+    with pytest.raises(OSError, match="No such file"):
+        box_files.write(left, tmp_path / "nowhere", 0, "save", {})  # type: ignore[arg-type]
+    assert list(left) == []
+
+
+def test_a_buffer_with_two_names_is_in_a_state_dict_under_both() -> None:
+    entries = [("norm.mean", None), ("net.1.mean", "norm.mean"), ("frozen", None)]
+    buffer = {"original": "norm.mean", "persistent": True, "written": True}
+    records = {"parameters": [], "buffers": [buffer], "model": [{"name": n, "alias": a} for n, a in entries]}
+    assert state.other_names(records, ["norm.mean"]) == {"net.1.mean": "norm.mean"}
+    assert state.other_names(records, ["net.1.mean"]) == {"norm.mean": "net.1.mean"}
+    assert state.names_outside_program(records) == {"frozen"}

@@ -18,7 +18,7 @@ from workers import WorkerPool
 
 from autopar.capture import capture
 from autopar.emit.ignored import ignored_labels
-from autopar.emit.prelude import row_sums
+from autopar.emit.prelude import prelude_function, row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Synthetic, Tensors, first_key
 from autopar.program.metrics import Meter, as_json
@@ -223,6 +223,14 @@ def test_rows_are_padding_where_the_graph_proves_that_the_loss_leaves_them_out(k
     assert ignored_labels(graph) == ({"labels": -7} if kind == "plain" else {})
 
 
+def test_a_prelude_reads_the_devices_of_its_own_inputs() -> None:
+    """A rank that reads a data set has only those inputs of the whole batch."""
+    graph = annotate(capture(Labelled("weights"), (torch.randn(8, 4), torch.randint(5, (8,)))))
+    source, record = prelude_function(graph)
+    assert 'batch["labels"].device' in source and 'batch["x"]' not in source
+    assert 'reads=("labels",)' in record
+
+
 def test_evaluation_in_training_mode_is_refused() -> None:
     quiet, random = (SimpleNamespace(SPEC=StageSpec(random=random)) for random in (False, True))
     several, one = (SimpleNamespace(stages=stages) for stages in ((quiet, random), (quiet,)))
@@ -272,6 +280,8 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
                 program.loader(source)
         with pytest.raises(BatchError, match="has 5 rows, and one global batch takes 8"):
             program.loader({name: tensor[:5] for name, tensor in made().items()})
+        with pytest.raises(BatchError, match="the rows of tensors are read as they are, without a collate function"):
+            program.loader(made(), collate="loading:stream")
         with pytest.raises(UsageError, match="cannot import the data set a Counting"):
             program.loader(dataset())
         for odd, why in {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,7 +74,7 @@ def against_one_device(
     mine = [slices(x.detach(), n).requires_grad_() for x in whole]
     rows = None
     if mask is not None:
-        rows = slices(mask.detach(), n) if mask.shape[-2] > 1 else mask.detach().clone()
+        rows = slices(mask.detach(), n) if mask.dim() > 1 and mask.shape[-2] > 1 else mask.detach().clone()
         rows.requires_grad_(floating)
     assert kernels_ring.has_kernel(*mine, rows, 0.0, causal) == (size == 6 and mask is None)
     with on_mesh(mesh):
@@ -179,12 +180,15 @@ def test_masks(shape, workers4):
     bias = values(2, 4, length, length, seed=5)
     padding = torch.ones(2, 1, 1, length, dtype=torch.bool)
     padding[1, :, :, 11:] = False
-    for mask in (packed, bias, padding, values(length, length, seed=3)):
+    for mask in (packed, bias, padding, values(length, length, seed=3), values(length, seed=4)):
         workers4.run("test_program_ring:against_one_device", shape, 4, 2, length, mask, False, 300)
 
 
 def test_dropout(workers2):
     workers2.run("test_program_ring:dropped", 0.4)
+    scores = torch.ones(2, 3)
+    everything = SimpleNamespace(generator=torch.Generator(), dropout_p=1.0)
+    assert not kernels_ring._Scores.dropout_mask(everything, scores).any()  # type: ignore[arg-type]
     assert max(workers2.run("test_program_ring:mean_of_dropout", 0.5, 100)) < 5
 
 
@@ -195,6 +199,11 @@ def test_16_bits(workers2):
 def test_no_scores_are_kept(workers2):
     tensor, rows = (2, 2, 8, 4), (2, 2, 8)
     assert sorted(workers2.run("test_program_ring:kept_for_the_backward")[0]) == sorted([tensor] * 4 + [rows])
+
+
+def test_a_gpus_kernel_is_not_called_for_heads_that_it_does_not_take() -> None:
+    query = SimpleNamespace(shape=(1, 2, 4, 20), device=torch.device("cuda"))
+    assert not kernels_ring.has_kernel(query, query, query, None, 0.0, True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

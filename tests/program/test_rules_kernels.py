@@ -89,6 +89,11 @@ def vocabulary_loss_is_stable() -> None:
     with spmd.set_current_mesh(mesh):
         large = (values(6, 4 * world) * 1e4).chunk(world, -1)[rank].contiguous()
         assert torch.isfinite(kernels_vocab.vocab_parallel_cross_entropy_sum(large, labels, "t"))
+        for label in (-1, 4 * world):  # F.cross_entropy raises
+            outside = labels.clone()
+            outside[0] = label
+            assert kernels_vocab.vocab_parallel_cross_entropy_sum(large, outside, "t").isnan()
+            assert kernels_vocab.vocab_parallel_cross_entropy_sum(large, outside, "t", label).isfinite()
         half = values(6, 4 * world).bfloat16()
         mine = half.chunk(world, -1)[rank].clone().requires_grad_()
         loss = kernels_vocab.vocab_parallel_cross_entropy_sum(mine, labels, "t")

@@ -215,10 +215,12 @@ def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, monkeypatch: pytes
 def test_what_is_wrong_with_a_batch_is_said(workers2: WorkerPool, tmp_path: Path) -> None:
     folder = write_mlp(tmp_path, Shape(data=2))
     small = {name: tensor[:6] for name, tensor in mlp_batch().items()}
-    found = workers2.run("test_run_runtime:refusals", str(folder), [small, {"labels": small["labels"]}])
+    narrow = mlp_batch() | {"input_ids": mlp_batch()["input_ids"][:, :2]}
+    found = workers2.run("test_run_runtime:refusals", str(folder), [small, {"labels": small["labels"]}, narrow])
     assert found[0] == found[1]
     assert "'input_ids' has shape (6, 3), the plan's global batch is 8" in found[0][0]
     assert "the batch has no 'input_ids'; it has labels" in found[0][1]
+    assert "'input_ids' has shape (8, 2), the program takes (8, 3)" in found[0][2]
 
 
 def refusals(folder: str, batches: list[dict[str, Tensor]]) -> list[str]:

@@ -58,6 +58,14 @@ def test_low_precision_statistics_are_wide() -> None:
     assert kernels_norm.normalise(x, statistics[0], statistics[1]).dtype == torch.bfloat16
 
 
+def test_running_statistics_of_16_bits_are_applied_in_32() -> None:
+    x, weight, bias = torch.randn(64, 2, 8).bfloat16() * 3 + 40, torch.randn(2).bfloat16(), torch.randn(2).bfloat16()
+    mean, var = torch.tensor([40.1, 39.7]).bfloat16(), torch.tensor([9.3, 8.8]).bfloat16()
+    expected = nn.functional.batch_norm(x.float(), mean.float(), var.float(), weight.float(), bias.float())
+    found = kernels_norm.normalise(x, mean, var, weight, bias)
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=2**-8)
+
+
 def test_recurrent_states_follow_the_outputs() -> None:
     torch.manual_seed(0)
     module = nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)

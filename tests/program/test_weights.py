@@ -159,6 +159,14 @@ def test_a_tensor_with_two_names_is_stored_once_and_found_under_both(tmp_path: P
     assert found["head"].data_ptr() == found["embed"].data_ptr() != found["rows"].data_ptr()
 
 
+def test_a_lazily_conjugated_tensor_is_written_conjugated(tmp_path: Path) -> None:
+    values = torch.randn(4, dtype=torch.cfloat)
+    state = {"plain": values, "conjugated": values.conj(), "negated": values.conj().imag}
+    write_file(tmp_path / "model.safetensors", state)
+    found = mapped(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
 # -- errors on the way ------------------------------------------------------------------------------------------------
 
 
