@@ -316,7 +316,7 @@ class _Scores:
 
     def window(self, mask: Tensor, tile: _Tile, column: int) -> Tensor:
         """Return the rows and columns of a mask that a tile reads."""
-        rows = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
+        rows = mask if mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
         return rows if mask.shape[-1] == 1 else rows[..., column : column + tile.keys]
 
     def dropout_mask(self, scores: Tensor) -> Tensor | None:
