@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -278,6 +279,10 @@ def unread(folder: str, state: dict[str, Tensor], data: dict[str, Tensor]) -> di
             "scalars": (of_advance, list(scalars)),
             "late": "",
         }
+        trainers[1].save(Path(folder) / "saved")
+        trainers[1].advance(rows)
+        trainers[1].load(Path(folder) / "saved")
+        found["undone"] = len(trainers[1]._unread)
         trainers[1].advance(rows)
         for master in (m for group in trainers[1]._groups for m in group.masters):
             master.tensor.data.fill_(float("inf"))

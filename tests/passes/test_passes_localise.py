@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from autopar.program import kernels, kernels_vocab
 from autopar.shard import solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.types import I, P, R, S
+from passes import kernel_calls
 from passes.collectives import MICROBATCH, convert
 from passes.localise_layer import localise_pass, partition, scale
 
@@ -150,3 +152,10 @@ class TestLocalise:
                 if t.dim is not None:
                     expected[t.dim] //= 2
                 assert list(node.meta["val"].shape) == expected
+
+
+def test_the_ring_gets_a_scale_of_zero() -> None:
+    """Only arguments with the ring's default values are left out, and its default scale is 1 / sqrt(size)."""
+    node = fx.Graph().call_function(aten.scaled_dot_product_attention.default, (1, 2, 3), {"scale": 0.0})
+    _, _, options = kernel_calls._ring_attention(SimpleNamespace(node=node, axes=("ring",), sharding=()))  # type: ignore[arg-type]
+    assert options == {"scale": 0.0}

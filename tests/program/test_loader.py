@@ -73,6 +73,7 @@ def test_a_loss_that_nobody_reads_costs_no_wait_and_no_collective(
     for found in workers2.run("loading:unread", str(write_mlp(tmp_path / "program", shape)), state(), made()):
         assert found["same"], found
         assert found["waits"][0] == 0 < found["waits"][1], found
+        assert found["undone"] == 0  # losses of steps that a load undid
         of_advance, of_step = found["scalars"]
         assert len(of_step) == len(of_advance) + (shape.data > 1), (
             found

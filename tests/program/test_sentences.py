@@ -5,12 +5,16 @@ from __future__ import annotations
 import builtins
 import importlib
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from autopar.emit.runtime import FILES
 from autopar.program import train as train_script
 from autopar.program import training
+from autopar.program.finite import NonFiniteLossError
 
 INSIDE = {
     "DamageError",  # reading a checkpoint makes a CheckpointError of it
@@ -51,3 +55,23 @@ def test_an_error_is_a_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SystemExit) as ended:
         train_script.main()
     assert ended.value.code == f"{name}: what is wrong; what to do"
+
+
+def test_a_late_nan_waits_for_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message says to resume from there."""
+    waited: list[str] = []
+    trainer = SimpleNamespace(stages={}, steps=105, finish_saving=lambda: waited.append("finish"))
+
+    def steps(*given: object) -> str:
+        raise NonFiniteLossError("the loss of step 101 is nan", late=True)
+
+    monkeypatch.setattr(training, "open_trainer", lambda *given: (trainer, None))
+    monkeypatch.setattr(training, "open_loader", lambda *given: None)
+    monkeypatch.setattr(training, "run_steps", steps)
+    args: Any = SimpleNamespace(checkpoint=str(tmp_path), dataset="data.pt")
+    watch: Any = SimpleNamespace(follow=lambda stages: None, enter=lambda *phase: None)
+    with pytest.raises(SystemExit, match="the loss of step 101 is nan"):
+        training.train(None, args, watch)  # type: ignore[arg-type]
+    assert waited == ["finish"]
