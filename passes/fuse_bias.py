@@ -13,7 +13,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
-    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` if only the sum reads the product and ``b`` has one dim.
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)`` if only the sum reads the product and ``b`` has its last dim and its dtype.
 
     A bias of type P (nonzero on one rank only) is not joined: if the contracted dim is sharded, the joined call would be right, but the
     type checker refuses it.
@@ -24,7 +24,10 @@ def fuse_bias_pass(gm: fx.GraphModule) -> fx.GraphModule:
         product, bias = node.args
         if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not _LINEAR:
             continue
-        if len(product.args) != 2 or len(product.users) != 1 or meta(bias)["val"].dim() != 1:
+        added, result = meta(bias)["val"], meta(product)["val"]
+        if len(product.args) != 2 or len(product.users) != 1:
+            continue
+        if added.shape != result.shape[-1:] or added.dtype != result.dtype:
             continue
         if P in meta(bias).get("types", ()):
             continue

@@ -140,7 +140,9 @@ def _join_products(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding) -> f
     local = {meta(node).get("product", node.name): node for node in gm.graph.nodes}
     for products in products_of(cls, sharding.types, gradient).values():
         linears = [local[product.name] for product in products]
-        if all(product.target is _LINEAR for product in linears):  # else they are joined already
+        if not all(product.target is _LINEAR for product in linears):
+            continue  # they are joined already
+        if linears := [each for each in linears if len(each.args) < 3 or _is_movable(each.args[0], each.args[2])]:
             _join(gm.graph, linears)
     gm.graph.lint()
     return gm
@@ -178,6 +180,13 @@ def _join(graph: fx.Graph, products: list[fx.Node]) -> None:
         graph.erase_node(old)
         if old in replaced:
             results[replaced.index(old)].name = name
+
+
+def _is_movable(place: Any, node: Any) -> bool:
+    """Return whether ``_move_before`` can move ``node``: a bias that is computed from a parameter stays where it is."""
+    if not isinstance(node, fx.Node) or node.op == "placeholder" or node < place:
+        return True
+    return (node.target is convert or facts(node).is_view) and all(_is_movable(place, n) for n in node.all_input_nodes)
 
 
 def _move_before(place: fx.Node, nodes: Sequence[fx.Node]) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.capture.layers import unique
 from autopar.errors import BatchError
+from autopar.techniques import ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,14 @@ def _checked(leaf: Leaf, tensor: Any, where: str) -> torch.Tensor:
 # names that a stage's forward and the schedule's step use for other variables
 _RESERVED = frozenset(
     ("self", "key", "hidden", "loss", "layer", "target", "losses", "return_outputs", "batch", "constants")
-).union(("torch", "nn", "F", "spmd", "kernels", "opaque"), keyword.kwlist)
+).union(
+    keyword.kwlist,
+    """torch nn F spmd kernels opaque new float range str checkpoint seeds prelude Layer LayerSpec Prelude ProgramSpec StageSpec TensorSpec
+    Tensors Total custom flattened guards kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_random kernels_ring kernels_rnn
+    kernels_vocab weight_gradients""".split(),  # noqa: SIM905  words
+    (module for technique in ALL for module in technique.modules),
+)
+"""Names that emitted code uses (``emit.names``): an input of such a name gets a number."""
 
 
 class _Names:

@@ -308,7 +308,8 @@ def _infix(node: fx.Node, name: str, texts: Texts) -> Text | None:
         return None
     symbol, binds = _INFIX[name]
     left, right = node.args
-    a = texts[left].within(binds) if isinstance(left, fx.Node) else literal(left, texts)
+    # a comparison of comparisons without parentheses is a chain to Python: ``a < b == c`` means ``a < b and b == c``
+    a = texts[left].within(binds + (binds == COMPARE)) if isinstance(left, fx.Node) else literal(left, texts)
     # the right operand of - and / needs parentheses at equal precedence; for + and * they keep the order of rounding
     b = texts[right].within(binds + 1) if isinstance(right, fx.Node) else literal(right, texts)
     return Text(f"{a} {symbol} {b}", binds)
@@ -342,7 +343,7 @@ def _to(node: fx.Node, texts: Texts) -> Text | None:
 
 def _sum(node: fx.Node, texts: Texts) -> Text:
     given = arguments(node)
-    parts = [] if given.get("dim") is None else [literal(given["dim"], texts)]
+    parts = [] if given.get("dim") is None and not given.get("keepdim") else [literal(given.get("dim"), texts)]
     parts += ["keepdim=True"] if given.get("keepdim") else []
     parts += [f"dtype={given['dtype']}"] if given.get("dtype") is not None else []
     return Text(f"{texts[_operand(node)].within(ATOM)}.{op_name(node).removeprefix('aten.')}({', '.join(parts)})")

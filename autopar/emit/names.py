@@ -57,6 +57,12 @@ class Names:
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = set(taken)
 
+    def exactly(self, name: str) -> str:
+        """Return ``name``, an identifier that the runtime passes an argument by, and take it."""
+        assert name.isidentifier() and name not in self._taken | _RESERVED, name
+        self._taken.add(name)
+        return name
+
     def fresh(self, text: str) -> str:
         """Return an identifier like ``text``, with a number if it is taken."""
         base = identifier(text)

@@ -23,7 +23,7 @@ def prelude_function(graph: Graph) -> tuple[str, str]:
         return "", ""
     batch = "the whole global batch" if graph.accumulated == 1 else "one microbatch"
     texts: dict[fx.Node, Text] = {}
-    names = Names()
+    names = Names(("batch", "constants", "total"))
     sums = row_sums(graph.prelude)
     reads = [str(node.target) for node in graph.prelude.graph.nodes if node.op == "placeholder" and node.users]
     reads = reads or [graph.inputs[0].name]  # constants are moved to the device of an input

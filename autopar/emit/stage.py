@@ -212,7 +212,7 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
         index = program.graph.layers[layer].parameters.index(name)
         parameter = program.layers[layer].parameters[index]
         record = program.graph.parameters[name]
-        shape = ", ".join(map(str, parameter.shape))
+        shape = ", ".join(map(str, parameter.shape)) or "()"
         grad = "" if record.trainable else ", requires_grad=False"
         types = ", ".join(f"{t} on {remark(axis)}" for axis, t in zip(axes, parameter.types, strict=True))
         tensor = f"torch.empty({shape}, device=device, dtype={record.dtype})"
@@ -223,14 +223,14 @@ def _constructor(program: LocalProgram, stage: Stage, class_names: dict[int, str
 def _layers(program: LocalProgram, class_names: dict[int, str], places: dict[int, _Place]) -> list[str]:
     """Return the lines that create the layers, with a loop over consecutive layers of equal class and spec."""
 
-    def loop_key(layer: int) -> tuple[str, str, bool, int]:
-        number = places[layer].number
-        kind = class_names[layer], spec_text(layer_spec(program, layer)), program.layers[layer].random
-        return *kind, layer - number if number is not None else -layer - 1
+    def loop_key(layer: int) -> tuple[str, str, str, bool, int]:
+        place = places[layer]
+        kind = place.attribute, class_names[layer], spec_text(layer_spec(program, layer)), program.layers[layer].random
+        return *kind, layer - place.number if place.number is not None else -layer - 1
 
     lines: list[str] = []
     known: set[str] = set()
-    for (name, spec, random, offset), several in itertools.groupby(places, loop_key):
+    for (_, name, spec, random, offset), several in itertools.groupby(places, loop_key):
         layers = list(several)
         first, last = places[layers[0]], places[layers[-1]]
         if first.number is not None and first.attribute not in known:
@@ -272,19 +272,19 @@ class _Forward:
         stage, graph = self.stage, self.program.graph
         for taken in ("hidden", "loss", "layer", "key", "new"):
             self.names.fresh(taken)
+        inputs = []
+        replicated = (R,) * len(self.mesh)
+        for name, types in stage.inputs.items():
+            self.values[f"input {name}"] = _Variable(self.names.exactly(name), types, None)
+            inputs.append(name)
+        for name in stage.scalars:
+            self.values[f"scalar {name}"] = _Variable(self.names.exactly(name), replicated, None)
+            inputs.append(name)
         received = []
         for border in stage.receives:
             name = self.names.fresh(border.value.name)
             received.append(name)
             self.values[border.value.name] = _Variable(name, border.types, _gradient_dtype(border.value))
-        inputs = []
-        replicated = (R,) * len(self.mesh)
-        for name, types in stage.inputs.items():
-            self.values[f"input {name}"] = _Variable(self.names.fresh(name), types, None)
-            inputs.append(name)
-        for name in stage.scalars:
-            self.values[f"scalar {name}"] = _Variable(self.names.fresh(name), replicated, None)
-            inputs.append(name)
         for name in stage.constants:
             self.values[f"constant {name}"] = _Variable(f"self.{self.constants[name]}", replicated, None)
         layers = list(stage.layers)

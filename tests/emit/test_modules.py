@@ -10,8 +10,8 @@ import torch
 from exactness import subject
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.emit import model_source
+from autopar.capture import batch, capture
+from autopar.emit import model_source, names
 from autopar.graph import Graph
 from autopar.search.manual import manual_plan
 from autopar.shard import plan_shardings
@@ -81,3 +81,8 @@ def test_a_layer_whose_parameters_are_all_shared_reads_its_arguments() -> None:
     (shared,) = (text for text in texts if text.startswith("TransformerEncoderLayer") and '"""blocks.2:' in text)
     (own,) = (text for text in texts if text.startswith("TransformerEncoderLayer") and '"""blocks.0' in text)
     assert "self.norm1(" in own and "self." not in shared
+
+
+def test_no_input_has_a_name_that_emitted_code_uses() -> None:
+    """The runtime passes inputs by name, so that emission can't rename them."""
+    assert names._RESERVED <= batch._RESERVED

@@ -365,6 +365,44 @@ def parallel_blocks() -> tuple[nn.Module, Any, Any]:
     return ParallelBlocks(), (ids(), holed(ids())), None
 
 
+class ScaledBlock(nn.Module):
+    """Two products of one value, one of them with a bias that is computed, and a factor that all blocks share."""
+
+    def __init__(self, alpha: nn.Parameter) -> None:
+        super().__init__()
+        self.alpha, self.scale = alpha, nn.Parameter(torch.ones(()))
+        self.gate, self.up, self.down = nn.Linear(32, 48, bias=False), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = F.linear(x, self.up.weight, self.up.bias * self.scale)
+        return x + self.alpha * self.down(torch.sigmoid(self.gate(x)) * up)
+
+
+class Ordinal(nn.Module):
+    """Inputs with names that programs use, comparisons of comparisons, slices of a ``Sequential``, one score with many thresholds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.alpha = nn.Embedding(VOCABULARY, 32), nn.Parameter(torch.tensor(0.1))
+        blocks = nn.Sequential(*(ScaledBlock(self.alpha) for _ in range(4)))
+        self.early, self.late = blocks[:2], blocks[2:]
+        self.score, self.thresholds = nn.Linear(32, 1, bias=False), nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, range: Tensor, levels_: Tensor, total: Tensor) -> Tensor:
+        shown = range != 0
+        x = self.tokens(range).masked_fill((shown == 0).unsqueeze(-1), 0.0)
+        x = self.late(self.early(x)).mean(1)
+        logits = self.score(x) + self.thresholds
+        above = (levels_.unsqueeze(1) > torch.arange(4)) == (total > 0).unsqueeze(1)
+        losses = F.binary_cross_entropy_with_logits(logits, above.to(logits.dtype), reduction="none").sum(1)
+        count = (total > 0).sum()
+        return (losses * (total > 0)).sum() / count + self.thresholds.square().mean(dim=None, keepdim=True).sum()
+
+
+def ordinal() -> tuple[nn.Module, Any, Any]:
+    return Ordinal(), (ids(), torch.arange(ROWS) % 5, torch.arange(ROWS) % 3), None
+
+
 WRITTEN: dict[str, Factory] = {
     "masked by hand": masked_by_hand,
     "several losses": several_losses,
@@ -379,4 +417,5 @@ WRITTEN: dict[str, Factory] = {
     "unrolled": unrolled,
     "relative": relative,
     "parallel blocks": parallel_blocks,
+    "ordinal": ordinal,
 }

@@ -42,6 +42,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "token weights": WHOLE_BATCH,
     "relative": ("data 2, zero 2", "tensor 2", "data 2 x tensor 2, zero 3"),
     "unrolled": ("data 2, zero 1", "tensor 2", "pipeline 2"),
+    "ordinal": ("data 2, zero 3", "tensor 2", "pipeline 2"),
     "parallel blocks": ("tensor 2", "tensor+sequence 2", "recompute in part, tensor 2"),
 }
 CASES = [
