@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from autopar.cli.console import Messages, output_file, show
-from autopar.cli.load import SizeOptions, is_pretrained, load_model, names_code
+from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model, names_code
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.compile import emit_program
@@ -163,6 +163,14 @@ def default_precision(cluster: Cluster) -> str:
 def init_of(request: PlanRequest) -> str | None:
     """Return the source of the initial values: ``--init``, or MODEL if it is a folder saved by transformers, else ``None``."""
     return request.init or (request.model if is_pretrained(request.model) else None)
+
+
+def batch_with_values(request: PlanRequest, workload: Workload) -> Any:
+    """Return the workload's batch; if it is on meta, because ``init_of`` provides the model's values, make the same one on the CPU."""
+    if not init_of(request) or ":" in request.model:
+        return workload.batch
+    sizes = SizeOptions(request.seq, request.global_batch, request.precision)
+    return batch_of(request.model, workload.model, sizes, "cpu")
 
 
 def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:

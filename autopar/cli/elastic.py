@@ -7,18 +7,19 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from autopar.cli.commands import make_plan
+from autopar.cli.commands import batch_with_values, init_of, make_plan
 from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import parse
 from autopar.errors import AutoparError, UsageError
 from autopar.run.elastic import BATCH, Elastic, Nodes, become_agent
+from autopar.run.initialise import is_path, write_initial_values
 
 
 def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options: Mapping[str, Any]) -> NoReturn:
@@ -47,6 +48,8 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
             "give 8xH100-80GB",
         )
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    if is_path(init := init_of(request)):
+        words += ["--init", str(init)]  # the ranks start in this process's folder
     programs = str(Path(output or Path(options["checkpoint"]) / "programs").resolve())
     become_agent(Elastic(asdict(request), cluster.count, options["seed"], programs, (*words, "--resume")), nodes)
 
@@ -67,14 +70,18 @@ def write_program(elastic: Elastic, nodes: int) -> None:
     torch.manual_seed(elastic.seed)
     request = PlanRequest(**{**elastic.request, "devices": devices_of(elastic, nodes)})
     try:
-        workload, _, graph, plan = make_plan(request, device="cpu")
-        emit_program(graph, plan, part, type_check=request.type_check, state=workload.model.state_dict())
+        init = init_of(request)
+        workload, _, graph, plan = make_plan(request, device="meta" if init else "cpu")
+        state = None if init else workload.model.state_dict()
+        emit_program(graph, plan, part, type_check=request.type_check, state=state)
+        if init and not is_path(init):
+            write_initial_values(workload.model, init, elastic.seed, part)
     except AutoparError as error:
         print(f"there is no plan for {nodes} nodes: {error.message}", file=sys.stderr, flush=True)
         shutil.rmtree(part, ignore_errors=True)
         elastic.refusal(nodes).write_text(f"{error.message}\n")
         return
-    torch.save(workload.inputs(graph), part / BATCH)
+    torch.save(replace(workload, batch=batch_with_values(request, workload)).inputs(graph), part / BATCH)
     part.rename(folder)
 
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.cli.commands import init_of, make_plan
+from autopar.cli.commands import batch_with_values, init_of, make_plan
 from autopar.cli.console import Messages
 from autopar.cli.elastic import become_node
-from autopar.cli.load import SizeOptions, batch_of
 from autopar.cli.options import PlanRequest
 from autopar.compile import start_program
 from autopar.devices import parse
@@ -82,10 +81,7 @@ def _train(
             request=Request(type_check=request.type_check, init=init),
             progress=messages,
         )
-    batch = workload.batch
-    if init and ":" not in request.model:  # the batch is on meta, like the model
-        sizes = SizeOptions(request.seq, request.global_batch, request.precision)
-        batch = batch_of(request.model, workload.model, sizes, "cpu")
+    batch = batch_with_values(request, workload)
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
         done = begun = checkpoints.load(program)
 

@@ -89,7 +89,18 @@ def import_path(given: Any, what: str, function: str) -> str:
             f"worker processes cannot import the {what} {shown}",
             f"make it {function}, at the top of a module (not of the script itself), or start the script with torchrun",
         )
-    return f"{module}:{name}"
+    path = f"{module}:{name}"
+    try:
+        found: Any = resolve(path)
+    except (ImportError, AttributeError, AssertionError):
+        found = None
+    if found != given:  # not ``is not``: every access to a class method makes another object
+        raise UsageError(
+            f"worker processes cannot import the {what} {module}.{name}: its module has "
+            f"{'nothing' if found is None else 'another object'} under this name",
+            f"make it {function} that its module has under its own name, or give that name as 'module:function'",
+        )
+    return path
 
 
 def _flat(names: Any) -> list[str]:

@@ -223,7 +223,7 @@ def _untied(model: nn.Module) -> Iterator[nn.Parameter]:
 def _initialise(model: nn.Module, init: Initialiser | str | os.PathLike[str], seed: int, memory: _Memory) -> None:
     """Seed the generator and run the initialisers as the module's docstring describes; the global RNG state is restored."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), memory:
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(int(seed))  # numpy's integers are none to it
         try:
             if callable(init):
                 model.apply(init)  # type: ignore[arg-type]  # its result is not used

@@ -118,6 +118,10 @@ class Processes:
         self.store = _listen(address, port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._calls = 0
+        self._target, self._unanswered = (
+            "",
+            set[int](),
+        )  # of the last call: its function, and the ranks whose reply was not read
         self._workers: list[subprocess.Popen[str]] = []
         common = {
             **_LOOPBACK,
@@ -164,25 +168,36 @@ class Processes:
 
         ``torch.load(weights_only=True)`` must be able to read arguments and results. Raises ``LaunchError`` and kills all ranks if one
         raises, dies, or doesn't answer within ``timeout_s`` seconds. In a fork of the process that started them, it only raises.
+
+        If a call is interrupted (``KeyboardInterrupt``) while it waits, the ranks finish it, and the next call waits for that first. If it
+        is interrupted while it is sent, all ranks are killed, because only some would run it.
         """
         if not self.started_here:
             raise LaunchError(
                 "this process is a fork, and the worker processes are those of its parent",
                 "call the program in the process that started it, or compile another one here",
             )
+        if not self._finalizer.alive:
+            raise LaunchError("the worker processes were ended, and their state is gone", "compile the program again")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._wait(deadline)
         self._calls += 1
         path = self.folder / f"call{self._calls}.pt"
         results = [self.folder / f"call{self._calls}.rank{rank}.pt" for rank in range(self.count)]
         torch.save((args, kwargs), path)
-        for rank, worker in enumerate(self._workers):
-            call = {"call": self._calls, "target": target, "args": str(path), "result": str(results[rank])}
-            try:
-                assert worker.stdin is not None
-                worker.stdin.write(json.dumps(call) + "\n")
-                worker.stdin.flush()
-            except (OSError, ValueError):
-                pass  # the worker died: ``_wait`` sees the end of its standard output
-        self._wait(target, None if timeout_s is None else time.monotonic() + timeout_s)
+        self._target, self._unanswered = target, set(range(self.count))
+        try:
+            for rank, worker in enumerate(self._workers):
+                call = {"call": self._calls, "target": target, "args": str(path), "result": str(results[rank])}
+                # if the worker died, ``_wait`` sees the end of its standard output
+                with contextlib.suppress(OSError, ValueError):
+                    assert worker.stdin is not None
+                    worker.stdin.write(json.dumps(call) + "\n")
+                    worker.stdin.flush()
+        except BaseException:
+            self.close()
+            raise
+        self._wait(deadline)
         loaded = [torch.load(result, weights_only=True) for result in results]
         for file in (path, *results):
             file.unlink()
@@ -195,10 +210,12 @@ class Processes:
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
 
-    def _wait(self, target: str, deadline: float | None) -> None:
+    def _wait(self, deadline: float | None) -> None:
+        """Read the replies to the last call that were not read yet. Raises ``LaunchError`` as ``call`` does."""
         failures: dict[int, dict[str, Any]] = {}
         with selectors.DefaultSelector() as selector:
-            for rank, worker in enumerate(self._workers):
+            for rank in sorted(self._unanswered):
+                worker = self._workers[rank]
                 assert worker.stdout is not None
                 selector.register(worker.stdout, selectors.EVENT_READ, rank)
             while selector.get_map():
@@ -209,13 +226,14 @@ class Processes:
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
                     line = self._workers[key.data].stdout.readline()
+                    self._unanswered.discard(key.data)
                     reply = json.loads(line) if line else self._death(key.data)
                     if not reply["ok"]:
                         failures[key.data] = reply
                         deadline = min(deadline or float("inf"), time.monotonic() + _GRACE_S)
             silent = sorted(key.data for key in selector.get_map().values())
         if failures or silent:
-            raise self._failure(target, failures, silent)
+            raise self._failure(failures, silent)
 
     def _death(self, rank: int) -> dict[str, Any]:
         code = self._workers[rank].wait()
@@ -223,13 +241,13 @@ class Processes:
         last = _last_line(self._log(rank))
         return {"ok": False, "error": how + (f" after printing: {last}" if last else ""), "consequence": False}
 
-    def _failure(self, target: str, failures: dict[int, dict[str, Any]], silent: list[int]) -> LaunchError:
+    def _failure(self, failures: dict[int, dict[str, Any]], silent: list[int]) -> LaunchError:
         logs = {rank: self._log(rank).read_text(errors="replace")[-4000:] for rank in failures or silent}
         self.close()
         if not failures:
             ranks = ", ".join(map(str, silent))
             return LaunchError(
-                f"no answer from rank {ranks} to {target}; all ranks were ended",
+                f"no answer from rank {ranks} to {self._target}; all ranks were ended",
                 "probably a rank waits in a collective that another rank never enters",
             )
         rank = min(failures, key=lambda rank: failures[rank]["consequence"])  # the first reported cause

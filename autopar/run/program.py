@@ -370,6 +370,8 @@ class Program:
         there = folder_for_program(folder)
         if there.resolve() != self.folder.resolve():
             shutil.copytree(self.folder, there, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            if initial(self.folder) is None:
+                (there / INITIAL).unlink(missing_ok=True)  # of a program that was there before
         if self._state is not None:
             write_initial(there, self._state)
         self.write_recipe(there)

@@ -69,6 +69,7 @@ def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:
         except AutoparError as error:
             store.set(key, json.dumps({"error": error.message, "hint": error.hint}))
             raise
+    store.wait([key], datetime.timedelta(days=1))  # a search may take longer than the store's own limit
     answer = json.loads(store.get(key))
     if "error" in answer:
         raise AutoparError(f"rank 0 found no plan: {answer['error']}", answer["hint"])

@@ -11,12 +11,13 @@ import functools
 import importlib
 import inspect
 import math
+import operator
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,14 @@ class TrainingRecipe:
     of_folder: bool = False
 
     def __post_init__(self) -> None:
+        # plain numbers: code has no form for those of numpy
+        for name, plain in (("lr", float), ("max_norm", float), ("seed", operator.index)):
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, value if value is None else plain(value))
+            except (TypeError, ValueError) as error:
+                kind = "whole number" if name == "seed" else "number"
+                raise UsageError(f"{name} is {value!r}, which is no {kind}", f"give a {kind}") from error
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise UsageError(f"lr is {self.lr}, but a learning rate must be at least 0", f"{_LR} is the default")
         if self.optimizer is not None and self.lr != _LR:
@@ -111,13 +120,13 @@ class TrainingRecipe:
             with program_modules(folder):
                 self._checked_recipe(functions, folder)
 
-    def check_same_as(self, folder: Path) -> None:
-        """Raise ``UsageError`` if the folder's ``train.py`` has a different recipe."""
+    def check_same_as(self, folder: Path) -> bool:
+        """Raise ``UsageError`` if the folder's ``train.py`` has a different recipe; return whether it has one."""
         if not (folder / "train.py").exists():
-            return
+            return False
         current = section_of(folder)
         if current == section_of(_TEMPLATE) or _REFUSED.search(current):
-            return
+            return False
         functions = self._functions()
         with program_modules(folder), _recorded_constructors(torch.optim.Optimizer, LRScheduler) as calls:
             try:
@@ -130,6 +139,7 @@ class TrainingRecipe:
                 f"{folder / 'train.py'} has a recipe, which differs from the given optimizer, scheduler, lr, max_norm or seed",
                 "leave all of them out to train with the folder's recipe; to change it, edit train.py and open the folder again",
             )
+        return True
 
     def write(self, folder: Path) -> None:
         """Write the recipe into the folder's ``train.py``; with ``of_folder`` only where the initial values are.
@@ -299,7 +309,7 @@ def _with_init_lines(text: str, lines: list[str], train: Path) -> str:
 
 def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> TrainingRecipe:
     """Return the recipe of ``given`` (``optimizer``, ``scheduler``, ``lr``, ``max_norm``, ``seed``), or that of the folder's ``train.py``
-    if all of these are ``None``.
+    if all of these are ``None``. Either way the source of the initial values is that of the folder.
 
     Raises ``UsageError`` if the two recipes differ, or if the folder's can't be read.
     """
@@ -310,8 +320,10 @@ def recipe_for(folder: Path, given: Mapping[str, Any], draw_init: bool) -> Train
         draw_init = draw_init or bool(train.DRAW_INIT)
         return TrainingRecipe(None, None, train.LR, train.MAX_NORM, train.SEED, draw_init, train.INIT, of_folder=True)
     recipe = TrainingRecipe(**given, draw_init=draw_init)
-    if given:
-        recipe.check_same_as(folder)
+    if given and recipe.check_same_as(folder):
+        with program_modules(folder):
+            train = import_train(folder)
+        return replace(recipe, draw_init=draw_init or bool(train.DRAW_INIT), init=train.INIT)
     return recipe
 
 

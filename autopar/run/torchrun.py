@@ -48,20 +48,34 @@ def _check_port(port: int) -> None:
 
 
 def _stream(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str]:
-    """Run a command, forwarding its standard error; return its exit status and the line that names the first cause."""
+    """Run a command, forwarding its standard error; return its exit status and the line that names the first cause.
+
+    At Ctrl-C torchrun is asked to end, and awaited: it passes the signal on to its ranks, which may write a checkpoint. A second Ctrl-C
+    kills it.
+    """
     errors: list[str] = []
     with subprocess.Popen(command, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace") as process:
         try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                sys.stderr.write(line)
-                match = re.match(
-                    r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|(?:train.py: )?error: .*)", line
-                )
-                if match:
-                    errors.append(match[1].strip())
-            status = process.wait()
+            try:
+                status = _forward(process, errors)
+            except KeyboardInterrupt:
+                process.terminate()
+                _forward(process, errors)
+                raise
         finally:
             process.kill()
     causes = [line for line in errors if not is_consequence(line)] or errors
     return status, causes[0] if causes else "no error was printed"
+
+
+def _forward(process: subprocess.Popen[str], errors: list[str]) -> int:
+    """Forward a process's standard error until it ends, and return its exit status; add the lines that name errors to ``errors``."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        sys.stderr.write(line)
+        match = re.match(
+            r"(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|(?:train.py: )?error: .*)", line
+        )
+        if match:
+            errors.append(match[1].strip())
+    return process.wait()

@@ -32,14 +32,15 @@ def train(
             "steps=100 trains 100 steps; without steps the training takes one for each batch",
         )
     losses: list[float] = []
+    if steps == 0:
+        return losses
     for batch in _repeated(batches) if isinstance(batches, Data) or steps is not None else batches:
-        if steps is not None and len(losses) >= steps:
-            break
         record, ends = step(batch)
         losses.append(record["loss"])
         if on_step is not None:
             on_step(len(losses), losses[-1], record)
-        if ends and steps is None:
+        # before the loop takes another batch, which the user's iterator would lose
+        if len(losses) == steps or ends and steps is None:
             break
     if steps is not None and len(losses) < steps:
         raise BatchError(f"the batches ended after {len(losses)} of {steps} steps", "give a list, or fewer steps")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from places import ROOT
 from torch import nn
 from workers import WorkerPool
@@ -24,6 +27,7 @@ from autopar.errors import BatchError, ModelError, UsageError
 from autopar.plan_files import read_plan
 from autopar.planning import plan_model
 from autopar.progress import STAGES
+from autopar.run import ranks
 from autopar.search import SearchOptions
 from autopar.workload import Workload
 
@@ -135,6 +139,10 @@ def test_a_plan_for_something_else_is_refused():
     _, plan = make_plan("2", data=2)
     with pytest.raises(UsageError, match="for 2 devices, and the cluster has 1"):
         plan_model(Workload(module, batch, loss), parse("1"), SearchOptions(), plan=plan)
+    with pytest.raises(UsageError, match="for training in float32, and the model is in bfloat16") as refused:
+        narrow = Workload(module, batch, loss, precision="bfloat16")
+        plan_model(narrow, parse("2"), SearchOptions(), plan=plan)
+    assert "--precision float32" in refused.value.hint
     deeper = nn.Sequential(module, nn.Linear(4, 4))
     with pytest.raises(UsageError, match="the plan is for a model of"):
         plan_model(Workload(deeper, batch, loss), parse("2"), SearchOptions(), plan=plan)
@@ -266,6 +274,20 @@ def as_under_torchrun() -> str:
 def test_every_rank_has_rank_0s_plan(workers2: WorkerPool) -> None:
     first, second = workers2.run("test_compile:as_under_torchrun")
     assert first == second and first.startswith("learned True")
+
+
+def test_ranks_wait_for_a_search_longer_than_the_stores_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = make_plan("2", data=2)
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=0.1))
+    monkeypatch.setattr(ranks, "_new_store", lambda: store)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = threading.Timer(
+        0.4, store.set, (f"autopar/plan/{len(ranks._stores)}", json.dumps({"plan": plan.to_json()}))
+    )
+    found.start()
+    assert ranks.plan_of_rank_0(lambda: pytest.fail("rank 1 searches")) == plan
 
 
 @pytest.mark.slow

@@ -308,6 +308,8 @@ def test_all_numbers_of_processes_have_tasks():
     assert "wire" not in names and "product" in names
     members = {task.arguments["members"] for task in tasks(4, "cpu") if task.function == "wire"}
     assert members == {2, 4}
+    of_three = [task.arguments for task in tasks(3, "cpu") if "members" in task.arguments]
+    assert {arguments["members"] for arguments in of_three} == {3}, "three processes make no groups of two"
 
 
 def test_a_sample_spans_the_turns_of_processes_that_share_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,18 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from elastic_model import STEPS, asked, straight
 from fault_runs import Run, Server
 
 from autopar.cli.elastic import become_node, devices_of, write_program
 from autopar.cli.options import PlanRequest
 from autopar.errors import LaunchError, UsageError
-from autopar.run.elastic import Nodes, device_count
+from autopar.program.state import initial
+from autopar.run.elastic import BATCH, Elastic, Nodes, device_count
 
 
 @pytest.mark.slow
@@ -77,3 +80,29 @@ def test_elastic_takes_the_devices_of_one_node(
     request = PlanRequest(**asked(tmp_path, devices=devices).request)
     with pytest.raises(UsageError, match=reason):
         become_node(Nodes(1, 4, "localhost:1", 0), request, None, {"checkpoint": str(tmp_path), "seed": 0})
+
+
+def of_node(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> Elastic:
+    """What a node of a training of a small GPT-2 asks of its ranks; ``options`` are those of its plan."""
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 16, "n_layer": 1, "n_head": 2,
+              "n_positions": 8, "vocab_size": 32}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    found: list[Elastic] = []
+    monkeypatch.setattr("autopar.cli.elastic.become_agent", lambda elastic, nodes: found.append(elastic))
+    sizes = {"seq": 8, "global_batch": 2, "time_limit": 1.0, "type_check": False}
+    request = PlanRequest(model=str(folder / "config.json"), devices="1", **sizes, **options)
+    become_node(Nodes(1, 2, "localhost:1", 0), request, None, {"checkpoint": str(folder / "saved"), "seed": 5})
+    return found[0]
+
+
+@pytest.mark.parametrize("init", ["weights", "own"])
+def test_an_elastic_training_starts_from_the_weights_that_are_given(
+    init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elastic = of_node(monkeypatch, tmp_path, init=init)
+    words = " ".join(elastic.options)
+    write_program(elastic, 1)
+    assert ("--init weights" in words) == (init == "weights")
+    assert (initial(elastic.folder(1)) is not None) == (init == "own")
+    batch = torch.load(elastic.folder(1) / BATCH)
+    assert batch and not any(tensor.is_meta for tensor in batch.values())

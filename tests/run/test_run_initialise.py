@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peaks import grown_by
@@ -306,7 +307,7 @@ def test_a_model_on_meta_trains_from_its_own_initialisers(tmp_path: Path) -> Non
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES)).double()
     ids = torch.arange(32).view(4, 8) * 7 % 64
-    options = {"init": OWN, "seed": 5, "data": 2, "zero": 3, "time_limit_s": 5}
+    options = {"init": OWN, "seed": np.int64(5), "data": 2, "zero": 3, "time_limit_s": 5}
     with autopar.compile(model, 2, (ids, ids), of_logits, folder=tmp_path / "program", **options) as program:
         wanted = one_device(lambda: LlamaForCausalLM(LlamaConfig(**SIZES)).double(), own, 5)
         same(program.state_dict(), wanted.state_dict())

@@ -133,3 +133,16 @@ def test_a_program_does_not_launch_another_recipe_than_the_edited_one(tmp_path: 
     program.folder = there
     with pytest.raises(UsageError, match="has a recipe"):
         program.launch("--steps", "1")
+
+
+def test_a_recipe_that_is_given_again_leaves_the_source_of_the_values(
+    home: tuple[Program, Path], tmp_path: Path
+) -> None:
+    program, folder = home
+    weights = folder.resolve() / "initial.safetensors"
+    there = edited(folder, tmp_path / "a", "INIT: str | None = None", f"INIT: str | None = {str(weights)!r}")
+    (there / "initial.safetensors").unlink()
+    found = opened(program, there, **RECIPE)
+    assert found._initial == weights and found._recipe.init == str(weights)
+    there = edited(folder, tmp_path / "b", "DRAW_INIT = False", "DRAW_INIT = True")
+    assert opened(program, there, **RECIPE)._recipe.draw_init

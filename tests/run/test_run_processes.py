@@ -97,6 +97,33 @@ def test_after_a_failure_there_are_new_processes() -> None:
         assert [r["rank"] for r in found] == [0, 1] and not set(pids) & {r["pid"] for r in found}
 
 
+def test_after_an_interrupted_call_the_next_one_has_its_own_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerPool(2) as pool:
+        before = pool.run("test_run_processes:add_ranks", torch.ones(1))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("selectors.DefaultSelector.select", interrupt)
+            pool.run("test_run_processes:add_ranks", torch.ones(1), scale=2.0)
+        found = pool.run("test_run_processes:add_ranks", torch.ones(1), scale=3.0)
+        assert [r["sum"].item() for r in found] == [9.0, 9.0]
+        assert [r["pid"] for r in found] == [r["pid"] for r in before]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_call_that_only_some_ranks_have_got_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerPool(2) as pool:
+        pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
+        assert (processes := pool._processes) is not None
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(processes._workers[1].stdin, "flush", interrupt)
+            processes.call("autopar.run.pool:ready")
+        assert all(_gone(pid) for pid in pids)
+        with pytest.raises(LaunchError, match="the worker processes were ended"):
+            processes.call("autopar.run.pool:ready")
+
+
 def test_processes_of_their_own_start_answer_and_end(processes_of_their_own: None) -> None:
     """As in use; the other tests' workers are forks of one process (``forked``)."""
     check_failure("die_on", "rank 1: was killed by signal 9")

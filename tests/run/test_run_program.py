@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,33 @@ from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.program import train as train_script
 from autopar.program import training
 from autopar.run import Program
+from autopar.run.data import import_path
 from autopar.run.folder import program_modules
+from autopar.run.torchrun import _stream
+from autopar.run.training import train
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+def variant(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.2)
+
+
+variant_of_sgd = functools.wraps(sgd)(variant)
+
+
+class Base:
+    rate = 0.1
+
+    @classmethod
+    def make(cls, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=cls.rate)
+
+
+class Derived(Base):
+    rate = 0.2
 
 
 def state() -> dict[str, Tensor]:
@@ -116,6 +140,31 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
             run()
 
 
+@pytest.mark.parametrize(
+    "given", [Derived.make, variant_of_sgd, lambda params: None], ids=["inherited", "wrapped", "lambda"]
+)
+def test_worker_processes_import_what_was_given_or_nothing(given: Any) -> None:
+    with pytest.raises(UsageError, match="cannot import the optimizer") as error:
+        import_path(given, "optimizer", "a function")
+    assert error.value.hint
+    assert [import_path(it, "optimizer", "a function").partition(":")[2] for it in (Base.make, sgd, torch.optim.SGD)] == [
+        "Base.make", "sgd", "SGD",
+    ]  # fmt: skip
+
+
+def test_training_takes_no_batch_that_it_does_not_train_on() -> None:
+    batches = iter(range(6))
+    trained: list[int] = []
+
+    def step(batch: int) -> tuple[dict[str, Any], bool]:
+        trained.append(batch)
+        return {"loss": 0.0}, False
+
+    for steps in (2, 0, 3):
+        assert len(train(batches, steps, step, None)) == steps
+    assert trained == [0, 1, 2, 3, 4] and list(batches) == [5]
+
+
 @pytest.mark.parametrize("steps", ["0", "-1"])
 def test_the_folder_refuses_fewer_steps_than_one(
     steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -172,3 +221,37 @@ def test_launch_says_why_train_failed(tmp_path: Path) -> None:
     with redirect_stderr(talk), pytest.raises(LaunchError, match="DataError: the batch has no 'labels'"):
         program.launch("--dataset", str(tmp_path / "data.pt"))
     assert "Traceback" in talk.getvalue()
+
+
+LAUNCHER = """
+import signal, sys, time
+
+def save(*_):
+    print("saving", file=sys.stderr, flush=True)
+    time.sleep(0.2)
+    print("saved", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, save)
+print("training", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+"""In place of torchrun and its ranks."""
+
+
+@pytest.mark.parametrize(("presses", "end"), [(("training",), "saved"), (("training", "saving"), "saving")])
+def test_ctrl_c_leaves_a_launched_training_time_to_save_and_a_second_one_none(
+    presses: tuple[str, ...], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def write(self, text: str) -> int:
+            super().write(text)
+            if text.strip() in presses:
+                raise KeyboardInterrupt
+            return len(text)
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(KeyboardInterrupt):
+        _stream([sys.executable, "-c", LAUNCHER], os.environ)
+    assert terminal.getvalue().split()[-1] == end

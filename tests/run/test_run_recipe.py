@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import recipes
 import torch
@@ -43,6 +44,15 @@ def test_a_rate_beside_an_optimizer_of_ones_own_is_refused() -> None:
     with pytest.raises(UsageError, match=r"lr=0.1 is the learning rate of the default optimizer") as error:
         TrainingRecipe(optimizer=recipes.groups, lr=0.1)
     assert "give the rate there" in str(error.value.hint)
+
+
+def test_numbers_of_numpy_are_plain_ones_in_code() -> None:
+    recipe = TrainingRecipe(lr=np.float32(0.5), max_norm=np.float64(2.0), seed=np.int64(7))  # type: ignore[arg-type]
+    assert recipe._defaults() == TrainingRecipe(lr=0.5, max_norm=2.0, seed=7)._defaults()
+    for given, kind in (({"seed": 1.5}, "whole number"), ({"lr": "fast"}, "number"), ({"max_norm": [1]}, "number")):
+        with pytest.raises(UsageError, match=f"which is no {kind}") as error:
+            TrainingRecipe(**given)  # type: ignore[arg-type]
+        assert error.value.hint
 
 
 def recipe_of(folder: Path) -> str:

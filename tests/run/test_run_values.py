@@ -119,6 +119,16 @@ def test_a_folder_without_values_says_so_and_does_not_start_by_itself(tmp_path: 
     assert initial(tmp_path / "a") is not None
 
 
+def test_a_folder_of_another_program_keeps_no_values_of_it(tmp_path: Path) -> None:
+    compiled(None).emit(tmp_path / "a")
+    model, _ = given()
+    table = model.offsets
+    model.to("meta").offsets = table
+    compiled(None, model, draw_init=True).emit(tmp_path / "a")
+    assert initial(tmp_path / "a") is None
+    assert NO_VALUES in json.loads((tmp_path / "a" / "plan.json").read_text())["notes"]
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "missing": (lambda state: state.pop("logit_scale"), "it has no logit_scale"),
     "extra": (lambda state: state.update(lora=torch.zeros(2)), "the model has no lora"),
