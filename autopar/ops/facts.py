@@ -66,7 +66,9 @@ _KINDS = {name: kind for kind in OpKind for name in kind.value}
 _PRODUCTS = frozenset((OpKind.PRODUCT, OpKind.CONVOLUTION, OpKind.TRANSPOSED_CONVOLUTION))
 _STRIDED = frozenset((OpKind.EXPANSION, OpKind.PERMUTATION, OpKind.SLICE, OpKind.SPLIT))
 _VIEWS = _STRIDED | {OpKind.RESHAPE, OpKind.SQUEEZE, OpKind.DETACH}
-_OTHER_VIEWS = frozenset((*aten_names("alias as_strided diagonal lift_fresh sym_size"), "_operator.getitem"))
+_OTHER_VIEWS = frozenset(
+    (*aten_names("alias as_strided diagonal lift_fresh sym_size view view_copy"), "_operator.getitem")
+)
 _LINEAR = frozenset(
     (*aten_names("rsub neg sum mean cat stack"), "_operator.getitem", "kernels.reshape", "kernels.expand")
     + ("collectives.convert", "collectives.share", "localise_layer.scale")
@@ -82,6 +84,7 @@ ALSO_POINTWISE = frozenset(
         arccos arcsin arctan arctan2 arccosh arcsinh arctanh"""
     )
 )
+_BIT_CASTS = frozenset(("aten::view.dtype", "aten::view_copy.dtype"))  # they have a dtype where a view has sizes
 NOT_POINTWISE = frozenset(("aten::where",))  # this overload, with one argument, returns indices
 
 
@@ -183,7 +186,7 @@ def op_of(target: Any) -> Op:
     tags = getattr(target, "tags", ())
     return Op(
         name,
-        _KINDS.get(name, OpKind.OTHER),
+        _KINDS.get(name, OpKind.OTHER) if overload not in _BIT_CASTS else OpKind.OTHER,
         seeded=torch.Tag.nondeterministic_seeded in tags,
         pointwise=torch.Tag.pointwise in tags or (name in ALSO_POINTWISE and overload not in NOT_POINTWISE),
     )

@@ -24,7 +24,7 @@ from autopar.graph import LayerClass, cached_for_graphs
 from autopar.ops.facts import OpKind, aten_names, facts, op_name
 from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
-from autopar.ops.operands import operands, shape_of
+from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
 from autopar.rules.candidates import ShapedLine, bind, line_of, operand_shapes
 from autopar.rules.notation import Dim
@@ -35,7 +35,7 @@ _ZERO_TO_ZERO = frozenset(
     view reshape _unsafe_view view_copy flatten unflatten squeeze unsqueeze permute transpose t movedim select slice narrow
     unbind split split_with_sizes chunk cat stack clone contiguous detach alias to _to_copy type_as dropout neg sum
     abs sign square sin sinh tan tanh asin atan erf expm1 log1p round floor ceil trunc
-    gelu silu mish elu selu relu relu6 leaky_relu hardswish hardtanh hardshrink softshrink
+    gelu silu mish elu selu relu relu6 leaky_relu hardswish hardshrink softshrink
 """)
 ) | {"_operator.getitem"}
 """Ops that map zero to zero, with a finite derivative at zero."""
@@ -224,6 +224,9 @@ def padding_after(node: fx.Node, zero: Sequence[bool | None], in_result: bool) -
         return all_zero if in_result or all_zero else None
     if not in_result:
         return None
+    if name == "aten.hardtanh":
+        given = arguments(node)
+        return all_zero and given["min_val"] <= 0 <= given["max_val"]
     if name == "aten.pow":
         exponent = node.args[1]
         return all_zero if isinstance(exponent, int | float) and exponent >= 1 else None

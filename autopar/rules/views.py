@@ -30,6 +30,8 @@ def letters(ndim: int) -> Words:
 def line(operand_words: Sequence[Words], result: Words, *clauses: str) -> str:
     """Return the text of a line. Operands and result have one word (such as a letter) for each dim. ``clauses`` name the kernel of a letter
     (``v = masked_embedding``), or the operands in which the op is linear (``linear 0 1``), through which partial sums pass."""
+    if list(operand_words) == [[]]:  # a single 0-d operand, which an empty text would not name
+        operand_words, result = [["*"]], ["*", *result]
     return " ; ".join([", ".join(" ".join(words) for words in operand_words) + " -> " + " ".join(result), *clauses])
 
 
@@ -54,11 +56,11 @@ def unsharded(words: Words, dims: Sequence[int]) -> Words:
 # -- views -----------------------------------------------------------------------------------------------------------
 
 
-def view(node: fx.Node) -> str:
+def view(node: fx.Node) -> str | None:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: the factors that dims of both shapes share (``factors``)."""
+    if "dtype" in arguments(node):  # the same bits as other numbers, which the type checker does not know
+        return None
     left, right = factors(source(node), shape_of(node))
-    if not left:  # a 0-d tensor
-        left, right = ["*"], ["*", *right]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
 
@@ -105,8 +107,6 @@ def expand(node: fx.Node) -> str:
     """expand, broadcast_to: a dim that grows from size 1 has a letter only in the result; each rank creates its slice of it."""
     before, after = source(node), shape_of(node)
     right = letters(len(after))
-    if not before:  # a 0-d tensor
-        return line([["*"], *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], ["*", *right], "linear 0")
     left = right[len(after) - len(before) :]
     return line([left, *(["1"] * len(shape_of(other)) for other in operands(node)[1:])], right, "linear 0")
 
@@ -194,12 +194,10 @@ def cat(node: fx.Node) -> str:
     return line(given, words, linear)
 
 
-def stack(node: fx.Node) -> str | None:
-    """stack: the new dim may not be sharded. A single scalar has no line: it would read as a line without operands."""
+def stack(node: fx.Node) -> str:
+    """stack: the new dim may not be sharded."""
     parts = operands(node)
     words = letters(len(shape_of(node)))
-    if len(parts) == len(words) == 1:
-        return None
     dim = dims_of(arguments(node)["dim"], len(words))[0]
     inner = words[:dim] + words[dim + 1 :]
     return line([inner] * len(parts), unsharded(words, [dim]), "linear " + "+".join(str(i) for i in range(len(parts))))
@@ -245,8 +243,6 @@ def reduction(linear: bool) -> Callable[[fx.Node], str | None]:
         if len(operands(node)) > 1:  # max(x, y)
             return "*, * -> *"
         words = letters(len(source(node)))
-        if not words:  # a 0-d tensor
-            return line([["*"]], ["*"], *(["linear 0"] if linear else []))
         given = arguments(node)
         dims = dims_of(given.get("dim"), len(words))
         kept = len(shape_of(node)) == len(words)

@@ -57,6 +57,9 @@ def _push(expand: fx.Node, source: fx.Node, user: fx.Node) -> fx.Node | None:
         return None
     args = map_arg(user.args, lambda n: source if n is expand else n)
     new = add(user, user.target, args, dict(user.kwargs))
+    if val(new).dtype != val(user).dtype:  # the source has no dims, and so counts less for the result's dtype
+        new.graph.erase_node(new)
+        return None
     if val(new).shape == val(user).shape:
         replace(user, new)
         return None

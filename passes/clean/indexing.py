@@ -48,8 +48,10 @@ def _row_of_each(node: fx.Node, source: fx.Node, indices: Sequence[object]) -> f
     sizes = shape_of(source)
     if len(indices) != 2 or _arange_place(indices[0], sizes[0], 1) != 0:
         return None
-    row = indices[1]
-    if not isinstance(row, fx.Node) or shape_of(row) != sizes[:1] or dtype_of(row) not in (torch.int64, torch.int32):
+    examples, row = indices
+    if not isinstance(examples, fx.Node) or not isinstance(row, fx.Node):
+        return None
+    if not shape_of(examples) == shape_of(row) == sizes[:1] or dtype_of(row) not in (torch.int64, torch.int32):
         return None
     counted = add(node, aten.remainder.Scalar, (row, sizes[1]))  # a negative index counts from the end
     wide = add(node, aten.to.dtype, (counted, torch.int64))

@@ -16,7 +16,7 @@ from passes.clean.nodes import add, aten, calls, copy_origin, like, replace
 
 def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``addmm``, ``mm`` and ``matmul`` become ``linear`` if the second factor is a parameter matrix, as does ``matmul`` with a vector;
-    ``bilinear`` becomes einsums. An ``addmm`` with ``alpha`` or ``beta``, or whose bias is computed, stays.
+    ``bilinear`` becomes einsums. An ``addmm`` with ``alpha`` or ``beta``, or whose bias is computed or not a vector, stays.
 
     A parameter that is stored input-first (GPT-2's Conv1D) enters through ``aten.t``. The pass undoes the flattening around a
     two-dimensional product: ``reshape(x, [-1, h]) -> addmm -> reshape`` becomes a linear on ``[b, s, h]``.
@@ -30,7 +30,7 @@ def linear_pass(gm: fx.GraphModule) -> fx.GraphModule:
             replace(node, add(node, aten.squeeze.dim, (row, -1)))
     for node in calls(gm):
         name = op_name(node)
-        if name == "aten.addmm" and args_of(node)[0].op == "placeholder" and not node.kwargs:
+        if name == "aten.addmm" and _is_bias(args_of(node)[0]) and not node.kwargs:
             bias, x, weight = args_of(node)
         elif name in ("aten.mm", "aten.matmul"):
             (x, weight), bias = node.args, None
@@ -62,6 +62,10 @@ def _is_parameter(node: fx.Node) -> bool:
     if op_name(node) == "aten.t":
         node = args_of(node)[0]
     return node.op == "placeholder" and "parameter" in meta(node)
+
+
+def _is_bias(node: fx.Node) -> bool:
+    return node.op == "placeholder" and len(shape_of(node)) == 1
 
 
 def _emit_linear(node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:

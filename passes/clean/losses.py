@@ -16,7 +16,7 @@ from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, arguments, dtype_of, shape_of
 from autopar.program import kernels
-from passes.clean.nodes import add, aten, calls, evaluate, replace
+from passes.clean.nodes import add, aten, calls, cast_like, evaluate, replace
 
 _NONE = 0
 _MEAN = 1  # torch's Reduction.MEAN
@@ -52,37 +52,51 @@ def cross_entropy_pass(gm: fx.GraphModule) -> fx.GraphModule:
             count = add(node, aten.to.dtype, (count, dtype_of(new)))
             meta(count)["scalar_name"] = "valid_labels"
             new = add(node, aten.div.Tensor, (new, count))
-        if dtype_of(new) == dtype_of(node):
-            replace(node, new)
-        else:
-            _widened(gm, node, new)
+        replace(node, cast_like(node, new))
     return gm
 
 
 def _widened(gm: fx.GraphModule, node: fx.Node, new: fx.Node) -> None:
-    """Replace ``node`` by ``new``, of a wider dtype, and update the dtypes of the nodes computed from it."""
-    replace(node, new)
+    """Let the readers of ``node`` that lead to the loss read ``new``, of a wider dtype, and update the dtypes of the nodes after them."""
+    readers = [user for user in node.users if _leads_to_loss(user, node)]
+    if not readers:
+        return
+    for user in readers:
+        user.replace_input_with(node, new)
+    if not node.users:
+        gm.graph.erase_node(node)
     wider = {new}
     for each in gm.graph.nodes:
-        if each.op == "call_function" and not wider.isdisjoint(each.all_input_nodes):
+        if each is not node and each.op == "call_function" and not wider.isdisjoint(each.all_input_nodes):
             meta(each)["val"] = evaluate(each.target, each.args, dict(each.kwargs))
             wider.add(each)
 
 
 def _is_loss(node: fx.Node) -> bool:
     """Return whether the node leads to nothing but the loss, through 0-d pointwise ops only."""
-    return all(
-        user.op == "output" or (is_pointwise(user) and shape_of(user) == () and _is_loss(user)) for user in node.users
-    )
+    return all(_leads_to_loss(user, node) for user in node.users)
+
+
+def _leads_to_loss(user: fx.Node, node: fx.Node) -> bool:
+    if user.op == "output":
+        results = args_of(user)[0]
+        return not isinstance(results, tuple | list) or node not in results[1:]  # buffers' new values follow the loss
+    return is_pointwise(user) and shape_of(user) == () and _is_loss(user)
 
 
 def wide_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Compute and report the last sum of a 16-bit loss in float32; its terms and all gradients keep their dtypes.
 
-    ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``; ``mse_loss(x, y, sum)`` becomes the sum of ``mse_loss(x, y, none)``.
+    ``sum(x)`` of bfloat16 becomes ``sum(x, dtype=float32)``; ``mse_loss(x, y, sum)`` becomes the sum of ``mse_loss(x, y, none)``. A sum
+    that is in float32 already is no longer cast.
     """
     for node in calls(gm):
         name = op_name(node)
+        if node.target is aten.to.dtype and shape_of(node) == () and dtype_of(node) in _NARROW:
+            source = args_of(node)[0]
+            if dtype_of(source) == torch.float32 and meta(source).get("gradient", True):
+                _widened(gm, node, source)
+            continue
         if name != "aten.sum" and facts(node).kind is not OpKind.LOSS:
             continue
         narrow = isinstance(meta(node)["val"], torch.Tensor) and shape_of(node) == () and dtype_of(node) in _NARROW
@@ -139,27 +153,28 @@ def mean_losses_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """A mean over all elements becomes a sum times ``1/N``: ``mean`` of a tensor with a gradient, and the mean of a pointwise loss
     (``OpKind.LOSS``: ``mse_loss``, ``l1_loss``, ``kl_div``, binary cross entropy, ...)."""
     for node in calls(gm):
-        name = op_name(node)
-        if name == "aten.mean":
+        is_mean = op_name(node) == "aten.mean"
+        if is_mean:
             source = args_of(node)[0]
             assert isinstance(source, fx.Node)
+            sizes = shape_of(source)
             if (
-                shape_of(node) == ()
-                and meta(node).get("gradient", True)
-                and dtype_of(node) == dtype_of(source)
-                and shape_of(source)
+                shape_of(node)
+                or not meta(node).get("gradient", True)
+                or dtype_of(node) != dtype_of(source)
+                or not sizes
             ):
-                total = add(node, aten.sum.default, (source,))
-                replace(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(shape_of(source)))))
+                continue
         elif facts(node).kind is OpKind.LOSS and arguments(node)["reduction"] == _MEAN and shape_of(node) == ():
-            replace(
-                node,
-                add(
-                    node,
-                    aten.mul.Tensor,
-                    (_reduced(node, _SUM), 1.0 / math.prod(torch.broadcast_shapes(*map(shape_of, args_of(node)[:2])))),
-                ),
-            )
+            sizes = torch.broadcast_shapes(*map(shape_of, args_of(node)[:2]))
+        else:
+            continue
+        if dtype_of(node) in _NARROW:  # a mean is finite where float16 has no number for the sum
+            terms = args_of(node)[0] if is_mean else _reduced(node, _NONE)
+            total = add(node, aten.sum.default, (terms,), {"dtype": torch.float32})
+        else:
+            total = add(node, aten.sum.default, (args_of(node)[0],)) if is_mean else _reduced(node, _SUM)
+        replace(node, cast_like(node, add(node, aten.mul.Tensor, (total, 1.0 / math.prod(sizes)))))
     return gm
 
 

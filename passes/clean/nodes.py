@@ -97,6 +97,12 @@ def add(
     return node
 
 
+def cast_like(node: fx.Node, new: fx.Node) -> fx.Node:
+    """Return ``new`` in the dtype of ``node``, which it replaces."""
+    dtype = meta(node)["val"].dtype
+    return new if meta(new)["val"].dtype == dtype else add(node, aten.to.dtype, (new, dtype))
+
+
 def copy_origin(source: fx.Node, target: fx.Node) -> None:
     target.meta.update({key: value for key, value in source.meta.items() if key in ORIGIN})
 

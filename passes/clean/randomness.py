@@ -13,7 +13,7 @@ from autopar.ops.facts import OpKind, facts, is_random, op_name
 from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from autopar.ops.source import source_line
 from autopar.program import kernels_random
-from passes.clean.nodes import add, aten, calls, replace
+from passes.clean.nodes import add, aten, calls, cast_like, replace
 
 # Dropout and attention have their own seeds; recurrent ops draw only for dropout, which ``recurrent_pass`` has handled.
 _SEEDED = (OpKind.DROPOUT, OpKind.ATTENTION, OpKind.RECURRENCE)
@@ -84,15 +84,17 @@ def _normal(node: fx.Node, mean: float = 0.0, std: float = 1.0) -> fx.Node:
 
 
 def _exponential(node: fx.Node, rate: float) -> fx.Node:
-    numbers = _uniform(node, shape_of(node), dtype_of(node))
+    wide = torch.promote_types(dtype_of(node), torch.float32)  # of 16-bit numbers, one in 256 would be zero
+    numbers = _uniform(node, shape_of(node), wide)
     logarithms = add(node, aten.log1p.default, (add(node, aten.neg.default, (numbers,)),))
     scaled = add(node, aten.mul.Tensor, (logarithms, -1.0 / rate))
-    return add(node, aten.clamp_min.default, (scaled, torch.finfo(dtype_of(node)).tiny))  # never zero, as in torch
+    positive = add(node, aten.clamp_min.default, (scaled, torch.finfo(wide).eps / 2 / rate))  # never zero, as in torch
+    return cast_like(node, positive)
 
 
 def _bernoulli(node: fx.Node, sizes: tuple[int, ...], dtype: torch.dtype, chance: Any) -> fx.Node:
     """Return numbers that are one with a probability of ``chance`` (a number or a node), else zero."""
-    numbers = _uniform(node, sizes, dtype if dtype.is_floating_point else torch.float32)
+    numbers = _uniform(node, sizes, torch.promote_types(dtype, torch.float32))  # 16 bits would round the chance
     below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
     return add(node, aten.to.dtype, (add(node, below, (numbers, chance)), dtype))
 

@@ -53,6 +53,9 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
     args: Any = rewrite(user, lead) if rewrite is not None else user.args
     if args is None:
         return []
+    rank = len(shape_of(merged))
+    if is_pointwise(user) and any(_has_rows(operand, rank) for operand in user.all_input_nodes):
+        return []
     unmerged = [_unmerged(operand, lead, user) for operand in user.all_input_nodes]
     if any(operand is None for operand in unmerged):
         return []
@@ -73,6 +76,11 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
     moved = add(user, aten.reshape.default, (new, list(shape_of(user))))
     replace(user, moved)
     return [moved]
+
+
+def _has_rows(operand: fx.Node, rank: int) -> bool:
+    """Return whether a parameter has the dim of the rows of a value of this rank, or dims before it: they don't fit an unmerged value."""
+    return "parameter" in meta(operand) and shape_of(operand)[: 1 - rank] not in ((), (1,))
 
 
 def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.Node | None:

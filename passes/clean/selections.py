@@ -19,11 +19,12 @@ from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, argument, arguments, dtype_of, operands, shape_of, val
 from autopar.rules import is_row_wise
-from passes.clean.nodes import add, aten, calls, replace
+from passes.clean.nodes import add, aten, calls, cast_like, replace
 
 _NONE, _MEAN = 0, 1  # torch's reductions
 _CLASS_LOSSES = frozenset(("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd"))
 _ARITHMETIC = frozenset(("aten.add", "aten.sub", "aten.mul", "aten.div"))
+_NARROW = (torch.bfloat16, torch.float16)
 _IGNORED = -100  # torch's default
 _KEEP_POSITIONS = frozenset(("aten.squeeze", "aten.select", "_operator.getitem", "aten.view", "aten.reshape"))
 _RESHAPES = frozenset(("aten.view", "aten.reshape"))
@@ -107,7 +108,7 @@ class _Selections:
         elif selected:
             self._compute(node, selected)
         elif name in _ARITHMETIC and any(n in self.counts for n in node.all_input_nodes):
-            self.results.append((node, self._add(node, node.args)))
+            self.results.append((node, cast_like(node, self._with_count(node))))
         elif _is_symbolic(node) or (any(map(_is_number, node.all_input_nodes)) and not _is_check(node)):
             raise _UnsupportedError
 
@@ -124,6 +125,22 @@ class _Selections:
         if any(_is_number(each) for each in new.all_input_nodes):
             raise _UnsupportedError
         return new
+
+    def _with_count(self, node: fx.Node) -> fx.Node:
+        """Return arithmetic with a number of rows; of 16-bit values in float32, because a large number would be rounded, or infinite."""
+
+        def wide(operand: fx.Node) -> fx.Node:
+            if _is_number(operand) and operand not in self.counts:
+                raise _UnsupportedError
+            found = self.counts.get(operand, self.dense.get(operand, operand))
+            new = add(node, aten.to.dtype, (found, torch.float32))
+            if found in self.mask:
+                self.mask[new] = self.mask[found]
+            if found in self.constant:
+                self.constant.add(new)
+            return new
+
+        return self._add(node, map_arg(node.args, wide) if dtype_of(node) in _NARROW else node.args)
 
     def _record(self, node: fx.Node, new: fx.Node, mask: fx.Node, *, constant: bool = False) -> None:
         self.dense[node], self.mask[new] = new, mask
@@ -233,6 +250,8 @@ class _Selections:
             if not sizes or str(sizes[0]) != str(val(selected[0]).shape[0]):
                 raise _UnsupportedError
             result = self._add(node, (first, [shape_of(first)[0], *sizes[1:]]))
+        elif name in _ARITHMETIC and any(n in self.counts for n in node.all_input_nodes):
+            result = cast_like(node, self._row_wise(node, self._with_count(node), mask))
         else:
             result = self._row_wise(node, self._add(node, node.args), mask)
         if result is not None:
@@ -293,13 +312,15 @@ class _Selections:
         summed = {dim % len(sizes) for dim in dims} if dims else set(range(len(sizes)))
         zeros = _where_selected(node, mask, terms, 0)
         rest = (list(summed), argument(node, 2, "keepdim", False)) if dims else ()
-        new = add(node, aten.sum.dim_IntList if dims else aten.sum.default, (zeros, *rest))
+        wide = torch.promote_types(dtype_of(terms), torch.float32) if mean else dtype_of(node)
+        kwargs = {} if wide == dtype_of(node) else {"dtype": wide}  # 16 bits would round the number of rows
+        new = add(node, aten.sum.dim_IntList if dims else aten.sum.default, (zeros, *rest), kwargs)
         if mean:
-            count = add(node, aten.to.dtype, (add(node, aten.sum.default, (mask,)), dtype_of(new)))
+            count = add(node, aten.to.dtype, (add(node, aten.sum.default, (mask,)), wide))
             meta(count)["scalar_name"] = "selected_rows"
             each = math.prod(sizes[dim] for dim in summed - {0})
             new = add(node, aten.div.Tensor, (new, add(node, aten.mul.Tensor, (count, each)) if each != 1 else count))
-        self.results.append((node, new))
+        self.results.append((node, cast_like(node, new)))
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -19,8 +19,7 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
         kind = facts(node).kind
         if kind is OpKind.EXPANSION:
             node.target, node.args, node.kwargs = aten.expand.default, (args_of(node)[0], list(shape_of(node))), {}
-        reshapes = kind is OpKind.RESHAPE or op_name(node) == "aten.squeeze"
-        if not reshapes or node.target is aten.view.dtype:
+        if kind is not OpKind.RESHAPE and op_name(node) != "aten.squeeze":
             continue
         source, sizes = args_of(node)[0], list(shape_of(node))
         assert isinstance(source, fx.Node)
@@ -48,6 +47,7 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
             gm.graph.erase_node(node)
         elif name == "aten.narrow":
             source, dim, start, length = args_of(node)
+            start %= max(shape_of(source)[dim], 1)
             new = add(node, aten.slice.Tensor, _slice_args(source, dim, start, start + length))
             replace(node, new)
         elif name == "aten.slice" and argument(node, 4, "step", 1) == 1:

@@ -145,10 +145,12 @@ def split_ranges(call: fx.Node) -> list[tuple[int, int, int]] | None:
     source, unbind = _operands(call)[0], op_name(call) == "aten.unbind"
     dim = argument(call, 1 if unbind else 2, "dim", 0) % len(shape_of(source))
     ranges, start = [], 0
+    places = iter(argument(call, 1, "indices") if call.target is aten.tensor_split.indices else ())
     for part in meta(call)["val"]:
         extent = 1 if unbind else part.shape[dim]
         ranges.append((dim, start, start + extent))
-        start += extent
+        # the parts of ``tensor_split(x, [5, 3])`` overlap
+        start = slice(next(places, start + extent), None).indices(shape_of(source)[dim])[0]
     return ranges
 
 

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture
+from autopar.capture.reference import run as run_graph
 from autopar.errors import CaptureError
+from autopar.ops.facts import op_name
+from autopar.ops.operands import dtype_of, operands
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
 from autopar.verify.attacks import compare_with_eager
@@ -112,6 +115,37 @@ def test_programs_are_exact(act: Act, options: dict[str, Any], workers2: WorkerP
     torch.manual_seed(0)
     subject = make_subject(Selecting(act).double(), batch())
     assert check_plan(subject, manual_plan(subject.graph, **options), workers2).error.exact
+
+
+def counted(m: Any, h: Tensor, t: Tensor) -> Tensor:
+    kept = h[t > 0]
+    return kept.square().sum() / kept.shape[0]
+
+
+def shared(m: Any, h: Tensor, t: Tensor) -> Tensor:
+    kept = h[t > 0]
+    return (kept.square() / kept.shape[0]).sum()
+
+
+@pytest.mark.parametrize("act", [counted, shared, lambda m, h, t: F.mse_loss(h[t > 0], t[t > 0] - 1)])
+def test_float16_has_no_number_for_the_rows(act: Act) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            return act(self, x * self.scale, t)
+
+    batch = {"x": torch.full((70_000,), 0.5), "t": torch.ones(70_000)}
+    graph = capture(Scaled(), batch, precision="float16")
+    scale = torch.ones((), dtype=torch.float16, requires_grad=True)
+    loss = run_graph(graph, {"scale": scale}, {name: value.half() for name, value in batch.items()})
+    loss.backward()
+    quotients = [n for c in graph.classes.values() for n in c.graph.graph.nodes if op_name(n) == "aten.div"]
+    assert quotients and all(dtype_of(n) == torch.float32 for node in quotients for n in operands(node))
+    assert loss.dtype == torch.float32 or act is shared
+    assert float(loss.detach()) == pytest.approx(0.25, rel=0.01) and float(scale.grad) == pytest.approx(0.5, rel=0.01)
 
 
 def products(m: Any, h: Tensor, t: Tensor) -> Tensor:

@@ -314,6 +314,40 @@ class TestShapes:
         assert ops(gm) == ["expand", "repeat_interleave.self_int"]
         assert not any("output_size" in node.kwargs for node in gm.graph.nodes)
 
+    def test_a_negative_start_counts_from_the_end(self) -> None:
+        b = Build()
+        gm = apply(b, b.module(b.call(aten.narrow.default, b.input("x", 2, 5), -1, -2, 2)), clean.splits_pass)
+        assert list(gm.graph.nodes)[-2].args[1:] == (1, 3, 5)
+
+    def test_parts_that_overlap(self) -> None:
+        b = Build()
+        split = b.call(aten.tensor_split.indices, b.input("x", 8), [5, 3, -1])
+        gm = apply(b, b.module(*[b.call(operator.getitem, split, i) for i in range(4)]), clean.splits_pass)
+        slices = [node.args[2:] for node in gm.graph.nodes if node.target is aten.slice.Tensor]
+        assert slices == [(0, 5), (5, 5), (3, 7), (7, 8)]
+
+    def test_the_same_elements_of_each_example_are_no_row_of_each(self) -> None:
+        b = Build()
+        x, columns = b.input("x", 2, 5), b.input("columns", 2, dtype=torch.int64)
+        rows = b.call(aten.unsqueeze.default, b.call(aten.arange.default, 2), 1)
+        gm = apply(b, b.module(b.call(aten.index.Tensor, x, [rows, columns])), clean.indexing_pass)
+        assert ops(gm) == ["arange", "unsqueeze", "index.Tensor"]
+
+
+class TestRows:
+    @pytest.mark.parametrize("sizes", [(5, 1, 4), (6, 1)], ids=str)
+    def test_a_parameter_aligned_with_the_merged_dim_keeps_it(self, sizes: tuple[int, ...]) -> None:
+        b = Build()
+        merged = b.call(aten.reshape.default, b.input("x", 2, 3, 4), [6, 4])
+        gm = apply(b, b.module(b.call(aten.mul.Tensor, merged, b.parameter("g", *sizes))), clean.rows_pass)
+        assert ops(gm) == ["reshape", "mul.Tensor"]
+
+    def test_a_parameter_of_one_row_does_not(self) -> None:
+        b = Build()
+        merged = b.call(aten.reshape.default, b.input("x", 2, 3, 4), [6, 4])
+        gm = apply(b, b.module(b.call(aten.mul.Tensor, merged, b.parameter("g", 1, 4))), clean.rows_pass)
+        assert ops(gm) == ["mul.Tensor", "reshape"]
+
 
 class TestBorders:
     @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -431,6 +465,14 @@ class TestLinear:
         )
         assert ops(gm).count("linear") == 1
 
+    def test_a_bias_that_is_no_vector_stays_in_its_op(self) -> None:
+        b = Build()
+        bias, x, w = b.parameter("b", 1, 6), b.input("x", 2, 4), b.parameter("w", 4, 6)
+        pieces = b.call(aten.chunk.default, b.call(aten.addmm.default, bias, x, w), 2, 1)
+        gm = b.module(*[b.call(operator.getitem, pieces, i) for i in range(2)])
+        gm = apply(b, gm, clean.splits_pass, clean.linear_pass, clean.fused_projections_pass)
+        assert ops(gm) == ["addmm", "slice.Tensor", "slice.Tensor"]
+
 
 class TestBias:
     def test_a_bias_is_an_op_of_its_own_and_comes_back(self) -> None:
@@ -543,6 +585,30 @@ class TestLosses:
         gm = apply(b, gm, clean.mean_losses_pass, exact=False)
         assert ops(gm) == ["sum", "mul.Tensor", "mean.dim"]
 
+    @pytest.mark.parametrize("op", [aten.mean, aten.mse_loss])
+    def test_a_mean_is_finite_where_the_sum_is_not(self, op: Any) -> None:
+        """A mean that is not the loss keeps its dtype."""
+        b = Build()
+        x, y = (b.input(name, 70_000, dtype=torch.float16) for name in "xy")
+        b.tensors = [torch.full((70_000,), 2.0).half(), torch.zeros(70_000).half()]
+        mean = b.call(op.default, *((x,) if op is aten.mean else (x, y)))
+        gm = apply(b, b.module(b.call(aten.mul.Tensor, y, mean), mean), clean.mean_losses_pass, clean.wide_losses_pass)
+        assert ops(gm)[-4:] == ["sum", "mul.Tensor", "to.dtype", "mul.Tensor"]
+
+    def test_a_16_bit_loss_is_wide_where_it_is_the_loss(self) -> None:
+        """A buffer that averages the loss keeps its dtype."""
+        b = Build()
+        logits, labels = b.input("logits", 4, 5, dtype=torch.bfloat16), b.input("labels", 4, dtype=torch.int64)
+        average = b.input("average", dtype=torch.bfloat16)
+        loss = b.call(aten.cross_entropy_loss.default, logits, labels)
+        halved = b.call(aten.mul.Tensor, loss, 0.5)
+        updated = b.call(aten.lerp.Scalar, average, b.call(aten.detach.default, loss), 0.1)
+        gm = clean.wide_losses_pass(clean.cross_entropy_pass(b.module(halved, updated)))
+        gm.recompile()
+        wide, narrow = Checked(gm).run(*b.tensors)
+        assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+        assert wide != wide.bfloat16()
+
 
 class TestBroadcast:
     def test_moves_past_pointwise_ops_and_embeddings(self) -> None:
@@ -559,6 +625,14 @@ class TestBroadcast:
         y = b.call(aten.cat.default, [b.call(aten.expand.default, token, [2, 1, 4]), x], 1)
         gm = apply(b, b.module(y), clean.broadcast_pass)
         assert ops(gm) == ["expand", "cat"]
+
+    def test_a_dtype_that_would_change_stays(self) -> None:
+        """Without dims, a float32 operand does not make the result float32."""
+        b = Build()
+        x, gate = b.input("x", 2, 3, dtype=torch.bfloat16), b.input("gate", dtype=torch.float32)
+        wide = b.call(aten.expand.default, b.call(aten.sigmoid.default, gate), [2, 3])
+        gm = apply(b, b.module(b.call(aten.mul.Tensor, x, wide)), clean.broadcast_pass)
+        assert ops(gm) == ["sigmoid", "expand", "mul.Tensor"]
 
     def test_attention_masks_broadcast(self) -> None:
         b = Build()

@@ -171,6 +171,35 @@ def test_distributions_are_the_ops_own(draw: str) -> None:
     assert float(weight.grad.std()) == pytest.approx(spread, rel=0.03)
 
 
+ROUNDED = {
+    # what draws in 16 bits, what is counted, how often: a 16-bit uniform number is zero in one of 256
+    "exponential_": (lambda x: torch.empty_like(x).exponential_(), lambda drawn: drawn < 2**-24, 0.0),
+    "bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.001), lambda drawn: drawn == 1, 0.001),
+    "dropout of channels": (
+        lambda x: F.dropout2d(torch.ones_like(x)[:, :, None, None], 0.999)[..., 0, 0],
+        lambda drawn: drawn != 0,
+        0.001,
+    ),
+}
+
+
+@pytest.mark.parametrize("draw", ROUNDED)
+def test_chances_are_not_rounded_to_16_bits(draw: str) -> None:
+    function, counted, share = ROUNDED[draw]
+
+    class Drawn(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * function(x)).sum()
+
+    graph = capture(Drawn(512, 64, bias=False), (torch.ones(64, 512),), lambda loss: loss, precision="bfloat16")
+    weight = torch.zeros(64, 512, dtype=torch.bfloat16, requires_grad=True)
+    torch.manual_seed(0)
+    batch = {name.name: torch.ones(64, 512).bfloat16() for name in graph.inputs}
+    run_graph(graph, {"weight": weight}, batch).backward()
+    assert weight.grad is not None
+    assert float(counted(weight.grad).double().mean()) == pytest.approx(share, abs=0.001)
+
+
 def test_numbers_that_no_seed_reaches_are_refused() -> None:
     class Shuffled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -13,6 +15,7 @@ from autopar.errors import RuleError
 from autopar.ops.operands import operands, shape_of
 from autopar.rules import Candidate, candidates, has_rule
 from autopar.rules.notation import Atom, parse
+from autopar.rules.padding import padding_after
 from autopar.rules.table import TABLE
 from autopar.rules.views import factors, gather
 from autopar.types import I, P, R, S
@@ -130,6 +133,37 @@ def test_factors():
 
 def test_an_index_of_a_single_element_without_dims_has_no_line():
     assert gather(build(sample(aten.gather.default, x(4), 0, torch.tensor(1)))[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.view.default, (x(), [1, 1])),
+        (aten.expand.default, (x(), [2, 3])),
+        (aten.repeat.default, (x(), [2, 3])),
+        (aten.stack.default, ([x()],)),
+        (aten.sum.default, (x(),)),
+        (aten.softmax.int, (x(), 0)),
+        (aten.aminmax.default, (x(4, 6),)),
+        (aten.var_mean.default, (x(4, 6),)),
+        (operator.getitem, ((x(), x()), 1)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_a_single_operand_without_dims(target, args):
+    of(target, *args)
+
+
+def test_bit_casts_are_no_reshapes():
+    node, _ = build(sample(aten.view.dtype, x(4, 6), torch.int64))
+    assert local_call(node, [(2, 6)], (2, 6))[:2] == (aten.view.dtype, node.args)
+    assert not has_rule(node)  # above all, no partial sum passes
+
+
+@pytest.mark.parametrize(("limits", "zero"), [((), True), ((0.0, 6.0), True), ((0.5, 1.0), False)])
+def test_padding_of_a_clipped_value(limits, zero):
+    node, _ = build(sample(aten.hardtanh.default, x(4, 6), *limits))
+    assert padding_after(node, [True], in_result=True) is zero
 
 
 def test_grouped_heads_shard_by_key_heads():
