@@ -149,7 +149,7 @@ def _observe_calls(model: nn.Module, paths: list[str], run: Callable[[nn.Module]
 
 
 def _observe(module: nn.Module, forward: Callable[..., Any], calls: _Calls, *args: Any, **kwargs: Any) -> Any:
-    held = [*module.parameters(), *module.buffers()]
+    held = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
     before = [t._version for t in held], state(module), torch.get_rng_state()
     result = forward(*args, **kwargs)
     after = [t._version for t in held], state(module), torch.get_rng_state()

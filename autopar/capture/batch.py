@@ -48,9 +48,15 @@ class Static:
     value: Any
 
 
+class ListOf(tuple[Any, ...]):
+    """A list in a batch. Unlike a list, it can't change; unlike a tuple, it becomes a list again."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class BatchStructure:
-    """A tree of tuples and dicts with ``Leaf`` and ``Static`` as leaves; ``paired`` is true for ``(inputs, targets)``."""
+    """A tree of tuples, ``ListOf`` and dicts with ``Leaf`` and ``Static`` as leaves; ``paired`` is true for ``(inputs, targets)``."""
 
     tree: Any
     paired: bool = False
@@ -105,7 +111,7 @@ def _expand_shared(tree: Any) -> Any:
         if isinstance(value, dict):
             return {key: expand(item) for key, item in value.items()}
         if isinstance(value, tuple):
-            return tuple(map(expand, value))
+            return type(value)(map(expand, value))
         if isinstance(value, Leaf) and rows and (not value.shape or value.shape[0] == 1 < rows):
             return Leaf(value.name, (rows, *value.shape[1:]), value.dtype, shared=value.shape)
         return value
@@ -125,7 +131,8 @@ def check_tensors(where: str, value: Any) -> None:
 def takes_targets(loss_fn: Callable[..., Any]) -> bool:
     """Return whether ``loss_fn`` takes ``(output, targets)``. A ``loss_fn`` with exactly one required argument takes only the output."""
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn  # a module's own signature is (*args)
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return True
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -159,7 +166,8 @@ def _rebuild(tree: Any, tensors: Iterator[torch.Tensor], by_rows: bool) -> Any:
         return tree.value
     if isinstance(tree, dict):
         return {key: _rebuild(value, tensors, by_rows) for key, value in tree.items()}
-    return tuple(_rebuild(value, tensors, by_rows) for value in tree)
+    rebuilt = (_rebuild(value, tensors, by_rows) for value in tree)
+    return list(rebuilt) if isinstance(tree, ListOf) else tuple(rebuilt)
 
 
 def _leaves(tree: Any) -> Iterator[Leaf]:
@@ -253,7 +261,8 @@ class _Names:
         if _is_mapping(value):
             return {key: self.walk(f"{name}_{key}", item) for key, item in value.items()}
         if isinstance(value, tuple | list):
-            return tuple(self.walk(f"{name}_{index}", item) for index, item in enumerate(value))
+            kind = ListOf if isinstance(value, list) else tuple
+            return kind(self.walk(f"{name}_{index}", item) for index, item in enumerate(value))
         check_tensors(f"{name!r} of the batch", value)
         return Static(value)
 

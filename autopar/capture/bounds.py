@@ -258,7 +258,14 @@ def _without_ones(sizes: tuple[int, ...]) -> list[int]:
 
 
 def _at_corners(node: fx.Node, known: dict[fx.Node, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Return the op's extremes over all combinations of its operands' interval ends. 0-d operands stay 0-d for type promotion."""
+    """Return the op's extremes over all combinations of its operands' interval ends. 0-d operands stay 0-d for type promotion.
+
+    Returns ``None`` if the op takes an operand twice: ``d * d`` isn't linear in ``d``.
+    """
+    operands: list[fx.Node] = []
+    torch.fx.node.map_arg((node.args, dict(node.kwargs)), operands.append)
+    if len(operands) > len(known):
+        return None
     corners = list(itertools.product((0, 1), repeat=len(known)))
     values = {}
     for position, (operand, ends) in enumerate(known.items()):

@@ -17,7 +17,7 @@ from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, dtype_of, shape_of, val
 from autopar.ops.source import source_name
-from passes.clean.nodes import add, aten, calls, like, replace
+from passes.clean.nodes import add, aten, calls, has_gradient, like, replace
 
 # a larger table stays in the layer's graph, which computes it from small constants and can shard it
 LIMIT_BYTES = 16 * 2**20
@@ -63,9 +63,11 @@ def fold_constants(gm: fx.GraphModule, evaluator: Evaluator) -> dict[str, torch.
 
 
 def _value_to_fold(evaluator: Evaluator, node: fx.Node) -> torch.Tensor | None:
-    """Return a constant node's value if it is small enough to store, else ``None``."""
+    """Return a constant node's value if it is small enough to store, or the model's own tensor, else ``None``."""
     if node not in evaluator.constant:
         return None
+    if node.op != "call_function":
+        return evaluator(node) if node.users else None  # whatever its size: no op can compute it in a layer
     tensor = val(node)
     rows = tensor.shape[0] if tensor.dim() else 1
     if tensor.numel() * tensor.dtype.itemsize > LIMIT_BYTES * max(rows, 1):
@@ -93,7 +95,7 @@ def _placeholder(gm: fx.GraphModule, constants: dict[str, torch.Tensor], node: f
         if known is not None and (known.dtype, known.shape) == (value.dtype, value.shape) and same_bits(known, value):
             return other
     name = unique(identifier(source_name(node)), {*constants, *dir(nn.Module)}, separator="_")
-    constants[name] = value.contiguous().clone()
+    constants[name] = value.resolve_conj().resolve_neg().contiguous().clone()
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         placeholder = gm.graph.placeholder(name)
     meta(placeholder)["constant"] = name
@@ -106,7 +108,13 @@ def _first_call(gm: fx.GraphModule) -> fx.Node:
 
 
 def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
-    """Simplify ``x & True``, ``x | False``, ``where(True, a, b)`` and ``where(False, a, b)``: all elements of the constant are equal."""
+    """Simplify ``x & True``, ``x | False``, ``where(True, a, b)`` and ``where(False, a, b)``: all elements of the constant are equal.
+
+    A ``where`` stays if its other branch needs a gradient: zeros, with which the optimizer updates a parameter.
+    """
+    gradient: dict[fx.Node, bool] = {}
+    for node in gm.graph.nodes:
+        gradient[node] = has_gradient(node, gradient.__getitem__)
 
     def uniform(argument: Any) -> bool | None:
         while isinstance(argument, fx.Node) and argument.target is aten.expand.default:
@@ -130,7 +138,9 @@ def simplify_constants(gm: fx.GraphModule, constants: dict[str, torch.Tensor]) -
                 if uniform(constant) is neutral[name] and isinstance(other, fx.Node):
                     result = other
         elif name == "aten.where" and len(node.args) == 3 and (condition := uniform(args_of(node)[0])) is not None:
-            result = args_of(node)[1 if condition else 2]
+            result, dropped = args_of(node)[1:] if condition else args_of(node)[:0:-1]
+            if isinstance(dropped, fx.Node) and gradient.get(dropped, True):
+                continue
         if isinstance(result, fx.Node) and dtype_of(result) == dtype_of(node):
             shape = shape_of(node)
             if shape_of(result) != shape:

@@ -57,10 +57,11 @@ def _autograd_key(tensor: Tensor) -> tuple[int, int]:
     return (id(tensor), -1) if tensor.grad_fn is None else (id(tensor.grad_fn), tensor.output_nr)
 
 
-def _dependencies(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
-    """Return the autograd keys of all tensors that ``outputs`` depend on."""
-    keys = {_autograd_key(tensor) for tensor in outputs if tensor.requires_grad}
-    seen: dict[int, Any] = {}  # keeps the functions alive, because a new object could get the id of a freed one
+def _dependencies(outputs: Sequence[Tensor]) -> dict[tuple[int, int], Any]:
+    """Return the autograd keys of all tensors that ``outputs`` depend on, with the objects whose ids they have: these must stay alive while
+    keys are compared, because a new object could get the id of a freed one."""
+    keys = {_autograd_key(tensor): tensor.grad_fn for tensor in outputs if tensor.requires_grad}
+    seen: dict[int, Any] = {}
     pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while pending:
         function = pending.pop()
@@ -68,10 +69,10 @@ def _dependencies(outputs: Sequence[Tensor]) -> set[tuple[int, int]]:
             continue
         seen[id(function)] = function
         if (leaf := getattr(function, "variable", None)) is not None:
-            keys.add((id(leaf), -1))
+            keys[id(leaf), -1] = leaf
         for operand, output_nr in function.next_functions:
             if operand is not None:
-                keys.add((id(operand), output_nr))
+                keys[id(operand), output_nr] = operand
                 pending.append(operand)
     return keys
 

@@ -112,7 +112,8 @@ class _UnifyMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").strip("_")
         if name in _SELECTING and args and not kwargs:
-            args = tuple(self._first_equal(arg) if isinstance(arg, Tensor) else arg for arg in args)
+            kept = args[:1] if name == "getitem" else ()  # the result may be a view of it, which is written to
+            args = (*kept, *(self._first_equal(a) if isinstance(a, Tensor) else a for a in args[len(kept) :]))
             if name == "masked_select":
                 value, mask = args if args[0].shape == args[1].shape else torch.broadcast_tensors(*args)
                 return value[mask]

@@ -180,6 +180,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_integers(value: Tensor) -> Tensor:
+    value = value.resolve_conj().resolve_neg()
     if value.is_complex():
         value = torch.view_as_real(value)
     return value.view(_INTEGERS[value.dtype.itemsize]) if value.is_floating_point() else value

@@ -185,7 +185,8 @@ def export(
         if dtype == torch.float64:
             choose_experts(cast, "eager")
         with external_state.restored():
-            call_model(cast, structure, loss_fn, list(flatten_batch(structure, batch).values()))
+            # clones, because a model may write to its batch
+            call_model(cast, structure, loss_fn, [t.clone() for t in flatten_batch(structure, batch).values()])
 
     def run_with_opaque_ops(copied: nn.Module) -> None:
         install_opaque_ops(opaque_ops, copied)

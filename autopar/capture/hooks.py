@@ -1,7 +1,8 @@
 """Replaces gradient hooks that multiply by constants with graph ops.
 
 A tensor ``y`` with a hook ``g -> g * c`` becomes ``y.detach() + (y - y.detach()) * c``: this has the same value, and multiplies the
-gradient by ``c``. A symbolic trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
+gradient by ``c``, by the hook's own ops. Infinite elements of ``y``, where every function's gradient is zero, stay as they are. A symbolic
+trace of the hook proves that it does nothing else. Other hooks are refused: clamping a gradient, for
 example, would be right only after the sum over all ranks and microbatches.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
 from autopar.torch_private import gradient_hooks, remove_gradient_hooks
@@ -59,7 +61,25 @@ def scales(hook: Hook) -> bool:
 def scaled(value: Tensor, hook: Hook) -> Tensor:
     """Return ``value`` with its gradient multiplied by the constants of ``hook``."""
     constant = value.detach()
-    return constant + (value - constant) * hook(torch.ones_like(constant)).detach()
+    with _ConstantsDetached(zero := value - constant):
+        product = hook(zero)
+    return torch.where(constant.abs() < torch.inf, constant + product, value)
+
+
+class _ConstantsDetached(TorchFunctionMode):
+    """Detaches the tensors by which a hook multiplies ``zero``: gradients don't flow through a hook."""
+
+    def __init__(self, zero: Tensor) -> None:
+        super().__init__()
+        self.products = {id(zero): zero}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(id(arg) in self.products for arg in args):
+            return func(*args, **kwargs or {})
+        detached = [a.detach() if isinstance(a, Tensor) and id(a) not in self.products else a for a in args]
+        result = func(*detached, **kwargs or {})
+        self.products[id(result)] = result
+        return result
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -111,11 +111,13 @@ def build_layers(
     values: dict[fx.Node, Value] = {}
     by_signature: dict[Any, LayerClass] = {}
     taken: set[str] = set()
+    labels = {"loss"}  # a layer may have this name, too
     layers = []
     for index, (interface, name) in enumerate(zip(interfaces, names, strict=True)):
         final = index == len(interfaces) - 1
         for k, node in enumerate(interface.outputs):
-            label = "loss" if final else name if len(interface.outputs) == 1 else f"{name}:{k}"
+            label = name if len(interface.outputs) == 1 else f"{name}:{k}"
+            label = "loss" if final else unique(label, labels, separator="@")
             values[node] = Value(label, shape_of(node), dtype_of(node), meta(node)["gradient"])
         stored = [meta(n)["parameter"].name for n in interface.parameter] + _buffer_names(interface)
         local = _local_names(stored, name, groups[index].leaves)

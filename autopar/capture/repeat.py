@@ -431,10 +431,13 @@ Lifted = tuple[str, str, fx.Node]
 def expand(gm: fx.GraphModule, lifted: list[Lifted], repeats: Repeats, module: nn.Module) -> list[Lifted] | None:
     """Replace each ``autopar::repeat_block`` by a copy of the traced block, remove the markers, and return all placeholders.
 
-    Parameters of the model ``module`` that weren't exported get placeholders. If a block writes to its arguments or a parameter is missing,
-    returns ``None`` and leaves the graph unusable: the caller must export again.
+    Parameters of the model ``module`` that weren't exported get placeholders. If a block writes to its arguments, a parameter is missing or
+    a block is in a region (of ``torch.no_grad``), returns ``None`` and leaves the graph unusable: the caller must export again.
     """
     graph = gm.graph
+    regions = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule) and part is not gm]
+    if any(_marker(node) for region in regions for node in region.nodes):
+        return None
     lifted = _with_parameters(graph, lifted, repeats, module)
     placeholders = {target: node for _, target, node in lifted}
     bodies: dict[str, list[fx.Node]] = {}

@@ -129,9 +129,9 @@ def _captured(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) 
     structure = describe_batch(model, batch, loss_fn, torch.float64)
     try:
         with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
-            call_model(
-                copied.model, structure, copied.loss_fn, list(flatten_batch(structure, batch).values())
-            ).backward()
+            # clones, because a model may write to its batch
+            tensors = [tensor.clone() for tensor in flatten_batch(structure, batch).values()]
+            call_model(copied.model, structure, copied.loss_fn, tensors).backward()
     except Exception as error:
         raise _SkippedError(_raised_by_eager(error)) from error
     subject = make_subject(model, batch, loss_fn)

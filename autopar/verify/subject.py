@@ -135,7 +135,8 @@ def _eager(
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 tensor.copy_(state[name])  # each microbatch starts from the buffers at the step's start
-        term = call_model(model, structure, loss_fn, part) / len(parts)
+        # clones, because a model may write to its batch
+        term = call_model(model, structure, loss_fn, [tensor.clone() for tensor in part]) / len(parts)
         (term if factor == 1.0 else factor * term).backward()
         loss += float(term.detach())
         written.append({n: t.detach().clone() for n, t in model.state_dict().items() if n in graph.buffers})

@@ -263,3 +263,40 @@ def test_what_all_examples_share_keeps_its_shape() -> None:
     assert {name: tensor.shape for name, tensor in rebuilt.items()} == {n: t.shape for n, t in shared_batch().items()}
     with pytest.raises(BatchError, match=r"it takes scale: float32\[\], and this is scale: float32\[1\]"):
         flatten_batch(structure, shared_batch() | {"scale": torch.ones(1)})
+
+
+class Writes(Linear):
+    """Writes to its batch, and branches, so that capture runs it on the batch's values."""
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        x.div_(255)
+        return self.linear(x).mean() * (2 if x.sum() > 0 else 1)
+
+
+def test_a_forward_that_writes_to_its_batch_leaves_the_users_batch_alone() -> None:
+    batch = X.abs()
+    capture(Writes(), batch)
+    assert torch.equal(batch, X.abs())
+
+
+def test_a_list_in_a_batch_stays_a_list() -> None:
+    class Keeps(Linear):
+        def forward(self, x: torch.Tensor, keep: list[int], more: list[torch.Tensor]) -> Any:  # type: ignore[override]
+            return (self.linear(x + more[0]) @ self.linear.weight[keep].T).square().mean()
+
+    batch = {"x": X, "keep": [0, 2], "more": [X, X[:1]]}
+    graph = capture(Keeps(), batch)
+    flat = flatten_batch(graph.structure, batch)
+    rebuilt = rebuild_batch(graph.structure, list(flat.values()))
+    assert rebuilt["keep"] == [0, 2] and type(rebuilt["more"]) is list
+    loss = reference.run(graph, dict((model := Keeps()).named_parameters()), flat)
+    torch.testing.assert_close(loss, model(**batch))
+
+
+def test_a_loss_module_of_one_argument_takes_the_output_alone() -> None:
+    class Norm(nn.Module):
+        def forward(self, output: torch.Tensor) -> torch.Tensor:
+            return output.square().mean()
+
+    graph = capture(nn.Linear(3, 2), (torch.randn(4, 3),), Norm())
+    assert [value.name for value in graph.inputs] == ["input"]

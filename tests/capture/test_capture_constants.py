@@ -250,3 +250,33 @@ class ByColumns(nn.Module):
 def test_a_constant_is_stored_only_if_all_of_it_is_small() -> None:
     graph = capture(ByColumns(), X.float())
     assert all(value.numel() < 100 for value in graph.constants.values())
+
+
+class Lookup(nn.Module):
+    """Reads rows of a large buffer that are chosen by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("table", torch.randn(2**20, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear(F.embedding(ids, self.table)).square().mean()
+
+
+def test_a_large_buffer_is_a_constant() -> None:
+    ids = torch.arange(8)
+    graph = capture(model := Lookup(), ids)
+    assert [value.shape for value in graph.constants.values()] == [(2**20, 6)]
+    loss = reference.run(graph, dict(model.named_parameters()), flatten_batch(graph.structure, ids))
+    torch.testing.assert_close(loss, model(ids))
+
+
+def test_lazily_conjugated_constants_have_their_values() -> None:
+    turns = torch.polar(torch.ones(3), torch.arange(3.0))
+
+    def rotated(y: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(y.reshape(-1, 3, 2))
+        return torch.view_as_real(pairs * turns.conj() + pairs * turns.conj().imag * turns.conj()).flatten(1)
+
+    assert difference(Applied(rotated, 6), X) < 1e-12

@@ -74,6 +74,7 @@ CASES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "clamped away": lambda self, x: x + self.w.clamp(50, 60),
     "power of zero": lambda self, x: x + self.w**0,
     "where never": lambda self, x: torch.where(x > 1e9, self.w, x),
+    "where a constant never": lambda self, x: torch.where(torch.ones(WIDTH, dtype=torch.bool), x, self.w),
     "parts": parts,
     "parts detached": lambda self, x: x + sum(self.fused(x).detach().chunk(3, -1)),
     "one part": lambda self, x: x + self.fused(x).chunk(3, -1)[1],

@@ -326,3 +326,23 @@ PATTERNS: dict[str, Callable[[], nn.Module]] = {
 def test_blocks_are_equal_only_if_all_that_they_share_is(pattern: str) -> None:
     torch.manual_seed(0)
     assert_equals_eager(PATTERNS[pattern](), pair(8, 4), F.mse_loss)
+
+
+class Teacher(nn.Module):
+    """Equal blocks that run without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.head = nn.ModuleList(Block(0, "equal") for _ in range(4)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            t, skip = x, torch.zeros_like(x)
+            for block in self.teacher:
+                t, skip = block(t, skip, {"residual": 0.5})
+        return self.head(x + t + skip)
+
+
+def test_equal_blocks_in_a_region_without_gradients_are_captured() -> None:
+    torch.manual_seed(0)
+    assert_equals_eager(Teacher(), pair(8, 4), F.mse_loss)

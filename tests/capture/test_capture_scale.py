@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,9 +77,12 @@ def test_a_padded_long_batch_folds_no_square_table() -> None:
     assert [value.name for value in block.inputs] == ["attention_mask"]
 
 
-@pytest.mark.parametrize(("offset", "expected"), [(0, "causal"), (1, None), (-200, None)])
-def test_masks_are_told_apart(offset: int, expected: str | None) -> None:
-    aten = torch.ops.aten
+Call = Callable[..., fx.Node]
+aten = torch.ops.aten
+
+
+def kind(comparison: Callable[[Call, fx.Node, fx.Node], fx.Node]) -> str | None:
+    """The kind of a mask of 512 queries and keys; ``comparison`` gets a function that adds an op, and the positions of queries and keys."""
     graph = fx.Graph()
     gm = fx.GraphModule(nn.Module(), graph)
 
@@ -89,9 +93,20 @@ def test_masks_are_told_apart(offset: int, expected: str | None) -> None:
         return node
 
     positions = call(aten.arange.default, 512)
-    rows = call(aten.add.Tensor, call(aten.unsqueeze.default, positions, 1), offset)
-    mask = call(
-        aten.expand.default, call(aten.le.Tensor, call(aten.unsqueeze.default, positions, 0), rows), [8, 1, 512, 512]
-    )
+    queries, keys = (call(aten.unsqueeze.default, positions, dim) for dim in (1, 0))
+    mask = call(aten.expand.default, comparison(call, queries, keys), [8, 1, 512, 512])
     graph.output(mask)
-    assert classify_mask(Evaluator(gm, {}), mask) == expected
+    return classify_mask(Evaluator(gm, {}), mask)
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(0, "causal"), (1, None), (-200, None)])
+def test_masks_are_told_apart(offset: int, expected: str | None) -> None:
+    assert kind(lambda call, q, k: call(aten.le.Tensor, k, call(aten.add.Tensor, q, offset))) == expected
+
+
+def test_a_square_of_a_distance_has_its_least_value_at_zero() -> None:
+    def differ(call: Call, q: fx.Node, k: fx.Node) -> fx.Node:
+        distance = call(aten.sub.Tensor, q, k)
+        return call(aten.gt.Scalar, call(aten.mul.Tensor, distance, distance), 0)
+
+    assert kind(differ) is None

@@ -142,3 +142,17 @@ def test_a_mask_that_torch_would_look_at_is_recognised(workers2) -> None:
     assert check_plan(subject, plan, workers2).error.value < 1e-9
     looking = nn.modules.transformer._detect_is_causal_mask
     assert looking.__module__ == "torch.nn.modules.transformer"  # as it was before
+
+
+def test_a_layer_with_the_name_loss_keeps_its_value() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss, self.head = Twice(6), nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.loss(x)).square().mean()
+
+    graph = capture(Named(), torch.randn(4, 6))
+    assert [layer.name for layer in graph.layers] == ["loss", "head"]
+    assert {name: value.shape for name, value in graph.values.items()} == {"loss@2": (4, 6), "loss": ()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture
+from autopar.capture.derivative import _dependencies
 from autopar.errors import CaptureError
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
@@ -173,3 +176,17 @@ def not_connected(model: Any, h: Tensor) -> Tensor:
 def test_refused(act: Callable[[Any, Tensor], Tensor], words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(Differentiating(act).double(), batch(), F.mse_loss)
+
+
+def test_functions_whose_ids_are_compared_stay_alive() -> None:
+    class Function:  # torch 2.13 itself keeps the objects of its functions
+        next_functions = ()
+
+    output: Any = SimpleNamespace(grad_fn=Function(), output_nr=0, requires_grad=True)
+    operand, held = Function(), weakref.WeakSet[Function]()
+    output.grad_fn.next_functions = ((operand, 1),)
+    held.update((output.grad_fn, operand))
+    keys = {(id(output.grad_fn), 0), (id(operand), 1)}
+    dependencies = _dependencies([output])
+    del output, operand
+    assert set(dependencies) == keys and len(held) == 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture, check_capture
-from autopar.capture.hooks import scales
+from autopar.capture.hooks import scaled, scales
 from autopar.errors import CaptureError
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
@@ -127,3 +127,27 @@ def test_a_tensor_that_was_read_before_is_refused() -> None:
 )
 def test_a_hook_that_only_multiplies_is_told_apart(hook: Callable[[Any], Any], expected: bool) -> None:
     assert scales(hook) is expected
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 0.1), (torch.float16, 65536.0)])
+def test_a_gradient_is_scaled_as_by_the_hook_in_a_low_dtype(dtype: torch.dtype, factor: float) -> None:
+    values, gradient = torch.linspace(-2, 3, 64).to(dtype), torch.linspace(1e-6, 0.9, 64).to(dtype)
+    y = values.clone().requires_grad_()
+    result = scaled(y, lambda grad: grad * factor)
+    result.backward(gradient)
+    assert torch.equal(result, values)
+    assert torch.equal(y.grad, gradient * factor)
+
+
+def test_infinite_values_with_a_hook_stay_infinite() -> None:
+    y = torch.tensor([1.0, torch.inf, -torch.inf], requires_grad=True)
+    result = scaled(y, lambda grad: grad * 2)
+    result.tanh().sum().backward()
+    assert torch.equal(result, y)
+    torch.testing.assert_close(y.grad, torch.tensor([2 * (1 - torch.tensor(1.0).tanh() ** 2), 0.0, 0.0]))
+
+
+def test_no_gradient_flows_to_the_factors_of_a_hook() -> None:
+    y, factor = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+    scaled(y, lambda grad: grad * (factor / 4)).sum().backward()
+    assert factor.grad is None and torch.equal(y.grad, torch.full((3,), 0.5))

@@ -192,3 +192,13 @@ def test_a_mask_that_was_written_to_is_another_mask() -> None:
 
     torch.manual_seed(0)
     assert compare_with_eager(make_subject(Selecting(act).double(), batch())).exact
+
+
+def test_a_part_of_a_mask_is_not_a_part_of_an_equal_mask() -> None:
+    def act(m: Any, h: Tensor, t: Tensor) -> Tensor:
+        one, other = t > 0, t > 0
+        other[:, 0] |= True
+        return (h * one).sum() + 2 * (h * other).sum()
+
+    torch.manual_seed(0)
+    assert compare_with_eager(make_subject(Selecting(act).double(), batch())).exact

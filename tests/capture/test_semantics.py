@@ -690,3 +690,24 @@ def test_where_that_is_not_sound_it_stays_refused(part: Callable[[], nn.Module])
 def test_without_values_it_stays_refused() -> None:
     with pytest.raises(CaptureError, match="Reversed"):
         capture(sequence(Reversing).to("meta"), tuple(t.float() for t in pair(8, 4)), F.mse_loss)
+
+
+class Clamping(Turned):
+    """Writes to what it is given, which an op may not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp_(min=0))
+
+
+def test_a_module_that_writes_to_its_arguments_does_not_become_opaque() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part, self.last = nn.Linear(8, 8), Clamping(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.last(self.part(y) + y)
+
+    with pytest.raises(CaptureError, match="depend"):
+        capture(Around().double(), pair(8, 4), F.mse_loss)

@@ -190,6 +190,23 @@ def test_a_gradient_that_is_rounding_alone_is_known_as_such() -> None:
     assert not compare(given.loss, noisy, given.loss, given.gradients, floor=0.0).exact
 
 
+class Clamping(nn.Module):
+    """Writes to its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids.clamp_(max=2))).square().mean()
+
+
+def test_attacks_leave_the_batch_of_a_model_that_writes_to_it_alone() -> None:
+    ids = torch.arange(8)
+    attack(Clamping(), None, make_subject(Clamping(), ids))
+    assert torch.equal(ids, torch.arange(8))
+
+
 def test_a_graph_that_is_not_the_model_is_said_to_be_inexact(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference.run
 
