@@ -94,9 +94,8 @@ def plan_graph(
     of_plan = with_numerics(graph, again, Numerics.of(chosen))
     if plan is not None:
         check_model(plan, of_plan)
-        if plan.precision != (
-            precision := name_of(of_plan.dtype)
-        ):  # not in ``check_model``: a plan is verified in float64
+        precision = name_of(of_plan.dtype)
+        if plan.precision != precision:  # not in ``check_model``: a plan is verified in float64
             raise UsageError(
                 f"the plan is for training in {plan.precision}, and the model is in {precision}",
                 f"give precision={plan.precision} (--precision {plan.precision}), or plan again",

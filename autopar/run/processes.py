@@ -118,10 +118,8 @@ class Processes:
         self.store = _listen(address, port, count)
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._calls = 0
-        self._target, self._unanswered = (
-            "",
-            set[int](),
-        )  # of the last call: its function, and the ranks whose reply was not read
+        self._target = ""  # the function of the last call
+        self._unanswered = set[int]()  # the ranks whose reply to it was not read
         self._workers: list[subprocess.Popen[str]] = []
         common = {
             **_LOOPBACK,
