@@ -84,7 +84,7 @@ class Meter:
         seconds = (time.perf_counter() - self._began) / steps
         self._due = len(self._seconds) < COMPARED_STEPS <= len(self._seconds) + steps
         self._seconds += [seconds] * steps
-        predicted_s, devices = self._plan["step_time_s"], _devices(self._plan)
+        predicted_s, devices = self._plan["step_time_s"], device_count(self._plan)
         tokens = self._plan["tokens_per_s_per_device"] * devices * predicted_s
         record: dict[str, Any] = {"step": step, "loss": loss, "step_time_s": seconds}
         record["rows_per_s"] = self._plan["global_batch"] / seconds
@@ -141,7 +141,8 @@ def _table_cells(predicted: float, measured: float, unit: float, name: str) -> t
     )
 
 
-def _devices(plan: Mapping[str, Any]) -> int:
+def device_count(plan: Mapping[str, Any]) -> int:
+    """Return the number of devices of a plan (``plan.json``). Stages of an interleaved pipeline share their devices."""
     return max(int(start) + int(count) for start, count in (stage["devices"] for stage in plan["stages"]))
 
 

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from autopar.errors import LaunchError, UsageError
+from autopar.program.metrics import device_count
 from autopar.program.watch import run
 from autopar.run.folder import program_modules
 
@@ -143,18 +144,12 @@ def become_agent(elastic: Elastic, nodes: Nodes) -> NoReturn:
     os.execve(sys.executable, [*words, "-m", "autopar.run.elastic", elastic.programs], env)
 
 
-def device_count(folder: Path) -> int:
-    """Return the number of devices that the program in ``folder`` is for. Stages of an interleaved pipeline share their devices."""
-    stages = json.loads((folder / "plan.json").read_text())["stages"]
-    return max(start + count for start, count in (stage["devices"] for stage in stages))
-
-
 def rank(programs: str) -> None:
     """Run one rank, in the process that an agent started for it."""
     elastic = Elastic.read(programs)
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = elastic.program(int(os.environ["GROUP_WORLD_SIZE"]), number == 0)
-    devices = device_count(folder)
+    devices = device_count(json.loads((folder / "plan.json").read_text()))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=number == 0, wait_for_workers=False)
     if number >= devices:

@@ -40,6 +40,7 @@ from autopar.checks.nccl.sizes import sizes_only
 from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.program.metrics import device_count
 from autopar.run.folder import compile_sources, import_runtime, program_modules
 from autopar.run.processes import Processes
 from autopar.run.worker import resolve
@@ -348,7 +349,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
     with program_modules(program):
         runtime = import_runtime(program)
         loaded = runtime.load(program)
-        recorder = Recorder(rank, _world_size(loaded), late=False)
+        recorder = Recorder(rank, device_count(loaded.plan), late=False)
         recorder.start()
         joined = runtime.start(loaded, device="cpu", nvme=str(out))
         _replace_values(program)
@@ -365,10 +366,6 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
     return function if function is not None else lambda f: f
-
-
-def _world_size(program: Any) -> int:
-    return max(int(stage["devices"][0]) + int(stage["devices"][1]) for stage in program.plan["stages"])
 
 
 def _replace_values(program: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from autopar.capture import capture
 from autopar.emit.ignored import ignored_labels
 from autopar.emit.prelude import prelude_function, row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
-from autopar.program.loader import Synthetic, Tensors, first_key
+from autopar.program.loader import Loader, Order, Synthetic, Tensors, first_key
 from autopar.program.metrics import Meter, as_json
 from autopar.program.spec import StageSpec, TensorSpec
 from autopar.program.trainer import DataError, training_only_behaviour
@@ -230,6 +231,20 @@ def test_a_prelude_reads_the_devices_of_its_own_inputs() -> None:
     source, record = prelude_function(graph)
     assert 'batch["labels"].device' in source and 'batch["x"]' not in source
     assert 'reads=("labels",)' in record
+
+
+def test_complex_activations_get_a_gradient_from_the_next_stage() -> None:
+    spec = TensorSpec((2, 3), torch.complex64, {})
+    assert spec.on_meta().requires_grad and not TensorSpec((2, 3), torch.int64, {}).on_meta().requires_grad
+
+
+@pytest.mark.parametrize("options", [{"replacement": True}, {"num_samples": 4}], ids=str)
+def test_a_sampler_that_does_not_read_each_row_once_is_refused(options: dict[str, Any]) -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(8))
+    loader = torch.utils.data.DataLoader(data, sampler=torch.utils.data.RandomSampler(data, **options))
+    reader: Any = SimpleNamespace(batch=1, _order=Order(), _collate=None)
+    with pytest.raises(DataError, match="num_samples or replacement"):
+        Loader._adopt_loader(reader, loader)
 
 
 def test_evaluation_in_training_mode_is_refused() -> None:

@@ -16,8 +16,9 @@ from fault_runs import Run, Server
 from autopar.cli.elastic import become_node, devices_of, write_program
 from autopar.cli.options import PlanRequest
 from autopar.errors import LaunchError, UsageError
+from autopar.program.metrics import device_count
 from autopar.program.state import initial
-from autopar.run.elastic import BATCH, Elastic, Nodes, device_count
+from autopar.run.elastic import BATCH, Elastic, Nodes
 
 
 @pytest.mark.slow
@@ -59,10 +60,9 @@ def test_what_cannot_be_elastic_is_refused(tmp_path: Path) -> None:
         elastic.program(1, first=True)
 
 
-def test_stages_of_an_interleaved_pipeline_share_their_devices(tmp_path: Path) -> None:
+def test_stages_of_an_interleaved_pipeline_share_their_devices() -> None:
     stages = [{"devices": devices} for devices in ([0, 2], [2, 2], [0, 2], [2, 2])]
-    (tmp_path / "plan.json").write_text(json.dumps({"stages": stages}))
-    assert device_count(tmp_path) == 4
+    assert device_count({"stages": stages}) == 4
 
 
 @pytest.mark.parametrize(
