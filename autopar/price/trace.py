@@ -20,6 +20,7 @@ from autopar.graph import LayerClass, Value, forgotten_with_graphs
 from autopar.ops.cost import is_attention, tensors
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.operands import operands
+from autopar.torch_private import overload_schema
 
 OUTPUT = -1  # Saved.operand for the node's own result
 INTERNAL = -2  # Saved.operand for a tensor that is neither operand nor result, such as the softmax inside a loss
@@ -97,7 +98,9 @@ class _Tracer(fx.Interpreter):
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(target, args, kwargs | {"device": "meta"} if "device" in kwargs else kwargs)
+        # a factory such as aten.full allocates on the processor if the graph names no device
+        takes_device = any(name == "device" for name, _ in overload_schema(target) or ())
+        return super().call_function(target, args, {**kwargs, "device": "meta"} if takes_device else kwargs)
 
     def note(self, n: fx.Node, result: Any) -> None:
         made = tensors(result)

@@ -529,6 +529,16 @@ def test_a_fused_kernel_reads_a_value_once():
     assert sum(read) == 8 * 64 * 2
 
 
+def test_a_trace_allocates_nothing_that_has_the_batchs_size():
+    """``aten.full`` without a device allocates on the processor: here 64 TiB."""
+    g = Builder()
+    x = g.border("activations", "x", 8, 64)
+    filled = g.call(aten.full.default, [1 << 20, 1 << 24], 0.0, device="meta")
+    filled.kwargs = {}
+    run = trace(g.done("filled", x, filled))
+    assert run.extent[run.storage[filled.name]] == (1 << 44, torch.float32)
+
+
 def fused_costs(cls: LayerClass, dtype: torch.dtype) -> OpCosts:
     """The costs of a layer whose pointwise ops are fused."""
     nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
