@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ops.facts import OpKind, facts, op_name
-from autopar.ops.operands import args_of, argument, shape_of
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of
 from passes.clean.nodes import add, aten, calls, replace
 from passes.clean.views import split_ranges
 
@@ -35,7 +35,9 @@ def reshapes_pass(gm: fx.GraphModule) -> fx.GraphModule:
 def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """``split``, ``chunk`` and ``tensor_split`` become slices, and ``unbind`` selects; slices get explicit ends, indices become positive.
 
-    ``broadcast_tensors`` becomes an ``expand`` of each operand, and so does ``repeat_interleave`` of a single element."""
+    A slice of a ``cat`` that cuts none of its operands becomes these operands: a tensor that is written slice by slice, as the keys of
+    DeepSeek's attention, would keep its initial values alive. ``broadcast_tensors`` becomes an ``expand`` of each operand, and so does
+    ``repeat_interleave`` of a single element."""
     for node in calls(gm):
         name = op_name(node)
         if facts(node).kind is OpKind.SPLIT:
@@ -54,6 +56,8 @@ def splits_pass(gm: fx.GraphModule) -> fx.GraphModule:
             source, dim = args_of(node)[0], argument(node, 1, "dim", 0)
             start, end = argument(node, 2, "start"), argument(node, 3, "end")
             node.args, node.kwargs = _slice_args(source, dim, start, end), {}
+            if (parts := _concatenated_parts(*args_of(node))) is not None:
+                replace(node, parts[0] if len(parts) == 1 else add(node, aten.cat.default, (parts, args_of(node)[1])))
         elif name == "aten.repeat_interleave" and isinstance(argument(node, 1, "repeats"), int):
             _repeat(node)
         elif name == "aten.select":
@@ -79,6 +83,23 @@ def _slice_args(source: Any, dim: int, start: int | None, end: int | None) -> tu
     dim %= len(sizes)
     first, last, _ = slice(start, end).indices(sizes[dim])
     return source, dim, first, last
+
+
+def _concatenated_parts(source: fx.Node, dim: int, start: int, end: int) -> list[fx.Node] | None:
+    """Return the operands of ``source``, a ``cat`` along ``dim``, from ``start`` to ``end``; ``None`` where these cut an operand."""
+    if op_name(source) != "aten.cat" or argument(source, 1, "dim", 0) % len(shape_of(source)) != dim:
+        return None
+    parts, at = [], 0
+    for part in args_of(source)[0]:
+        if len(shape_of(part)) != len(shape_of(source)) or dtype_of(part) != dtype_of(source):
+            return None
+        size = shape_of(part)[dim]
+        if at < end and start < at + size:
+            if at < start or end < at + size:
+                return None
+            parts.append(part)
+        at += size
+    return parts or None
 
 
 def _unpack(node: fx.Node) -> None:

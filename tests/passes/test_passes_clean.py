@@ -319,6 +319,23 @@ class TestShapes:
         gm = apply(b, b.module(b.call(aten.narrow.default, b.input("x", 2, 5), -1, -2, 2)), clean.splits_pass)
         assert list(gm.graph.nodes)[-2].args[1:] == (1, 3, 5)
 
+    def test_a_slice_of_whole_operands_of_a_cat_is_these_operands(self) -> None:
+        b = Build()
+        parts = [b.input(f"x{i}", 3, n) for i, n in enumerate((2, 4, 1, 3))]
+        joined = b.call(aten.cat.default, parts, -1)
+        ranges = [(0, 2), (2, 7), (2, 5), (1, 6), (6, 7), (7, 7)]
+        slices = [b.call(aten.slice.Tensor, joined, 1, *each) for each in ranges]
+        gm = apply(b, b.module(*slices), clean.splits_pass, clean.dead_code_pass)
+        assert ops(gm) == ["cat", "cat", "slice.Tensor", "slice.Tensor", "slice.Tensor"]
+
+    def test_a_slice_of_a_cat_that_casts_or_has_another_dim_stays(self) -> None:
+        b = Build()
+        wide, narrow = b.input("wide", 2, 3), b.input("narrow", 2, 3, dtype=torch.float32)
+        cast = b.call(aten.slice.Tensor, b.call(aten.cat.default, [narrow, wide], 1), 1, 0, 3)
+        rows = b.call(aten.slice.Tensor, b.call(aten.cat.default, [wide, wide], 1), 0, 0, 1)
+        gm = apply(b, b.module(cast, rows), clean.splits_pass)
+        assert ops(gm) == ["cat", "slice.Tensor", "cat", "slice.Tensor"]
+
     def test_parts_that_overlap(self) -> None:
         b = Build()
         split = b.call(aten.tensor_split.indices, b.input("x", 8), [5, 3, -1])
