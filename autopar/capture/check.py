@@ -27,7 +27,7 @@ from autopar.capture.pipeline import capture
 from autopar.capture.storage import unshared
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
-from autopar.measure import EXACT, Error, compare
+from autopar.measure import EXACT, Error, as_real, compare
 from autopar.ops.cost import attention_dropout, model_flops
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
@@ -316,30 +316,14 @@ def _branch_mismatch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:
 
 def _largest_error(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tuple[Error, str]:
     """Return the largest error of a step, and where it is: in the loss, a gradient or a buffer."""
-    error = _compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR)
+    # elements that are the same infinity or NaN in both are equal: a mask in a buffer may have them
+    error = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, floor=FLOOR, same_nonfinite=True)
     if not error.exact:
         return error, "the loss" if error.where == "loss" else "a gradient"
     # a buffer that forward registers or fills is a cache, whose effect shows in the second step
     kept = {name: value for name, value in theirs.buffers.items() if name in mine.buffers}
     checked = {name: value for name, value in kept.items() if value.is_floating_point() or name in written}
-    return _compare(0.0, {n: mine.buffers[n] for n in checked}, 0.0, checked), "a buffer"
-
-
-def _compare(loss: float, mine: dict[str, Tensor], loss0: float, theirs: dict[str, Tensor], **options: Any) -> Error:
-    """Call ``compare``, ignoring elements that are the same infinity or NaN in both (a mask in a buffer may have them)."""
-    ours, others = dict(mine), dict(theirs)
-    for name in mine.keys() & theirs.keys():
-        one, other = _real(mine[name]), _real(theirs[name])
-        if one.shape == other.shape:
-            same = ~other.isfinite() & ((one == other) | (one.isnan() & other.isnan()))
-            ours[name], others[name] = one.masked_fill(same, 0.0), other.masked_fill(same, 0.0)
-            if not one.numel():
-                del ours[name], others[name]
-    return compare(loss, ours, loss0, others, **options)
-
-
-def _real(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).detach().double()
+    return compare(0.0, {n: mine.buffers[n] for n in checked}, 0.0, checked, same_nonfinite=True), "a buffer"
 
 
 def _rounding_error(dtype: torch.dtype) -> float:
@@ -426,7 +410,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
     """Return whether two constants agree to the narrower dtype's precision (the rounding of rotary angles grows with the position)."""
     exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
     tolerance = 10 * max(map(_rounding_error, exact), default=0.0)
-    mine, theirs = (_real(t).clamp(-_LARGEST, _LARGEST) for t in (one, other))
+    mine, theirs = (as_real(t).clamp(-_LARGEST, _LARGEST) for t in (one, other))
     return torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

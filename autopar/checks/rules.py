@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import RuleError
+from autopar.measure import largest_difference, largest_finite
 from autopar.ops.facts import OpKind, facts, op_name, op_of
 from autopar.ops.meta import meta
 from autopar.rules.candidates import Candidate, candidates
@@ -206,11 +207,8 @@ def _difference(got: Tensor, expected: Tensor, what: str) -> float:
     """Return the largest difference relative to the largest value. Raises ``RuleError`` if it exceeds ``TOLERANCE``."""
     if got.shape != expected.shape:
         raise RuleError(f"{what} has shape {tuple(got.shape)}, not {tuple(expected.shape)}")
-    if got.numel() == 0:
-        return 0.0
-    a, b = ((torch.view_as_real(t) if t.is_complex() else t).detach().double().nan_to_num() for t in (got, expected))
-    difference = float((a - b).abs().max() / b.abs().max().clamp_min(1e-3))
-    if difference > TOLERANCE:
+    difference = largest_difference(got, expected) / max(largest_finite(expected), 1e-3)
+    if not difference <= TOLERANCE:  # or NaN
         raise RuleError(
             f"{what} differs by {difference:.3g} from the unsharded op's",
             hint="mark dims that may not be sharded with '!', and check which letters the result sums over",

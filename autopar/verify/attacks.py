@@ -25,7 +25,7 @@ from autopar.capture.export import call_model
 from autopar.capture.external_state import ExternalState
 from autopar.errors import AutoparError
 from autopar.graph import Graph
-from autopar.measure import EXACT, Error, compare
+from autopar.measure import EXACT, Error, compare, severity
 from autopar.program.guards import GuardError
 from autopar.verify.subject import Subject, make_subject, with_batch
 
@@ -150,7 +150,7 @@ def compare_with_eager(subject: Subject) -> Error:
     if not error.exact or subject.graph.accumulated > 1:
         return error
     after = compare(loss, {n: written[n] for n in subject.buffers if n in written}, loss, subject.buffers)
-    return max(error, Error(after.value, f"the new value of {after.where}"), key=lambda e: e.value)
+    return max(error, Error(after.value, f"the new value of {after.where}"), key=lambda e: severity(e.value))
 
 
 def _graph_step(

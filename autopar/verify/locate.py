@@ -21,7 +21,7 @@ from autopar.capture import reference
 from autopar.emit import emit
 from autopar.emit.stage import layer_path
 from autopar.flow import output_nodes
-from autopar.measure import EXACT, Error
+from autopar.measure import EXACT, Error, largest_difference, largest_finite, severity
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.plan import Plan
@@ -152,7 +152,7 @@ class _Search:
         types = types if what == "value" else tuple(t.dual for t in types)
         sizes = [axis.size for axis in self.program.plan.mesh]
         got, replica_difference = _assemble(parts, [self.program.plan.microbatches, *sizes], types)
-        difference = max(replica_difference, _difference(got, want.detach()))
+        difference = max(replica_difference, _difference(got, want), key=severity)
         if difference <= EXACT:
             return None
         axes = ("microbatch", *(axis.name for axis in self.program.plan.mesh))
@@ -226,7 +226,7 @@ def _assemble(parts: Sequence[Tensor], sizes: Sequence[int], types: Types) -> tu
             current = [torch.stack(group).sum(0) for group in groups]
         else:
             differences = (_difference(other, group[0]) for group in groups for other in group)
-            replica_difference = max(replica_difference, *differences)
+            replica_difference = max(replica_difference, *differences, key=severity)
             current = [group[0] for group in groups]
     return current[0], replica_difference
 
@@ -236,9 +236,4 @@ def _difference(got: Tensor, want: Tensor) -> float:
     if got.dim() != want.dim() or any(a < b for a, b in zip(got.shape, want.shape, strict=True)):
         return math.inf
     got = got[tuple(slice(0, size) for size in want.shape)]
-    if got.numel() == 0:
-        return 0.0
-    a, b = got.double(), want.double()
-    off = torch.where(a == b, 0.0, (a - b).abs())  # infinities of a mask are equal
-    finite = b[b.isfinite()].abs()
-    return float(off.max() / max(float(finite.max()) if finite.numel() else 0.0, 1e-12))
+    return largest_difference(got, want) / max(largest_finite(want), 1e-12)

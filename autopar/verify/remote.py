@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.measure import as_real
 from autopar.program.spec import layers_of
 from autopar.run import remote
 
@@ -53,7 +54,7 @@ def _state_after_update(trainer: Any) -> dict[str, Tensor]:
         axes = program.split_local_sgd_axes(placement.axes)[0] if replicas_differ else placement.axes
         if layout.stage not in trainer.stages or placement.zero >= 2 or not axes:
             continue
-        values = trainer.stages[layout.stage].get_parameter(layout.name).detach().nan_to_num()
+        values = as_real(trainer.stages[layout.stage].get_parameter(layout.name)).nan_to_num()
         extremes = torch.stack((values, -values))
         for axis in axes:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=world.group((axis,)))

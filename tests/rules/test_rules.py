@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.checks.register import register_rule
-from autopar.checks.rules import build, check, check_candidate, sample
+from autopar.checks.rules import _difference, build, check, check_candidate, sample
 from autopar.checks.samples import samples
 from autopar.errors import RuleError
 from autopar.ops.operands import operands, shape_of
@@ -230,6 +230,17 @@ def test_wrong_types_are_caught(target, args, wrong):
     node, values = build(sample(target, *args))
     with pytest.raises(RuleError, match=r"differs by|shards"):
         check_candidate(node, values, wrong, 2)
+
+
+@pytest.mark.parametrize("other", [float("inf"), float("-inf"), float("nan")])
+def test_infinities_and_nan_hide_no_difference(other):
+    expected = torch.tensor([1.0, other])
+    assert _difference(expected, expected, "it") == 0.0
+    for wrong in (torch.tensor([2.0, other]), torch.tensor([1.0, 0.0]), torch.tensor([other, 1.0])):
+        with pytest.raises(RuleError, match="it differs by "):
+            _difference(wrong, expected, "it")
+    with pytest.raises(RuleError, match="it differs by "):
+        _difference(torch.tensor([0.0, other]), torch.zeros(2), "it")
 
 
 def test_notation():

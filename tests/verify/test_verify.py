@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,11 @@ from autopar.measure import compare
 from autopar.plan import Role
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
+from autopar.types import P, R
 from autopar.verify import Difference, attack, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
 from autopar.verify import run as verify_run
+from autopar.verify.attacks import compare_with_eager
+from autopar.verify.locate import _assemble, _difference
 from autopar.zoo.hf import build_config
 
 KEYS = ["exact", "max_relative_difference", "plans_checked", "typechecked", "replicated_ops", "failures"]
@@ -226,6 +230,24 @@ def test_a_graph_that_is_not_the_model_is_said_to_be_inexact(monkeypatch: pytest
     assert data["attacks_skipped"]["train()"] == "the model is in this mode"
 
 
+@pytest.mark.parametrize("buffer", [float("nan"), 1.0])
+def test_a_buffer_that_the_graph_writes_otherwise_is_no_exact_result(
+    buffer: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = masking()
+    given = make_subject(model, batch)
+    right = reference.run
+
+    def wrong(*arguments: Any, buffers: dict[str, Tensor], **rest: Any) -> Tensor:
+        loss = right(*arguments, buffers=buffers, **rest)
+        buffers["seen"] = torch.full_like(buffers["seen"], buffer)
+        return loss
+
+    assert compare_with_eager(given).exact
+    monkeypatch.setattr(reference, "run", wrong)
+    assert not (error := compare_with_eager(given)).exact and error.where == "the new value of seen"
+
+
 def test_every_plan_is_run_with_another_batch(workers2: WorkerPool) -> None:
     model, batch = masking()
     given = make_subject(model, batch)
@@ -292,6 +314,17 @@ def test_the_first_node_that_differs_is_named(what: str, workers2: WorkerPool, m
     assert isinstance(difference, Difference) and re.search(found, str(difference)), str(difference)
     # parameters' gradients are in no order: of those that are summed wrongly, the one that is farthest off
     assert difference.op != "parameter" or difference.node == error.where
+
+
+def test_a_nan_is_a_difference_between_ranks_and_from_the_reference() -> None:
+    one, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    for parts in ([one, one, one, nan], [one, nan, one, one], [nan, one, one, one]):
+        assert math.isnan(_assemble(parts, [2, 2], (P, R))[1])
+    assert (
+        _assemble([one, 2 * one, nan, nan], [2, 2], (P, R))[1] == 1.0
+    )  # a NaN that all have is no difference between them
+    assert math.isnan(_difference(nan, one)) and _difference(nan, nan) == 0.0
+    assert _difference(torch.tensor([1j]), torch.tensor([2j])) == 0.5
 
 
 def test_a_plan_with_local_steps_is_not_called_exact(tmp_path: Path) -> None:
