@@ -82,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "workload": {"capture", "search", "shard"},
     "explain": {"devices", "price", "search", "workload"},
     "planning": {"ops", "capture", "devices", "explain", "price", "run", "search", "workload"},
-    "sweep": {"devices", "explain", "search"},
+    "sweep": {"devices", "explain", "planning", "search"},
     "report": {"devices", "explain", "price", "program", "search"},
     "emit": {"ops", "passes", "program", "rules", "shard"},
     "checks": {"ops", "flow", "passes", "price", "program", "rules"},

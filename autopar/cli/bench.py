@@ -16,6 +16,7 @@ from autopar.bench.report import failures, plot, table, verdict, write_lines
 from autopar.cli.console import Messages, output_file, plain_table, progress_bar, show
 from autopar.devices import parse
 from autopar.errors import UsageError
+from autopar.picture import pyplot
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,15 @@ def bench_command(
             )
     lines = output_file(output, "-o") if output else None
     picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
+    if picture:
+        pyplot()  # raises now, not after the measurement, if matplotlib is not installed
     results = [measurement.result(name) for name in names or MODELS]
     if lines:
         write_lines(results, lines)
-    if picture:
-        plot([result.to_json() for result in results], picture)
     parts = [[table(result, plain_table), *failures(result), verdict(result), ""] for result in results]
     show(as_json, {"models": [result.to_json() for result in results]}, *itertools.chain.from_iterable(parts))
+    if picture:
+        plot([result.to_json() for result in results], picture)
 
 
 def _print_published(path: str, as_json: bool) -> None:

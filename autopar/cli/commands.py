@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -12,7 +14,7 @@ import torch
 
 from autopar.cli.console import Messages, output_file, show
 from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model, names_code
-from autopar.cli.options import PlanRequest
+from autopar.cli.options import TIME_LIMIT_S, PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
@@ -23,6 +25,7 @@ from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import capture_model, plan_model
 from autopar.program.state import INITIAL
+from autopar.progress import Progress
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, with_buffer_values, write_initial_values
 from autopar.search import SearchOptions
@@ -72,11 +75,12 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
         emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
         if init and not is_path(init):
             write_initial_values(workload.model, init, 0, folder)
-        nodes, each = -(-plan.device_count // cluster.gpus_per_node), min(plan.device_count, cluster.gpus_per_node)
-        start = f"torchrun --nnodes {nodes} --nproc-per-node {each} {folder / 'train.py'}"
-        start += f" --init {init}" if is_path(init) else ""
+        words = [str(folder / "train.py"), *(["--init", init] if init and is_path(init) else [])]
+        commands = start_commands(cluster, plan.device_count, words)
+        start = "\n".join(commands.values())
         devices = f"{plan.device_count} device{'s' if plan.device_count != 1 else ''}"
-        messages.say(f"{len(plan.layers)} layers for {devices}; start it on every node with {start}")
+        how = [f"start it on {nodes} with {command}" for nodes, command in commands.items()]
+        messages.say(f"{len(plan.layers)} layers for {devices}; {'; '.join(how)}")
         has_values = (folder / INITIAL).is_file() or bool(init)
         if not has_values:
             messages.say(
@@ -84,6 +88,24 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
                 "its state dict), or with --draw-init to draw values; or emit it with --init own"
             )
     show(as_json, {"folder": str(folder), "start": start, "has_values": has_values}, str(folder))
+
+
+def start_commands(cluster: Cluster, devices: int, words: Sequence[str]) -> dict[str, str]:
+    """Return the commands that start the program ``words`` on the cluster's first ``devices`` devices, by the nodes on which they start:
+    "every node", or if nodes have different numbers of processes, "node 0", "nodes 1 to 3" and so on, by their rank."""
+    nodes: list[int] = []  # the number of processes of each node
+    for part in cluster.parts or (cluster,):
+        here = min(devices - sum(nodes), part.count)
+        full, rest = divmod(here, part.gpus_per_node)
+        nodes += [part.gpus_per_node] * full + [rest] * (rest > 0)
+    found, first = {}, 0
+    for each, group in itertools.groupby(nodes):
+        last = first + len(list(group)) - 1
+        where = f"node {first}" if last == first else f"nodes {first} to {last}"
+        where = "every node" if last - first + 1 == len(nodes) else where
+        found[where] = shlex.join(["torchrun", "--nnodes", str(len(nodes)), "--nproc-per-node", str(each), *words])
+        first = last + 1
+    return found
 
 
 def check_pins(request: PlanRequest, *others: str) -> None:
@@ -136,7 +158,9 @@ def cluster_and_options(request: PlanRequest) -> tuple[Cluster, SearchOptions]:
     limit = parse_size(request.memory_limit) if request.memory_limit else None
     cluster = parse(request.devices, memory_limit_bytes=limit, calibration=request.calibration)
     return cluster, SearchOptions(
-        time_limit_s=request.time_limit, allow=allowed(request.allow), pin=read_pins(request.pins)
+        time_limit_s=TIME_LIMIT_S if request.time_limit is None else request.time_limit,
+        allow=allowed(request.allow),
+        pin=read_pins(request.pins),
     )
 
 
@@ -145,7 +169,7 @@ def allowed(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace("-", "_") for name in names)
 
 
-def load(request: PlanRequest, cluster: Cluster, messages: Messages | None = None, device: str = "meta") -> Workload:
+def load(request: PlanRequest, cluster: Cluster, messages: Progress | None = None, device: str = "meta") -> Workload:
     """Load the model of a request, with its batch."""
     if messages is not None:
         messages("load", request.model)
@@ -190,7 +214,7 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
 
 
 def capture_request(
-    request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Messages
+    request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Progress | None
 ) -> tuple[Graph, Recapture]:
     """Return the graph of a request, and a function that captures it again with other sizes. Both deviate from exact training in the same
     way as the plan ``written``."""
@@ -216,7 +240,12 @@ def recorded_options(request: PlanRequest) -> dict[str, Any]:
     unrecorded = ("calibration", "plan_file", "capture_check", "type_check", "init")
     given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}
     lists = {name: list(given[name]) for name in ("pins", "allow")}
-    return {name: value for name, value in (given | lists).items() if value not in (None, False, [], "")}
+    return {name: value for name, value in (given | lists).items() if not _is_missing(value)}
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether an option was not given; a time limit of 0 was."""
+    return value is None or value is False or value in ("", (), [])
 
 
 def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanRequest:
@@ -230,7 +259,11 @@ def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanReq
     pins = [f"{name}={before[name]}" for name in PINS if name in before]  # older versions recorded pins as options
     pinned = read_pins(request.pins)
     pins = [pin for pin in (*pins, *before.pop("pins", ())) if next(iter(read_pins([pin]))) not in pinned]
-    missing = {name: before[name] for f in fields(request) if (name := f.name) in before and not getattr(request, name)}
+    missing = {
+        name: before[name]
+        for f in fields(request)
+        if (name := f.name) in before and _is_missing(getattr(request, name))
+    }
     return replace(request, **missing, pins=(*pins, *request.pins))
 
 

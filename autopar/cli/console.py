@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
@@ -113,7 +114,7 @@ def progress_bar(name: str, total: int | None = None, lines: bool = False) -> It
     With ``lines`` the function prints a line per item instead, if stderr isn't a terminal.
     """
     stderr = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr, transient=True, disable=lines and not stderr.is_terminal) as bar:
         task = bar.add_task(name, total=total)
 
@@ -151,14 +152,14 @@ class Messages:
 
     def __call__(self, stage: str, text: str = "") -> None:
         if self._status is not None:
-            self._status.update(f"[bold]{stage}[/bold] {text}")
+            self._status.update(f"[bold]{stage}[/bold] {escape(text)}")
         elif stage != self._stage:
             self.console.print(f"{stage} ...", highlight=False)
         self._stage = stage
 
     def say(self, text: str) -> None:
         """Print a message without wrapping, so that commands in it can be copied."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 _PICTURE_SUFFIXES = (".png", ".svg", ".pdf")

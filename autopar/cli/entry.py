@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         # the reader of the pipe is gone; without this, Python would report that again when it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    except (PermissionError, IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:
+    except OSError as error:
         if os.environ.get("AUTOPAR_TRACEBACK"):
             raise
         status = 1
-        _print_error(f"{error.filename}: {error.strerror}", "give a file or folder that can be read or written")
+        where = f"{error.filename}: " if error.filename is not None else ""  # a full disk has no name
+        _print_error(f"{where}{error.strerror or error}", "give a file or folder that can be read or written")
     except Exception as error:
         if os.environ.get("AUTOPAR_TRACEBACK"):
             raise

@@ -85,6 +85,8 @@ def _read(target: str) -> Plan | None:
 def explained(request: PlanRequest, given: Plan | None) -> Explanation:
     """Return the explanation of the ``given`` plan, or else of the best plan for the request."""
     cluster, options = cluster_and_options(request)
+    if given is not None:
+        cluster = cluster.used_by(given.device_count)
     with Messages() as messages:
         graph, recapture = capture_request(request, cluster, given, messages)
         study = Study(graph, cluster, options, recapture=recapture, seq=sequence_length(graph))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
     show(as_json, {"files": files, "start": start}, *files)
     with Messages() as messages:
         messages.say(f"{start}\n    trains {'here' if cluster.local else 'on every node'}")
-        messages.say(f"autopar plan {request.model} --devices {home / CLUSTER}\n    shows the plan")
+        plan = shlex.join(["autopar", "plan", request.model, "--devices", str(home / CLUSTER)])
+        messages.say(f"{plan}\n    shows the plan")
 
 
 def _cluster(text: str) -> tuple[str, Cluster]:
@@ -102,9 +104,9 @@ def _cluster(text: str) -> tuple[str, Cluster]:
 def _command(cluster: Cluster, script: Path) -> str:
     """Return the command that starts the script on every node."""
     if cluster.local:
-        return f"python {script}"
+        return shlex.join(["python", str(script)])
     nodes = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if cluster.nodes > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} {script}"
+    return f"torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} {shlex.quote(str(script))}"
 
 
 def _script(model: str, cluster: Cluster, workload: Workload, sizes: SizeOptions) -> str:

@@ -78,7 +78,7 @@ def batch_file(folder: Path, time: str, save_before_s: int, options: Sequence[st
     """
     if not (folder / "plan.json").is_file():
         raise ProgramError(f"{folder} has no program", "write one with `autopar emit ... -o DIR`")
-    if "--checkpoint" not in options:
+    if not any(option.partition("=")[0] == "--checkpoint" for option in options):
         raise UsageError(
             "without checkpoints nothing is saved before the time limit",
             "give train.py's options after --, among them --checkpoint DIR, which all nodes share",

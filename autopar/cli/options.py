@@ -15,6 +15,9 @@ from autopar.errors import ModelError, UsageError
 from autopar.pins import PINS
 from autopar.plan import ALLOWED
 
+TIME_LIMIT_S = 20.0
+"""The time limit of a search without ``--time-limit``."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -32,7 +35,7 @@ class PlanRequest:
     pins: Sequence[str] = ()
     memory_limit: str | None = None
     local_batch_norm: bool = False
-    time_limit: float = 20.0
+    time_limit: float | None = None
     plan_file: str | None = None
     capture_check: bool = True
     type_check: bool = True
@@ -200,7 +203,7 @@ pin_options = joined(
         "Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
     ),
     option(
-        "--time-limit", "SECONDS", "Time limit of the search.", type=click.FloatRange(0), default=PlanRequest.time_limit
+        "--time-limit", "SECONDS", f"Time limit of the search. Default: {TIME_LIMIT_S:g}.", type=click.FloatRange(0)
     ),
 )
 plan_file_option = option("--plan plan_file", "FILE", "Use the plan in this file (of `autopar plan -o FILE`).")

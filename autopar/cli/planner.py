@@ -24,6 +24,7 @@ import click
 
 from autopar.cli.app import cli
 from autopar.cli.commands import cluster_and_options, load, recapture, recorded_options
+from autopar.cli.load import config_file
 from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import Cluster
@@ -56,6 +57,7 @@ class Planner:
         graph, plan = plan_graph(graph, cluster, options, recapture(request, cluster), progress=self._tell)
         plan = dataclasses.replace(plan, request=recorded_options(request))
         self._tell("report", "")
+        cluster = cluster.used_by(plan.device_count)
         step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
         subject = PlanFigures(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
         (folder / "report.html").write_text(page([subject]), "utf-8")
@@ -74,14 +76,28 @@ class Planner:
         cluster, options = cluster_and_options(request)
         check_schedule(options)
         model = Path(request.model)
-        text = model.read_text("utf-8") if model.suffix == ".json" else request.model
-        key = (text, request.seq, request.global_batch, request.precision, request.local_batch_norm, cluster.kind)
+        key = (
+            request.model,
+            _content(request.model),
+            request.seq,
+            request.global_batch,
+            request.precision,
+            request.local_batch_norm,
+            cluster.kind,
+        )
         if self._graph is None or self._key != key:
             self._graph = None
             self._tell("load", model.name)
             workload = load(request, cluster)
             self._graph, self._key = compared_graph(workload, progress=self._tell), key
         return request, cluster, options, self._graph
+
+
+def _content(model: str) -> str:
+    """Return the text of the file that MODEL names, or an empty string: the file may be edited between two jobs."""
+    source = model.rpartition(":")[0]
+    file = Path(source) if source.endswith(".py") else config_file(model)
+    return file.read_text("utf-8", "surrogateescape") if file is not None and file.is_file() else ""
 
 
 def failure(error: BaseException) -> dict[str, Any]:

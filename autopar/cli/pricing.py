@@ -19,18 +19,20 @@ from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.devices import Cluster
+from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_PLAN
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import write_plan
-from autopar.precision import name_of
+from autopar.precision import name_of, normalise
 from autopar.price import Pricer
 from autopar.search import memory_timeline, reprice
 from autopar.techniques import LAYER
 from autopar.trainers.flags import MICROBATCH, SEQUENCE, read_flags
 from autopar.units import seconds, size
 
+_SIZES = ("global_batch", "seq", "precision")
 _NEGLIGIBLE = 1e-9  # seconds below this are the rounding error of a difference (the bubble is one)
 
 
@@ -47,6 +49,7 @@ def price_command(
     doesn't fit."""
     file = output_file(output, "-o") if output else None
     pins, others = read_flags(flags)
+    _check_flags(others, {MICROBATCH: microbatch, **{name: getattr(request, name) for name in _SIZES}})
     microbatch, sequence = others.pop(MICROBATCH, microbatch), others.pop(SEQUENCE, sequence)
     request = dataclasses.replace(request, pins=(*request.pins, *pins), **others)
     check_pins(request, *["--microbatch"] * (microbatch is not None), *["--sequence"] * sequence)
@@ -56,8 +59,9 @@ def price_command(
     with Messages() as messages:
         graph, _ = capture_request(request, cluster, given, messages)
         messages("price")
-        pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = given or write_plan(graph, cluster, options, microbatch=microbatch, sequence=sequence)
+        cluster = cluster.used_by(plan.device_count)
+        pricer = Pricer(graph, cluster, name_of(graph.dtype))
         plan = price_plan(graph, cluster, plan, pricer)
         moments = memory_timeline(graph, cluster, pricer, plan) if timeline else ()
     if file is not None:
@@ -69,6 +73,15 @@ def price_command(
     show(as_json, data, *parts)
     if plan.too_full:
         raise SystemExit(1)
+
+
+def _check_flags(flags: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise ``UsageError`` if a trainer's flag contradicts one of autopar's ``options``."""
+    for name, value in options.items():
+        wanted = normalise(value) if name == "precision" and value else value
+        if value is not None and flags.get(name, wanted) != wanted:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is {value}, and {flags[name]} in the flags after --", f"leave {option} out")
 
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:

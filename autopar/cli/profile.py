@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 from rich.table import Table
 
 from autopar.cli.console import output_file, plain_table, progress_bar, show
-from autopar.devices.calibration import Calibration, default_path
+from autopar.devices.calibration import VARIABLE, Calibration, default_path
 from autopar.errors import UsageError
 from autopar.profile import profile
 from autopar.run.processes import check_count
@@ -21,18 +23,29 @@ def profile_command(processes: str, device: str | None, output: str | None, as_j
     counts = _counts(processes)
     path = output_file(output, "-o") if output else default_path()
     if path is None:
-        raise UsageError("AUTOPAR_CALIBRATION is empty, so the file has no path", "name a file with -o FILE")
+        why = f"{VARIABLE} is empty" if VARIABLE in os.environ else "the user has no home folder"
+        raise UsageError(f"{why}, so the file has no path", "name a file with -o FILE")
+    if not output:
+        _check_default(path)
     with progress_bar("profile") as progress:
         calibration = profile(counts, device, progress)
+    if as_json:
+        print(calibration.dumps(), end="")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(calibration.dumps())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file with -o FILE") from error
-    if as_json:
-        print(calibration.dumps(), end="")
-    else:
+    if not as_json:
         show(False, None, _table(calibration), str(path))
+
+
+def _check_default(path: Path) -> None:
+    """Make the folder of the file that planning reads, and raise ``UsageError`` if the file cannot be written into it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", "name a file with -o FILE") from error
+    output_file(path, VARIABLE if VARIABLE in os.environ else "the default path")
 
 
 def _counts(text: str) -> list[int]:

@@ -34,6 +34,7 @@ def rehearse_command(
         raise UsageError("this machine has no GPU to rehearse on", "leave --device out, or write --device cpu")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _, cluster, graph, plan = make_plan(request)
+    cluster = cluster.used_by(plan.device_count)
     check_ranks(plan, ranks)
     ranks = ranks or rank_of_each_position(plan)
     free = with_free_communication(cluster)

@@ -109,7 +109,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:
     """Return the predicted step of ``plan`` for the model and the devices of ``request``, and the cluster of these devices."""
-    cluster, _ = cluster_and_options(request)
+    cluster = cluster_and_options(request)[0].used_by(plan.device_count)
     with Messages() as messages:
         graph, _ = capture_request(request, cluster, plan, messages)
         check_model(plan, graph)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from autopar.cli.commands import cluster_and_options, default_precision, recapture
+from autopar.cli.commands import cluster_and_options, recapture
 from autopar.cli.console import output_file, plain_table, progress_bar, show
 from autopar.cli.options import PlanRequest
 from autopar.errors import InfeasibleError, UsageError
-from autopar.precision import normalise
+from autopar.picture import pyplot
 from autopar.sweep import Cell, Range, numbers, plot, read_prices, sweep
 from autopar.units import seconds, size
 
@@ -28,20 +28,23 @@ def sweep_command(
     """Plan each combination, print a table or one JSON object, and draw a plot if requested."""
     prices = read_prices(gpu_hour)
     picture = output_file(plot_file, "--plot", picture=True) if plot_file else None
+    if picture:
+        pyplot()  # raises now, not after the sweep, if matplotlib is not installed
     gpus = tuple(part.strip() for part in gpu.split(",") if part.strip())
     if not gpus:
         raise UsageError("--gpu names no GPU", "`autopar help hardware` lists them")
     ranges = Range(numbers(counts, "--devices"), gpus, _sizes(lengths, "--seq"), _sizes(batches, "--global-batch"))
     first, options = cluster_and_options(request := replace(request, devices=f"1x1x{gpus[0]}"))
-    precision = normalise(request.precision) if request.precision else default_precision(first)
-    options = replace(options, precision=precision, memory_limit_bytes=first.memory_override_bytes)
+    limit = first.memory_override_bytes
     with progress_bar(request.model, ranges.cells) as progress:
-        cells = sweep(recapture(request, first), ranges, options, prices=prices, progress=progress)
-    if picture:
-        plot(cells, picture, request.model)
+        cells = sweep(
+            recapture(request, first), ranges, options, prices=prices, memory_limit_bytes=limit, progress=progress
+        )
     show(as_json, {"model": request.model, "cells": [cell.to_json() for cell in cells]}, table(cells))
     if all(cell.step_time_s is None for cell in cells):
         raise InfeasibleError(f"no combination of the sweep has a plan: {cells[0].error}", "sweep more devices")
+    if picture:
+        plot(cells, picture, request.model)
 
 
 def _sizes(text: str | None, option: str) -> tuple[int | None, ...]:

@@ -7,27 +7,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.cli.commands import allowed
+from autopar.cli.commands import allowed, capture_request, with_recorded_options
 from autopar.cli.console import plain_table, progress_bar, show
 from autopar.cli.load import SizeOptions, config_file, load_model, names_code, read_config
 from autopar.cli.options import PlanRequest
+from autopar.devices import parse
 from autopar.graph import Graph
 from autopar.measure import EXACT
 from autopar.plan import Plan
 from autopar.plan_files import check_model, read_plan
 from autopar.run.processes import check_count
-from autopar.search.numerics import Numerics
 from autopar.units import parse_size
 from autopar.verify import Report, shrink_config
 from autopar.verify.collectives import CollectivesReport, verify_collectives, verify_plan_collectives
 from autopar.verify.run import verify_workload
-from autopar.workload import Workload, with_numerics
+from autopar.workload import Workload
 from autopar.zoo import find
 from autopar.zoo.hf import build_config
 
@@ -48,7 +47,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
     with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as progress:  # the model's code may print
         notes: list[str] = []
         if collectives and plan is not None:
-            graph = _full_size_graph(request.model, plan, request.seq)
+            graph = _full_size_graph(request, plan)
             check_model(plan, graph)
             report = verify_plan_collectives(graph, plan, progress=progress)
         else:
@@ -59,7 +58,7 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
             if collectives:
                 report = verify_collectives(workload, processes, allow=allow, progress=progress)
             else:
-                real = _full_size_graph(request.model, plan, request.seq) if plan is not None and notes else None
+                real = _full_size_graph(request, plan) if plan is not None and notes else None
                 report = verify_workload(
                     workload, processes, plan=plan, real=real, memory_limit_bytes=limit, allow=allow, progress=progress
                 )
@@ -86,14 +85,11 @@ def _load(model: str, devices: int, sizes: SizeOptions) -> tuple[Workload, list[
     ]
 
 
-def _full_size_graph(model: str, plan: Plan, seq: int | None) -> Graph:
+def _full_size_graph(request: PlanRequest, plan: Plan) -> Graph:
     """Return the graph of the full-size model for which the plan was made, captured on meta."""
-
-    def again(*, global_batch: int | None = None, **_: Any) -> Graph:
-        loaded = load_model(model, SizeOptions(seq, global_batch, plan.precision), device="meta")
-        return dataclasses.replace(loaded, precision=plan.precision).capture()
-
-    return with_numerics(again(global_batch=plan.global_batch), again, Numerics.of(plan))
+    request = dataclasses.replace(with_recorded_options(plan, request), precision=plan.precision)
+    # the devices decide nothing but a precision that is missing
+    return capture_request(request, parse(1), plan, None)[0]
 
 
 def _report_parts(report: Report | CollectivesReport, notes: list[str]) -> Iterator[RenderableType]:

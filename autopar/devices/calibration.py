@@ -80,10 +80,13 @@ def this_machine() -> dict[str, Any]:
 
 
 def default_path() -> Path | None:
-    """Return the calibration file's path; ``None`` if ``AUTOPAR_CALIBRATION`` is empty."""
+    """Return the calibration file's path; ``None`` if ``AUTOPAR_CALIBRATION`` is empty, or if the user has no home."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE]) if os.environ[VARIABLE] else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "calibration.json"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar" / "calibration.json"
+    except RuntimeError:
+        return None
 
 
 def read(path: Path) -> Calibration:
@@ -155,7 +158,8 @@ def _check_complete(figures: Sequence[Figure]) -> None:
         here = {(f.name, f.variant, f.backward) for f in figures if (f.device, f.processes) == (device, count)}
         names = {(name, backward) for name, _, backward in here}
         needed = {"launch": {("launch", False), ("launch", True)} <= names, "update": ("update", False) in names}
-        needed["move"] = ("move", POINTWISE, False) in here
+        needed["move"] = {("move", POINTWISE, False), ("move", POINTWISE, True)} <= here
+        needed |= {name: any((name, b) in names for b in (False, True)) for name in ("product", "attention")}
         if missing := [name for name, is_there in needed.items() if not is_there]:
             raise MalformedFileError(f"the figures of {count} {device} processes lack {missing[0]}")
 

@@ -123,8 +123,10 @@ class Gpu:
 
     def fastest_flops_per_s(self, dtype: str) -> float:
         """Return an upper bound of the FLOP/s that the cost model assumes for ops in ``dtype``; 0 if the peak is unknown."""
-        if self.measured is not None or dtype not in self.peak_flops:
-            return self.peak_flops.get(dtype, 0.0)
+        if dtype not in self.peak_flops:
+            return 0.0
+        if self.measured is not None:
+            return max(self.peak_flops[dtype], self.measured.fastest_flops_per_s(dtype))
         return max(self.flops_per_s(dtype), self.attention_flops_per_s(dtype))
 
     @property
@@ -274,6 +276,11 @@ class Cluster:
         shape = [(n, self.gpus_per_node) if self.nodes > 1 else (1, n) for n in fewer]
         return tuple(replace(self, name=f"{n}x{m}x{self.gpu.name}", nodes=n, gpus_per_node=m) for n, m in shape)
 
+    def used_by(self, count: int) -> Cluster:
+        """Return the one of ``smaller_clusters`` that has ``count`` devices, for a plan that leaves the others idle; or else this
+        cluster."""
+        return next((fewer for fewer in self.smaller_clusters() if fewer.count == count), self)
+
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
         """Return the part (without parts: this cluster) with the devices of each of ``pipeline`` stages, in order. All stages have the same
         number of devices. For a stage on several parts, these are joined, with their worst figures."""
@@ -326,13 +333,19 @@ class Cluster:
         return self.name
 
 
+def slower(link: Link, other: Link) -> Link:
+    """Return the worse latency and bandwidth of two links that a message crosses; the source is that of the bandwidth."""
+    slow = other if other.bytes_per_s < link.bytes_per_s else link
+    return replace(slow, latency_s=max(link.latency_s, other.latency_s))
+
+
 def joined(name: str, parts: Sequence[Cluster], inter_part: Link | None, across: bool = False) -> Cluster:
     """Join parts into one cluster with their worst figures: slowest device and link, smallest memory. With ``across``, devices of one part
-    send to another, so the link between parts, ``inter_part``, becomes the ``inter`` link if it is slower."""
+    send to another, so the ``inter`` link is no better than the link between parts, ``inter_part``."""
     gpus = [part.gpu for part in parts]
     inter = min((part.inter for part in parts), key=lambda link: link.bytes_per_s)
-    if across and inter_part is not None and inter_part.bytes_per_s < inter.bytes_per_s:
-        inter = inter_part
+    if across and inter_part is not None:
+        inter = slower(inter, inter_part)
     return Cluster(
         name=name,
         nodes=sum(part.nodes for part in parts),

@@ -90,6 +90,13 @@ class Ops:
                 found[mask] = moved[mask] / self.moves[name, backward].at(moved[mask])
         return found
 
+    def fastest_flops_per_s(self, dtype: str) -> float:
+        """Return the highest FLOP/s with which ``seconds`` prices products and attention in ``dtype``."""
+        curves = [
+            self._curve(kind, dtype, b) for kind in (self.products, self.attention) if kind for b in (False, True)
+        ]
+        return max((max(curve.y) for curve in curves), default=0.0)
+
     @staticmethod
     def _curve(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
         # a dtype that wasn't measured uses the curve of a similar one, such as the other 16-bit format

@@ -9,7 +9,7 @@
 =====================  ==============================================================================================
 
 A TOML file has these keys. A known GPU requires only ``gpu``; any other GPU also requires ``memory_gb``, ``memory_gb_per_s`` and
-``peak_bf16_tflops``::
+``peak_bf16_tflops``. ``gpus_per_node`` is the known GPU's by default (4 of GB200), or else 8::
 
     name = "our cluster"
     nodes = 16
@@ -61,6 +61,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -132,6 +133,8 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
         raise DeviceError(
             f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"
         )
+    if math.isinf(memory_limit_bytes):
+        raise DeviceError("a memory limit of infinitely many bytes is none", "leave memory_limit_bytes out")
     if cluster.kind == "cuda" and memory_limit_bytes > (most := cluster.gpu.memory_bytes):
         raise DeviceError(
             f"the memory limit is {size(int(memory_limit_bytes))}, and a device of {cluster.name} has {size(most)}",
@@ -345,10 +348,16 @@ def _nvme(path: Path, data: dict[str, Any]) -> Nvme | None:
 
 def _gpu_cluster(path: Path, data: dict[str, Any]) -> Cluster:
     """Return the cluster of GPUs that a file, or one of its groups, describes."""
-    nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.GPUS_PER_NODE)
+    kind = _kind(data["gpu"])
+    nodes, per_node = data.get("nodes", 1), data.get("gpus_per_node", hardware.gpus_per_node(kind or ""))
     device = _gpu(path, data)
     intra, inter = _links(path, data, per_node)
     limit = data.get("memory_limit_gb")
+    if limit is not None and limit * 1e9 > device.memory_bytes:
+        raise DeviceError(
+            f"{path}: memory_limit_gb is {limit}, and a {device.name} has {size(device.memory_bytes)}",
+            "give a lower limit, or the GPU's own memory_gb",
+        )
     return Cluster(
         name=data.get("name", path.stem),
         nodes=nodes,
@@ -361,7 +370,7 @@ def _gpu_cluster(path: Path, data: dict[str, Any]) -> Cluster:
         memory_override_bytes=int(limit * 1e9) if limit is not None else None,
         host=_host(path, data),
         nvme=_nvme(path, data),
-        nvlink_domain=data.get("nvlink_domain", _known_domain(data["gpu"])),
+        nvlink_domain=data.get("nvlink_domain", hardware.nvlink_domain(kind) if kind else 0),
     )
 
 
@@ -401,43 +410,55 @@ _SOURCES = {
 """Key of a cluster file -> key of that figure's source in ``Gpu.sources``."""
 
 
+def _kind(gpu: str) -> str | None:
+    """Return the full name of a known GPU, ``None`` for another, which the file describes."""
+    try:
+        return hardware.find(gpu)
+    except DeviceError:
+        return None
+
+
 def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
     needed = ("memory_gb", "memory_gb_per_s", "peak_bf16_tflops")
     source = (("file", str(path)),)
     memory = int(data["memory_gb"] * c.GIB_PER_VENDOR_GB.value) if "memory_gb" in data else None
-    if all(key in data for key in needed):
+    kind, bf16, given = _kind(data["gpu"]), data.get("peak_bf16_tflops", 0.0) * 1e12, hardware.rates(data)
+    if kind is None and all(key in data for key in needed):
         assert memory is not None
         return Gpu(
             name=data["gpu"],
             memory_bytes=memory,
-            peak_flops=hardware.peaks(data["peak_bf16_tflops"] * 1e12, None, hardware.rates(data)),
+            peak_flops=hardware.peaks(bf16, None, given),
             matmul_efficiency=c.MATMUL_EFFICIENCY.value,
             memory_bytes_per_s=data["memory_gb_per_s"] * 1e9,
             memory_efficiency=c.MEMORY_EFFICIENCY.value,
             op_floor_s=c.OP_FLOOR_S.value,
             sources=source,
         )
-    known = hardware.gpu(hardware.find(data["gpu"]), memory)
+    kind = kind or hardware.find(data["gpu"])  # raises for a GPU that neither autopar knows nor the file describes
+    if data.get("memory_gb") == hardware.table()[kind]["hbm_gb"]:
+        memory = None  # the vendor's figure again; what a program can use of it may be known more precisely
+    known = hardware.gpu(kind, memory)
     changes: dict[str, Any] = {}
     if "memory_gb_per_s" in data:
         changes["memory_bytes_per_s"] = data["memory_gb_per_s"] * 1e9
-    if "peak_bf16_tflops" in data:
-        changes["peak_flops"] = hardware.peaks(data["peak_bf16_tflops"] * 1e12)
-    if given := hardware.rates(data):
-        changes["peak_flops"] = changes.get("peak_flops", known.peak_flops) | given
-    if not changes and not memory:
+    other_peak = bf16 and bf16 != known.peak_flops["bfloat16"]  # other peaks follow from it
+    if other_peak:
+        changes["peak_flops"] = hardware.peaks(bf16, None, given)
+    elif given:
+        changes["peak_flops"] = known.peak_flops | given
+    if not any(key in data for key in _SOURCES):
         return known
-    # other peaks follow from a given one of bfloat16
-    derived = {"fp8", "fp16", "fp32"} if "peak_bf16_tflops" in data else set()
+    derived = {"fp8", "fp16", "fp32"} if other_peak else set()
     sources = {key: text for key, text in known.sources if key not in derived}
     sources |= {figure: str(path) for key, figure in _SOURCES.items() if key in data}
     return dataclasses.replace(known, **changes, sources=(*sources.items(), *source))
 
 
 def _host(path: Path, data: dict[str, Any]) -> Host:
-    try:
-        found = hardware.host(hardware.find(data["gpu"]))
-    except DeviceError:
+    if kind := _kind(data["gpu"]):
+        found = hardware.host(kind)
+    else:
         memory, bandwidth, link = (
             c.DEFAULT_HOST_MEMORY_BYTES,
             c.DEFAULT_HOST_BYTES_PER_S,
@@ -453,18 +474,11 @@ def _host(path: Path, data: dict[str, Any]) -> Host:
     return dataclasses.replace(found, **changes, source=str(path)) if changes else found
 
 
-def _known_domain(gpu: str) -> int:
-    try:
-        return hardware.nvlink_domain(hardware.find(gpu))
-    except DeviceError:  # an unknown GPU, which the file describes
-        return 0
-
-
 def _links(path: Path, data: dict[str, Any], per_node: int) -> tuple[Link, Link]:
     source = str(path)
-    try:
-        intra, inter = hardware.links(hardware.find(data["gpu"]), per_node)
-    except DeviceError:  # an unknown GPU, which the file describes: links that the file lacks have low estimates
+    if kind := _kind(data["gpu"]):
+        intra, inter = hardware.links(kind, per_node)
+    else:  # links that the file lacks have low estimates
         default = c.DEFAULT_INTER_NODE_BYTES_PER_S
         intra, inter = (
             hardware.intra_link(default.value, default.source),

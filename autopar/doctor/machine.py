@@ -106,7 +106,7 @@ def _calibration() -> Finding:
     path, hint = calibration.default_path(), "`autopar profile` measures this machine (under two minutes)"
     name, unmeasured = "calibration", "plans for this machine's devices are priced with default figures"
     if path is None or not path.is_file():
-        where = f"{calibration.VARIABLE} is empty" if path is None else "none"
+        where = f"{calibration.VARIABLE} is empty" if path is None and calibration.VARIABLE in os.environ else "none"
         return Finding(PART, name, ABSENT, f"{where}: {unmeasured}", hint)
     try:
         found = calibration.read(path)

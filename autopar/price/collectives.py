@@ -36,7 +36,7 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.devices import Cluster
-from autopar.devices.cluster import Link
+from autopar.devices.cluster import slower
 from autopar.plan import Axis
 from autopar.types import Collective
 
@@ -118,12 +118,8 @@ def group_time_s(
     if 0 < members.per_part < n and cluster.inter_part is not None:
         # the link between parts replaces the network if it is slower; a ring has the shares of all members in a part
         share = 1 if collective is Collective.ALL_TO_ALL else members.per_part / members.per_node
-        slow = Link(
-            max(cluster.inter.latency_s, cluster.inter_part.latency_s),
-            min(cluster.inter.bytes_per_s, cluster.inter_part.bytes_per_s * share),
-            cluster.inter_part.source,
-        )
-        cluster = replace(cluster, inter=slow, parts=(), network=None)
+        part = replace(cluster.inter_part, bytes_per_s=cluster.inter_part.bytes_per_s * share)
+        cluster = replace(cluster, inter=slower(cluster.inter, part), parts=(), network=None)
     nodes, k = members.nodes, members.per_node
     network = cluster.network
     if collective is Collective.ALL_TO_ALL:

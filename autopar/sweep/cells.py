@@ -15,7 +15,8 @@ from autopar.explain.describe import memory_bytes
 from autopar.explain.study import PricerOf, shared_pricers
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.search import SearchOptions, search
+from autopar.planning import find_plan
+from autopar.search import SearchOptions
 
 HOUR_S = 3600.0
 BILLION = 1e9
@@ -99,8 +100,9 @@ def read_prices(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def clusters_of(request: Range) -> Iterator[Cluster]:
-    """Yield a cluster for each GPU kind and number of devices: full nodes, or a part of one node."""
+def clusters_of(request: Range, memory_limit_bytes: int | None = None) -> Iterator[Cluster]:
+    """Yield a cluster for each GPU kind and number of devices: full nodes, or a part of one node. Each kind must have the memory of the
+    limit."""
     for gpu in request.gpus:
         name = hardware.find(gpu)
         node = hardware.gpus_per_node(name)
@@ -109,7 +111,7 @@ def clusters_of(request: Range) -> Iterator[Cluster]:
                 raise UsageError(
                     f"{count} devices do not fill nodes of {node} {name}", f"use multiples of {node}, or at most {node}"
                 )
-            yield parse(f"{max(1, count // node)}x{min(count, node)}x{name}")
+            yield parse(f"{max(1, count // node)}x{min(count, node)}x{name}", memory_limit_bytes=memory_limit_bytes)
 
 
 def sweep(
@@ -118,18 +120,20 @@ def sweep(
     options: SearchOptions,
     *,
     prices: dict[str, float] | None = None,
+    memory_limit_bytes: int | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     pricer_of: PricerOf | None = None,
 ) -> list[Cell]:
     """Plan every cell, one graph after the other; ``prices`` has the price of a GPU hour by kind (see ``read_prices``).
 
     Raises:
-        AutoparError: the model can't be captured, a GPU is unknown, or a number of devices doesn't fill its nodes.
+        AutoparError: the model can't be captured, a GPU is unknown or has less memory than the limit, or a number of devices doesn't fill
+            its nodes.
         BatchError: the model supports none of the combinations of sequence length and batch.
     """
     found: list[Cell] = []
     refused: list[BatchError] = []
-    clusters = list(clusters_of(request))
+    clusters = list(clusters_of(request, memory_limit_bytes))
     for seq in request.seqs:
         for global_batch in request.global_batches:
             graph: Graph | BatchError
@@ -162,7 +166,7 @@ def _planned(
         return dataclasses.replace(cell, error=graph.message)
     cell = dataclasses.replace(cell, global_batch=graph.batch_size)
     try:
-        plan = search(graph, cluster, pricer_of(graph, cluster), options)
+        plan = find_plan(graph, cluster, options, pricer=pricer_of(graph, cluster), may_be_idle=True)
     except AutoparError as error:
         return dataclasses.replace(cell, error=error.message)
     price = prices.get(cluster.gpu.name, prices.get("*"))

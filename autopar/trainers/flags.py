@@ -14,8 +14,8 @@ MICROBATCH, SEQUENCE = "microbatch", "sequence"
 
 
 def _integer(text: str) -> int:
-    if not text.isdigit():
-        raise UsageError(f"{text!r} is not a whole number", "degrees and sizes are whole numbers")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{text!r} is not a whole number from 1", "degrees and sizes are whole numbers")
     return int(text)
 
 
@@ -55,7 +55,7 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
 def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Parse ``--flag value`` and ``--flag=value``; return the pins as ``KEY=VALUE``, and the other values by name.
 
-    Raises ``UsageError`` for an unknown flag, and for a missing or invalid value.
+    Raises ``UsageError`` for an unknown flag, for a missing or invalid value, and for flags that contradict each other.
     """
     values: dict[str, Any] = {}
     queue = list(words)
@@ -71,7 +71,10 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 value = value(text if equals else queue.pop(0))
             except UsageError as error:
                 raise UsageError(f"{flag}: {error.message}", error.hint) from None
-        values |= {name: value} if name else {}
+        if values.setdefault(name, value) != value:
+            raise UsageError(
+                f"{flag} means {name}={value}, and an earlier flag {name}={values[name]}", "give one of them"
+            )
     for technique in LAYER:
         chosen = technique.of_flags({flag: values.pop(flag) for flag in technique.flags if flag in values})
         values |= {} if chosen is None else {technique.name: chosen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -11,11 +12,14 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import autopar
 from autopar.capture import capture
-from autopar.cli import commands, main
+from autopar.cli import bench, commands, main
+from autopar.cli import profile as profile_cli
+from autopar.cli.console import Messages, progress_bar
 from autopar.errors import CaptureError, InfeasibleError, UsageError
 from autopar.plan import Prediction
 from autopar.run import processes
@@ -159,12 +163,47 @@ def test_infeasible_is_an_answer(capsys, monkeypatch):
         (CaptureError("model.py:3: data-dependent branch"), 1, "error: model.py:3: data-dependent branch"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("by zero"), 1, "error: ZeroDivisionError: by zero"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "error: No space left on device\nhint: give a file"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "p.json"),
+            1,
+            "error: p.json: Read-only file system\nhint: give",
+        ),
     ],
 )
 def test_other_ends(capsys, monkeypatch, error, status, words):
     monkeypatch.setattr(commands, "plan_model", fail_with(error))
     got, out, err = invoke(capsys, *PLAN, "--devices", "8xH100-80GB")
     assert got == status and out == "" and words in err
+
+
+def test_a_path_in_brackets_is_text(capsys):
+    with Messages() as messages:
+        messages.console = Console(stderr=True, force_terminal=True)
+        messages._status = messages.console.status("")
+        messages("load", "x[/y]/m.py:f")
+        messages.say("x[/y]/m.py:f")
+    with progress_bar("x[/y]/m.py:f") as progress:
+        progress("x[/y]", 1, 2)
+    assert "x[/y]/m.py:f" in capsys.readouterr().err
+
+
+def test_a_measurement_that_cannot_be_written_is_not_made(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AUTOPAR_CALIBRATION", str(tmp_path / "file" / "calibration.json"))
+    monkeypatch.setattr(profile_cli, "profile", fail_with(AssertionError("measured")))
+    status, _, err = invoke(capsys, "profile", "--processes", "1")
+    assert status == 2 and "calibration.json cannot be written" in err
+    monkeypatch.setenv("AUTOPAR_CALIBRATION", str(tmp_path))
+    status, _, err = invoke(capsys, "profile", "--processes", "1")
+    assert status == 2 and f"AUTOPAR_CALIBRATION {tmp_path} is a folder" in err
+
+
+def test_a_benchmark_without_matplotlib_draws_nothing_and_measures_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "pyplot", fail_with(UsageError("a plot needs matplotlib", "install it")))
+    monkeypatch.setattr(bench, "contest", fail_with(AssertionError("measured")))
+    status, _, err = invoke(capsys, "bench", "llama", "--plot", str(tmp_path / "bench.svg"))
+    assert status == 2 and "a plot needs matplotlib" in err
 
 
 def test_described_devices_are_never_run_on(capsys):

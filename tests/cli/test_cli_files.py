@@ -18,7 +18,7 @@ from places import ROOT
 from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 
 from autopar.cli.app import cli
-from autopar.cli.commands import recorded_options, with_recorded_options
+from autopar.cli.commands import cluster_and_options, recorded_options, with_recorded_options
 from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.options import PlanRequest
 from autopar.data_files import MAX_BYTES, MAX_LEVELS, MalformedFileError, parse_json, read_json
@@ -217,6 +217,17 @@ def test_a_model_that_is_data_is_taken_from_a_file(base: tuple[Any, Plan]):
         plan = dataclasses.replace(base[1], request={"model": name, "devices": "2"})
         assert with_recorded_options(plan, PlanRequest()) == PlanRequest(model=name, devices="2")
         assert with_recorded_options(plan, PlanRequest(model="own.py:model")).model == "own.py:model"
+
+
+def test_a_time_limit_is_recorded_and_not_replaced(base: tuple[Any, Plan]):
+    for seconds in (120.0, 0.0):
+        record = recorded_options(PlanRequest(model="gpt2", devices="2", time_limit=seconds))
+        plan = dataclasses.replace(base[1], request=record)
+        assert with_recorded_options(plan, PlanRequest()).time_limit == seconds
+        assert with_recorded_options(plan, PlanRequest(time_limit=0.0)).time_limit == 0.0
+        found = cluster_and_options(PlanRequest(devices="2", time_limit=seconds))[1]
+        assert found.time_limit_s == seconds
+    assert cluster_and_options(PlanRequest(devices="2"))[1].time_limit_s == 20.0
 
 
 def test_the_request_of_a_plan_is_read_as_older_versions_wrote_it(base: tuple[Any, Plan]):

@@ -50,6 +50,12 @@ def test_devices_are_read_as_people_write_them(tmp_path: Path):
     compile((tmp_path / "train.py").read_text(), "train.py", "exec")
 
 
+def test_commands_can_be_copied(tmp_path: Path):
+    home = tmp_path / "my training"
+    said = invoke("gpt2", "--devices", "8xH100", "--global-batch", "8", "--seq", "128", "-o", str(home))
+    assert f"--nproc-per-node 8 '{home}/train.py'" in said and f"--devices '{home}/cluster.toml'" in said
+
+
 def test_a_factory_is_imported_and_nothing_is_replaced(tmp_path: Path):
     factory = f"{ROOT}/examples/mlp.py:model"
     invoke(factory, "-o", str(tmp_path), "--devices", "2", "--global-batch", "32")

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from programs import Shape, mlp_model, write_mlp
 
+from autopar.cli.commands import start_commands
 from autopar.cli.launch import batch_file, launch_command
+from autopar.devices import parse
 from autopar.errors import ProgramError, UsageError
 from autopar.program.state import INITIAL
 from autopar.program.weights import write_file
@@ -86,6 +88,7 @@ def test_the_lines_for_the_scheduler(tmp_path: Path) -> None:
     ):
         assert f"\n#SBATCH {line}\n" in text
     assert "--nnodes 2 --nproc-per-node 2 --master-addr" in text and "train.py --checkpoint saved --resume &" in text
+    assert "train.py --checkpoint=saved --resume &" in batch_file(program, "1", 1, ("--checkpoint=saved",))
     with pytest.raises(UsageError, match="without checkpoints nothing is saved"):
         batch_file(program, "1", 1, ())
     with pytest.raises(ProgramError, match="has no program"):
@@ -146,3 +149,21 @@ def test_a_time_limit_is_one_word(tmp_path: Path) -> None:
     program = write_mlp(tmp_path / "program", Shape())
     with pytest.raises(UsageError, match="is not a time limit of SLURM"):
         batch_file(program, "60\n#SBATCH --nodes=9", 120, ("--checkpoint", "saved"))
+
+
+def test_nodes_of_different_sizes_have_commands_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    group = '[[group]]\nnodes = {}\ngpus_per_node = {}\ngpu = "H100-80GB"\n'
+    file.write_text(group.format(2, 8) + group.format(1, 4))
+    words = ["my program/train.py", "--init", "a b"]
+    end = "'my program/train.py' --init 'a b'"
+    assert start_commands(parse(file), 20, words) == {
+        "nodes 0 to 1": f"torchrun --nnodes 3 --nproc-per-node 8 {end}",
+        "node 2": f"torchrun --nnodes 3 --nproc-per-node 4 {end}",
+    }
+    even = f"torchrun --nnodes 2 --nproc-per-node 8 {end}"
+    assert start_commands(parse(file), 16, words) == {"every node": even}
+    assert start_commands(parse("2x8xH100-80GB"), 16, words) == {"every node": even}
+    assert list(start_commands(parse("2x8xH100-80GB"), 4, ["train.py"]).values()) == [
+        "torchrun --nnodes 1 --nproc-per-node 4 train.py"
+    ]

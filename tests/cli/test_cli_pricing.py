@@ -85,6 +85,11 @@ def test_the_flags_of_other_trainers_mean_the_same():
         read_flags(["--micro-batch-size", "one"])
     with pytest.raises(UsageError, match="--recompute-method: the method block is not supported"):
         read_flags(["--recompute-method", "block"])
+    with pytest.raises(UsageError, match="--micro-batch-size: '0' is not a whole number from 1"):
+        read_flags(["--micro-batch-size", "0"])
+    with pytest.raises(UsageError, match="--training.seq_len means seq=32, and an earlier flag seq=64"):
+        read_flags(["--seq-length", "64", "--training.seq_len", "32"])
+    assert read_flags(["--seq-length", "64", "--training.seq_len", "64"]) == ([], {"seq": 64})
     with pytest.raises(UsageError, match="--fast"):
         read_flags(["--fast"])
     with pytest.raises(UsageError, match="no value"):
@@ -112,3 +117,30 @@ def test_a_price_has_every_pin_of_the_request():
     words = ("--pin", "zero=3", "--pin", "reduce=step", "--pin", "microbatches=4")
     layers = json.loads(invoke("price", *GPT2, *words, "--json"))["layers"]
     assert {(layer["zero"], layer["reduce"]) for layer in layers} == {(3, "step")}
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"),
+    [
+        (("--microbatch", "4"), ("--micro-batch-size", "1")),
+        (("--seq", "256"), ("--seq-length", "128")),
+        (("--precision", "float32"), ("--bf16",)),
+    ],
+)
+def test_an_option_and_a_flag_that_contradict_each_other_are_refused(option: tuple[str, ...], flag: tuple[str, ...]):
+    with pytest.raises(UsageError, match=f"^{option[0]} is {option[1]}, and .* in the flags after --") as error:
+        invoke("price", "gpt2", "--devices", "8xH100-80GB", *option, "--", *flag)
+    assert error.value.hint == f"leave {option[0]} out"
+
+
+def test_a_plan_that_leaves_devices_idle_is_read_for_all_of_them(tmp_path: Path):
+    model, file = f"{ROOT}/examples/mlp.py:model", tmp_path / "plan.json"
+    file.write_text(invoke("price", model, "--devices", "2xH100-80GB", "--pin", "data=2", "--json"))
+    asked = (model, "--devices", "3xH100-80GB")
+    again = json.loads(invoke("price", *asked, "--plan", str(file), "--json"))
+    assert again["step_time_s"] == json.loads(file.read_text())["step_time_s"]
+    explained = json.loads(invoke("explain", str(file), "--model", *asked, "--time-limit", "1", "--json"))
+    assert explained["step_time_s"] == again["step_time_s"]
+    page = tmp_path / "page.html"
+    invoke("report", str(file), "--model", *asked, "-o", str(page))
+    assert page.is_file()

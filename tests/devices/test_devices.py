@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -377,3 +377,59 @@ def test_a_devices_share_of_its_host(tmp_path):
     mixed = parse(str(path))
     assert mixed.host_limit_bytes == parse("8xA100-40GB").host_limit_bytes < eight.host_limit_bytes
     assert mixed.host_bytes_per_s == parse("8xA100-40GB").host_bytes_per_s
+
+
+def test_a_limit_above_the_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    for head in ("", "[[group]]\n"):
+        path.write_text(head + 'gpu = "H100-80GB"\nmemory_limit_gb = 800\n')
+        with pytest.raises(DeviceError, match=r"memory_limit_gb is 800, and a H100-80GB-SXM has 8\d\.\d GB") as error:
+            parse(path)
+        assert error.value.hint
+    with pytest.raises(DeviceError, match="infinitely many bytes"):
+        parse("8xH100-80GB", memory_limit_bytes=float("inf"))  # type: ignore[arg-type]
+
+
+def test_a_latency_between_groups_counts_without_a_bandwidth(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    groups = '[[group]]\ngpu = "H100-80GB"\n[[group]]\ngpu = "H100-80GB"\n'
+    for bandwidth in ("", "between_gb_per_s = 100000\n"):
+        path.write_text(bandwidth + groups)
+        plain = p2p_s(1e9, parse(path).borders(2)[0], True)
+        path.write_text(f"{bandwidth}between_latency_us = 30000\n{groups}")
+        slow = parse(path).borders(2)[0]
+        assert p2p_s(1e9, slow, True) > plain + 0.02
+        assert slow.inter.bytes_per_s == parse("2x8xH100-80GB").inter.bytes_per_s
+
+
+@pytest.mark.parametrize("name", ["H100-80GB", "A100-40GB-SXM", "B200-180GB", "V100-32GB"])
+def test_the_figures_of_a_data_sheet_again_change_nothing(tmp_path: Path, name: str) -> None:
+    entry, known = hardware.table()[hardware.find(name)], parse(f"8x{name}").gpu
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        f'gpu = "{name}"\nmemory_gb = {entry["hbm_gb"]}\nmemory_gb_per_s = {entry["hbm_gb_per_s"]}\n'
+        f"peak_bf16_tflops = {known.peak_flops['bfloat16'] / 1e12}\n"
+    )
+    found = parse(path).gpu
+    assert replace(found, sources=known.sources) == known
+    assert dict(found.sources)["hbm"] == str(path)
+
+
+def test_rates_that_follow_from_a_given_one(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('gpu = "H100-80GB"\npeak_bf16_tflops = 800\npeak_fp32_tflops = 60\n')
+    peaks = parse(path).gpu.peak_flops
+    assert (peaks["float32"], peaks["tf32"], peaks["float8"]) == (60e12, 60e12, 800e12)
+
+
+def test_a_kind_has_its_own_number_in_a_node(tmp_path: Path) -> None:
+    path = tmp_path / "rack.toml"
+    path.write_text('nodes = 18\ngpu = "GB200"\n')
+    assert (parse(path).gpus_per_node, parse(path).count) == (4, 72)
+    path.write_text('gpu = "X1"\nmemory_gb = 1\nmemory_gb_per_s = 1\npeak_bf16_tflops = 10\n')
+    assert parse(path).gpus_per_node == 8
+
+
+def test_the_devices_that_a_plan_uses() -> None:
+    assert (parse("3x8xH100-80GB").used_by(16).nodes, parse("3xH100-80GB").used_by(2).count) == (2, 2)
+    assert parse("16xH100-80GB").used_by(4).count == 16  # no search leaves so many idle

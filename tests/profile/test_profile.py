@@ -166,10 +166,40 @@ def test_the_default_place(tmp_path, monkeypatch):
     assert default_path() == tmp_path / "autopar" / "calibration.json" and parse(2).collective_times is None
 
 
+def without(*names: str, backward: bool | None = None) -> Calibration:
+    """The calibration without some figures."""
+    found = calibration()
+    kept = [f for f in found.figures if f.name not in names or backward not in (None, f.backward)]
+    return dataclasses.replace(found, figures=tuple(kept))
+
+
+def test_there_is_no_default_place_without_a_home(monkeypatch):
+    for name in (VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", mock.Mock(side_effect=RuntimeError("no home")))
+    assert default_path() is None and parse(2).collective_times is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_no_price_is_above_the_highest_rate(tmp_path, dtype):
+    found = calibration()
+    size = {"flops": 1e12, "bytes": 1e6}
+    faster = [figure("product", 1.0, size, "bfloat16", b) for b in (False, True)]
+    faster += [figure("product", 0.5, size, "float32", True), figure("attention", 0.25, size, "float32", True)]
+    gpu = parse(2, calibration=written(tmp_path, dataclasses.replace(found, figures=(*found.figures, *faster)))).gpu
+    flops, moved = np.array([1e12, 1e12]), np.array([1e6, 1e6])
+    for backward in (False, True):
+        seconds = gpu.seconds(np.array([PRODUCT, ATTENTION]), flops, moved, dtype, backward)
+        assert (flops / seconds <= gpu.fastest_flops_per_s(dtype) * (1 + 1e-9)).all()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (None, "cannot be read"),
+        (without("move", backward=True).dumps(), "lack move"),
+        (without("product").dumps(), "lack product"),
+        (without("attention").dumps(), "lack attention"),
         ("not json", "holds no calibration"),
         ("[]", "holds no calibration"),
         (json.dumps({"version": VERSION + 1}), "version"),

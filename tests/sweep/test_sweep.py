@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
+import torch
 from search_models import TransformerPricer, chain
 
+from autopar.capture import capture
 from autopar.cli import main
+from autopar.cli import sweep as sweep_cli
 from autopar.cli.sweep import table
-from autopar.errors import BatchError, UsageError
+from autopar.errors import BatchError, DeviceError, UsageError
 from autopar.graph import Graph
+from autopar.planning import find_plan
 from autopar.search import SearchOptions
-from autopar.sweep import Range, numbers, plot, read_prices, sweep
+from autopar.shard import annotate
+from autopar.sweep import Cell, Range, numbers, plot, read_prices, sweep
+from autopar.sweep import cells as cells_module
+from autopar.sweep.cells import clusters_of
 
 
 def test_ranges() -> None:
@@ -91,6 +99,53 @@ def test_the_command(capsys) -> None:
     data = json.loads(capsys.readouterr().out)
     assert [cell["devices"] for cell in data["cells"]] == [1, 2]
     assert all(cell["feasible"] and cell["seq"] == 64 and cell["global_batch"] == 8 for cell in data["cells"])
+
+
+def test_the_limit_is_that_of_each_kind() -> None:
+    asked = Range((1,), ("H100-80GB", "A100-40GB"))
+    with pytest.raises(DeviceError, match="a device of 1x1xA100-40GB-SXM has"):
+        sweep(lambda **sizes: chain(["block"], 8), asked, SearchOptions(), memory_limit_bytes=70 * 10**9)
+    assert [c.memory_limit_bytes for c in clusters_of(Range((8, 16), ("H100-80GB", "A100-40GB")), 10**10)] == [
+        10**10
+    ] * 4
+
+
+def test_a_cell_is_planned_as_plan_does(monkeypatch) -> None:
+    """In the precision of the graph, with idle devices, and a cost of all of them."""
+    asked = {}
+
+    def find(graph, cluster, options, **how):
+        asked.update(how)
+        found = find_plan(graph, cluster, options, **how)
+        assert found.precision == "float32"
+        return found
+
+    monkeypatch.setattr(cells_module, "find_plan", find)
+    with torch.device("meta"):
+        blocks = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(2)))
+        batch = torch.empty(2, 64), torch.empty(2, 64)
+    graph = annotate(capture(blocks, batch, torch.nn.functional.mse_loss, precision="float32"))
+    (cell,) = sweep(lambda **sizes: graph, Range((3,), ("H100-80GB",)), SearchOptions(), prices={"*": 3600.0})
+    assert asked["may_be_idle"] and cell.step_time_s is not None and cell.tokens_per_s is not None
+    assert cell.cost_per_billion_tokens == pytest.approx(3 * 1e9 / cell.tokens_per_s)
+    assert cell.mfu is not None and cell.mfu < 1
+
+
+def test_a_picture_never_costs_the_result(capsys, monkeypatch, tmp_path) -> None:
+    words = ["sweep", "gpt2", "--devices", "1", "--seq", "64", "--global-batch", "8", "--json"]
+    words += ["--plot", str(tmp_path / "sweep.svg")]
+    swept = []
+    none = [Cell("H100-80GB-SXM", 1, "1x1xH100-80GB-SXM", None, 8, error="no plan fits")]
+    monkeypatch.setattr(sweep_cli, "sweep", lambda *args, **how: swept.append(args) or none)
+    monkeypatch.setattr(sweep_cli, "pyplot", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 1 and json.loads(capsys.readouterr().out)["cells"][0]["feasible"] is False
+    swept.clear()
+    monkeypatch.setattr(sweep_cli, "pyplot", mock.Mock(side_effect=UsageError("a plot needs matplotlib", "install it")))
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2 and swept == []
 
 
 def test_devices_fill_their_nodes() -> None:

@@ -200,6 +200,22 @@ def test_pins_that_contradict_each_other_are_refused_before_the_model_is_capture
     assert told == []
 
 
+def test_a_model_that_was_edited_is_captured_again(tmp_path: Path):
+    file, told = tmp_path / "edited.py", []
+    text = (
+        "import torch\n"
+        "def make():\n"
+        "    layers = [torch.nn.Linear(8, 8) for _ in range(2)]\n"
+        "    return torch.nn.Sequential(*layers), (torch.randn(8, 8), torch.randn(8, 8)), torch.nn.functional.mse_loss\n"
+    )
+    planner = Planner(lambda stage, text: told.append(stage))
+    words = [f"{file}:make", "--devices", "2xH100-80GB"]
+    for content in (text, text, text.replace("range(2)", "range(2 + 2)")):
+        file.write_text(content)
+        graph = planner._captured(words)[-1]
+    assert told.count("load") == 2 and "3.weight" in graph.layers[-1].parameters
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_command_its_worker_and_its_files(tmp_path: Path, number: int):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

@@ -24,7 +24,13 @@ from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, agreed, unaligned
 from autopar.checks.nccl.objects import Objects
 from autopar.checks.nccl.records import Communicator, Event, Operation, RankTrace
 from autopar.cli.app import cli
+from autopar.cli.load import SizeOptions, load_model
+from autopar.cli.options import PlanRequest
+from autopar.cli.verify import _full_size_graph
 from autopar.emit import emit
+from autopar.plan_files import check_model
+from autopar.search.manual import manual_plan
+from autopar.shard import annotate
 from autopar.verify import kind, kinds
 from autopar.verify.recording import Recorded, Workers, record, record_call, record_sizes
 
@@ -103,6 +109,24 @@ def test_the_command_prints_a_verdict(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
     said = " ".join(result.output.split())
     assert "clean: " in said and "no deadlock" in said
+
+
+def test_a_plan_of_a_factory_with_a_fixed_batch_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fixed.py"
+    file.write_text(
+        "import torch\n"
+        "def factory(seq=4):\n"
+        "    layers = torch.nn.Linear(seq, seq), torch.nn.Linear(seq, seq)\n"
+        "    return torch.nn.Sequential(*layers), (torch.randn(4, seq), torch.randn(4, seq)), torch.nn.functional.mse_loss\n"
+    )
+    request = PlanRequest(model=f"{file}:factory", plan_file="plan.json")
+    for recorded_request, seq in (({}, 4), ({"model": f"{file}:factory", "devices": "2", "seq": 8}, 8)):
+        graph = annotate(load_model(request.model, SizeOptions(seq)).capture())
+        plan = replace(manual_plan(graph, data=2, precision="float32"), request=recorded_request)
+        found = _full_size_graph(request, plan)
+        assert found.batch_size == 4
+        check_model(plan, found)
+        assert {tuple(p.shape) for cls in found.classes.values() for p in cls.parameters} == {(seq, seq), (seq,)}
 
 
 # -- distinct ranks ----------------------------------------------------------------------------------------------------
