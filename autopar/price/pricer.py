@@ -13,7 +13,7 @@ from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice, Tried
 from autopar.ops.compilation import stays_eager
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import REPLICATING, Axis, Role, Strategy
 from autopar.price import order
 from autopar.price import table as tables
 from autopar.price.assemble import assemble, least_time_s
@@ -324,7 +324,9 @@ class Pricer:
                 )
         return sent
 
-    def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
+    def tied(
+        self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[int, int, int]:
         """Return the bytes of the tied parameter ``name``, its gradient and its optimizer state: a device that already stores them for
         another layer does not store them again for this layer. Zeros if a role is inadmissible."""
         layer = self.graph.layers[layer_index]
@@ -340,7 +342,12 @@ class Pricer:
         zero = strategy.zero if shards > 1 else 0
         states = OffloadedStateBytes.of(strategy, self.cluster, self.precision).device
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients)
+        parameters, gradients, optimizer = state_bytes(
+            numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients
+        )
+        if (late := SYNC.staleness(self.sync)) and strategy.degree(mesh, *REPLICATING) > 1:
+            gradients *= 2 + late  # as in the layer's price (``assemble``)
+        return parameters, self.trainer.lasting_gradients(gradients, zero, microbatches // self.copies), optimizer
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """Return the types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""
