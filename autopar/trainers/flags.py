@@ -14,7 +14,7 @@ MICROBATCH, SEQUENCE = "microbatch", "sequence"
 
 
 def _integer(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UsageError(f"{text!r} is not a whole number", "degrees and sizes are whole numbers")
     return int(text)
 
