@@ -263,7 +263,8 @@ class Pricer:
         if found is None:
             return ()
         (microbatch, cluster), per_copy = found, microbatches // self.copies
-        runs = self._with_microbatches(mesh, strategy.roles, self.graph.parts(microbatches))
+        parts = microbatch.passes.parts * self.graph.parts(microbatches)
+        runs = self._with_microbatches(mesh, strategy.roles, parts)
         replicas = pricer._replicas(mesh, strategy, microbatch.sized, cluster)
         own = replica_costs(replicas, per_copy, strategy, microbatch.kept)
         return (*layer_collectives(microbatch, runs, cluster, per_copy), *own)
@@ -278,7 +279,7 @@ class Pricer:
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
             axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
-            self._edges[key] = sum(_pair_s(pair, axes, self.cluster) for pair in pairs)
+            self._edges[key] = sum(_pair_s(pair, axes, self._cluster_of(mesh)) for pair in pairs)
         return self._edges[key]
 
     def _edge_pairs(
@@ -296,10 +297,10 @@ class Pricer:
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
     ) -> Iterator[CollectiveCost]:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
-        runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
+        runs, cluster = tuple((axis,) for axis in self._axes(mesh, microbatches)), self._cluster_of(mesh)
         per_copy = microbatches // self.copies
         for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
-            yield from pair_costs(pair, runs, self.cluster, "activations between layers", per_copy, per_copy)
+            yield from pair_costs(pair, runs, cluster, "activations between layers", per_copy, per_copy)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
