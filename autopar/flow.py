@@ -58,11 +58,11 @@ def carries_gradient(call: fx.Node, known: Callable[[fx.Node], bool]) -> bool:
 
 
 def run_again(nodes: Sequence[fx.Node], flows: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return the ops that full recomputation runs again: ``nodes``, in graph order, up to the last op whose operands or result autograd may
-    save.
+    """Return the ops that selective recomputation may run again: ``nodes``, in graph order, up to the last op whose operands or result
+    autograd may save.
 
     ``flows`` says whether a gradient flows back through a node's value. A matrix product saves only its operands, so a product at the end
-    isn't recomputed.
+    isn't recomputed. (The price of full recomputation has all ops of the forward.)
     """
     ops = [node for node in nodes if node.op == "call_function"]
     while ops and (facts(ops[-1]).saves_nothing or not flows(ops[-1])):

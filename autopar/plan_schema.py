@@ -413,6 +413,8 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
         found = conflict(technique, value, options)
         wrong[f"{technique.name} {value} under ZeRO {zero}"] = technique.mode(value).min_zero > zero
         wrong[f"{technique.name} {value} and {found and f'{found.other} {options[found.other]}'}"] = found is not None
+        refused = technique.refused_roles(value, roles)
+        wrong[f"{technique.name} {value}, and {refused}"] = bool(refused)
     for what, is_so in wrong.items():
         if is_so:
             raise MalformedFileError(f"{where} has {what}")

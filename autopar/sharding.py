@@ -63,7 +63,3 @@ class Sharding:
     def output(self, index: int) -> tuple[SpmdType, ...]:
         """Return the type on each axis of the layer's ``index``-th output."""
         return tuple(types.outputs[index] for types in self.types)
-
-    def local_shape(self, node: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return one rank's shape of the value that ``node`` produces."""
-        return local_shape(shape, self.axes, self.produced(node))

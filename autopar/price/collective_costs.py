@@ -48,11 +48,13 @@ class CollectiveCost:
 
 
 def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatches: int) -> Iterator[CollectiveCost]:
-    """Yield the collectives inside a layer; a recomputed forward collective counts twice."""
-    again = set(layer.kept.pairs)
-    for pair in layer.sized.bound.pairs:
-        forwards = (1 + (pair in again)) * microbatches
-        yield from pair_costs(pair, runs, cluster, "activations", forwards, microbatches)
+    """Yield the collectives inside a layer; a recomputed forward collective counts twice. ``runs`` divide the batch into the microbatches'
+    parts, each of which runs its collectives."""
+    again, passes = set(layer.kept.pairs), layer.passes
+    # a part may be padded otherwise than the microbatch: it has the same collectives, of other sizes
+    for whole, pair in zip(layer.sized.bound.pairs, passes.part.bound.pairs, strict=True):
+        times = microbatches * (1 if pair in passes.shared else passes.parts)
+        yield from pair_costs(pair, runs, cluster, "activations", (1 + (whole in again)) * times, times)
 
 
 def pair_costs(

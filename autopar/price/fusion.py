@@ -160,17 +160,24 @@ def _saved(
             seen.add((storage, reader.name))
             found.append(Saved(storage, reader.name, operand, *run.extent[storage]))
 
+    visited: set[str] = set()
+
     def save_inputs(node: fx.Node) -> None:
-        """Save the values from which a fused op's result is recomputed; a result that leaves the kernel, or is reduced, is saved itself."""
-        if node.name in written or _reduces(node):
-            save(node, node, OUTPUT)
-            return
-        for i, o in enumerate(operands(node)):
-            made = origin(o)
-            if made.name in group and group[made.name] == group[node.name]:
-                save_inputs(made)
-            else:
-                save(made, node, i)
+        """Save the values from which a fused op's result is recomputed; a result that leaves the kernel, or is reduced, is saved itself.
+
+        Each op is visited once, and without recursion: a kernel may have any number of ops, and any number of paths between two of them.
+        """
+        todo = [(node, node, OUTPUT)]
+        while todo:
+            made, reader, operand = todo.pop()
+            if group.get(made.name) != group[reader.name]:
+                save(made, reader, operand)
+            elif made.name not in visited:
+                visited.add(made.name)
+                if made.name in written or _reduces(made):
+                    save(made, made, OUTPUT)
+                else:
+                    todo += [(origin(o), made, i) for i, o in enumerate(operands(made))][::-1]
 
     by_name = {node.name: node for node in ops}
     for entry in saved:

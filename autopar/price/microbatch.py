@@ -81,7 +81,7 @@ class PeakMemory:
 @dataclass(frozen=True, slots=True)
 class Passes:
     """The two passes of a microbatch. ``weight_s`` are the backward's seconds of arithmetic for weight gradients alone, ``parts`` is the
-    number of equal parts of the microbatch, and ``part`` one of them."""
+    number of equal parts of the microbatch, ``part`` one of them, and ``shared`` the part's collectives that run once for all parts."""
 
     forward: Pass
     backward: Pass
@@ -89,6 +89,7 @@ class Passes:
     peaks: PeakMemory
     part: SizedClass
     parts: int = 1
+    shared: tuple[CollectivePair, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

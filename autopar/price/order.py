@@ -140,12 +140,12 @@ def _part_and_turns(bound: BoundClass, part: Part, options: Options) -> tuple[Si
 def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained: bool, trainer: TrainerModel) -> Passes:
     """Return the passes of ``parts`` that take turns; if ``chained``, they continue into the next layer without a wait."""
     bound, gpu, one_part = part.bound, part.cluster.gpu, plain(part)
+    shared = tuple(pair for pair in bound.pairs if (pair.value, pair.target) in turns.shared)
     exposed = []
     for side, arithmetic_s in (("forward", part.forward_s), ("backward", part.backward_s)):
         spans = [(*span, part.seconds_of(pair, side)) for pair, span in _spans(bound, turns)]
         pieces = _pieces(turns, [node.name for node in bound.table.ops], arithmetic_s, chained)
         added_s = exposed_s(pieces, spans, chained, lambda w, u: trainer.exposed_early_s(w, u, part.cluster))
-        shared = [pair for pair in bound.pairs if (pair.value, pair.target) in turns.shared]
         awaited_s = parts * sum(wire_s for _, _, wire_s in spans)
         repeated_s = (parts - 1) * sum(part.seconds_of(pair, side) for pair in shared)
         exposed.append(added_s - awaited_s - repeated_s)
@@ -163,6 +163,7 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
         peaks=dataclasses.replace(whole.peaks, **{n: getattr(whole.peaks, n) + gradient_bytes for n in backward_peaks}),
         part=part,
         parts=parts,
+        shared=shared,
     )
 
 

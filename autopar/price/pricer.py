@@ -13,7 +13,7 @@ from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice, Tried
 from autopar.ops.compilation import stays_eager
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import REPLICATING, Axis, Role, Strategy
 from autopar.price import order
 from autopar.price import table as tables
 from autopar.price.assemble import assemble, least_time_s
@@ -263,7 +263,8 @@ class Pricer:
         if found is None:
             return ()
         (microbatch, cluster), per_copy = found, microbatches // self.copies
-        runs = self._with_microbatches(mesh, strategy.roles, self.graph.parts(microbatches))
+        parts = microbatch.passes.parts * self.graph.parts(microbatches)
+        runs = self._with_microbatches(mesh, strategy.roles, parts)
         replicas = pricer._replicas(mesh, strategy, microbatch.sized, cluster)
         own = replica_costs(replicas, per_copy, strategy, microbatch.kept)
         return (*layer_collectives(microbatch, runs, cluster, per_copy), *own)
@@ -278,7 +279,7 @@ class Pricer:
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
             axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
-            self._edges[key] = sum(_pair_s(pair, axes, self.cluster) for pair in pairs)
+            self._edges[key] = sum(_pair_s(pair, axes, self._cluster_of(mesh)) for pair in pairs)
         return self._edges[key]
 
     def _edge_pairs(
@@ -296,10 +297,10 @@ class Pricer:
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
     ) -> Iterator[CollectiveCost]:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
-        runs = tuple((axis,) for axis in self._axes(mesh, microbatches))
+        runs, cluster = tuple((axis,) for axis in self._axes(mesh, microbatches)), self._cluster_of(mesh)
         per_copy = microbatches // self.copies
         for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
-            yield from pair_costs(pair, runs, self.cluster, "activations between layers", per_copy, per_copy)
+            yield from pair_costs(pair, runs, cluster, "activations between layers", per_copy, per_copy)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
@@ -324,7 +325,9 @@ class Pricer:
                 )
         return sent
 
-    def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
+    def tied(
+        self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[int, int, int]:
         """Return the bytes of the tied parameter ``name``, its gradient and its optimizer state: a device that already stores them for
         another layer does not store them again for this layer. Zeros if a role is inadmissible."""
         layer = self.graph.layers[layer_index]
@@ -340,7 +343,12 @@ class Pricer:
         zero = strategy.zero if shards > 1 else 0
         states = OffloadedStateBytes.of(strategy, self.cluster, self.precision).device
         trainable = numel if table.trainable[k] else 0
-        return state_bytes(numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients)
+        parameters, gradients, optimizer = state_bytes(
+            numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients
+        )
+        if (late := SYNC.staleness(self.sync)) and strategy.degree(mesh, *REPLICATING) > 1:
+            gradients *= 2 + late  # as in the layer's price (``assemble``)
+        return parameters, self.trainer.lasting_gradients(gradients, zero, microbatches // self.copies), optimizer
 
     def types(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[AxisTypes, ...] | None:
         """Return the types on the microbatch axis, then on every axis of the mesh; ``None`` if a role is inadmissible."""

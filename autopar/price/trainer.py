@@ -125,6 +125,11 @@ class TrainerModel:
             return gradients, replicated_transient(share, data, zero, precision, self.cpu)
         return sharded_bytes(share, data, zero, unsharded_gradients, precision, self.cpu)
 
+    def lasting_gradients(self, gradients: int, zero: int, microbatches: int) -> int:
+        """Return how many of a parameter's ``gradients`` bytes exist during the whole step. Under ZeRO 2 and 3 they are those of earlier
+        microbatches: none in a step of one."""
+        return 0 if zero >= 2 and microbatches == 1 else gradients
+
 
 EMITTED = TrainerModel()
 

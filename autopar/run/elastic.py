@@ -117,10 +117,10 @@ class Nodes:
     def read(text: str, endpoint: str, restarts: int) -> Nodes:
         """Parse a range (``"2:4"``) and an endpoint (``HOST:PORT``). Raises ``UsageError`` if either is invalid, or the host is unknown."""
         minimum, _, maximum = text.partition(":")
-        if not (minimum.isdigit() and maximum.isdigit() and 0 < int(minimum) <= int(maximum)):
+        if not (minimum.isdecimal() and maximum.isdecimal() and 0 < int(minimum) <= int(maximum)):
             raise UsageError(f"--elastic {text} is not a range of nodes", "write MIN:MAX, such as 2:4")
         host, _, port = endpoint.rpartition(":")
-        if not (host and port.isdigit() and 0 < int(port) < 2**16):
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise UsageError(f"--meet {endpoint} is not an address", "give HOST:PORT, such as node0:29400")
         try:
             socket.getaddrinfo(host.strip("[]"), int(port))

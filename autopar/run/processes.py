@@ -47,7 +47,7 @@ def check_count(count: int) -> None:
     """Raise ``UsageError`` if ``count`` exceeds the limit for this machine and the environment doesn't raise it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most, allowed = PROCESSES_PER_CORE * cores, os.environ.get(ALLOWED, "")
-    if count > max(most, int(allowed) if allowed.isdigit() else 0):
+    if count > max(most, int(allowed) if allowed.isdecimal() else 0):
         raise UsageError(
             f"{count} processes on {cores} processor{'s' if cores > 1 else ''} would mostly wait for each other",
             f"start up to {most} here; {ALLOWED}={count} in the environment allows more",

@@ -330,7 +330,7 @@ def duplicated_state_bytes(
         here = [range(*spans[s]) for s in config.schedule.stages_of(d)]
         for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
             for layer in [i for i in uses if i in span][1:]:
-                state = pricer.tied(layer, name, config.mesh, strategies[layer])
+                state = pricer.tied(layer, name, config.mesh, strategies[layer], config.schedule.microbatches)
                 extra = [a + b for a, b in zip(extra, state, strict=True)]
         found.append((extra[0], extra[1], extra[2]))
     return found

@@ -125,7 +125,9 @@ class PriceSource(Protocol):
         """Return the seconds to send layer ``layer_index``'s outputs to the next stage: one microbatch, one direction."""
         ...
 
-    def tied(self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy) -> tuple[int, int, int]:
+    def tied(
+        self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[int, int, int]:
         """Return the bytes of the layer's parameter ``name``, of its gradient and of its optimizer state."""
         ...
 

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from autopar.errors import UsageError
+from autopar.schedules import SPLIT
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.compilation import COMPILATION
 from autopar.techniques.logits import LOGITS
@@ -169,11 +170,16 @@ def _restored(values: tuple[str, ...]) -> Options:
 
 @cache
 def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
-    """Return the conflicts that a technique lists, and those of its values that compute microbatches in parts with values that are
-    ``unsplittable``."""
+    """Return the conflicts that a technique lists, those of its values that compute microbatches in parts with values that are
+    ``unsplittable``, and those with schedules that leave it one value (``Technique.under_split``)."""
     in_parts = tuple(mode.name for mode in technique.modes if mode.parts > 1)
     pairs = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
-    return (*technique.conflicts, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in pairs))
+    own = technique.conflicts
+    if technique.under_split:
+        others = tuple(mode.name for mode in technique.modes if mode.name != technique.under_split)
+        why = f"schedules that split the backward pass run with {technique.name}={technique.under_split}"
+        own = (*own, Conflict(others, "schedule", SPLIT, why))
+    return (*own, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in pairs))
 
 
 def conflict(technique: Technique, value: str, others: Mapping[str, str]) -> Conflict | None:

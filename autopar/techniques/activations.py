@@ -175,6 +175,8 @@ class Activations(Technique):
 
     def allowed(self, pinned: Pinned, context: Context) -> tuple[str, ...]:
         own, segment = pinned(self.name), pinned("segment")
+        if segment is not None and self.split(str(own))[1] not in (1, int(segment)):
+            return ()
         numbers = [1, *(_segment_sizes(context.chain) if context.segments else ())]
         if (wanted := int(segment or self.split(str(own))[1])) > 1 or segment is not None:
             numbers = [wanted]
@@ -324,7 +326,7 @@ class Activations(Technique):
             raise UsageError(
                 f"{self.flags[2]}: the method {method} is not supported", "write uniform, or a plan's JSON file"
             )
-        if layers is not None and not layers.isdigit():
+        if layers is not None and not layers.isdecimal():
             raise UsageError(
                 f"{self.flags[3]}: {layers!r} is not a whole number", "degrees and sizes are whole numbers"
             )

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.schedules import SPLIT
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.technique import Call, Case, Conflict, Mode, Technique, Value
+from autopar.techniques.technique import Call, Case, Mode, Technique, Value
 
 TENSOR, NONE, HALVES = "tensor", "none", "halves"
 
@@ -28,7 +27,6 @@ class Overlap(Technique):
     example = "overlap=none"
     default_if_missing = NONE
     under_split = NONE
-    conflicts = (Conflict((HALVES,), "schedule", tuple(SPLIT), "halves need a schedule with unsplit backward passes"),)
     modules = ("halves", "kernels_overlap")
     former_modules = ("halves_experts",)
     compute_type = "halves.Half"

@@ -136,7 +136,7 @@ def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, le
         value = data.get(key)
         if value is None:
             continue
-        if isinstance(value, str) and value.strip().isdigit():
+        if isinstance(value, str) and value.strip().isdecimal():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not float(value).is_integer():
             raise RowError(f"{key} = {value!r} is not a whole number")

@@ -128,6 +128,7 @@ def test_what_no_plan_has_is_named(base: tuple[Any, Plan], change: dict[str, Any
         ({"zero": 0, "replicate": 2}, "replicate 2 without ZeRO"),
         ({"zero": 1, "reduce": "step"}, "reduce step under ZeRO 1"),
         ({"activations": "selective", "overlap": "halves"}, "overlap halves and activations selective"),
+        ({"activations": "int8", "roles": ["tensor+weights"], "data": 1}, "activations int8, and also saves"),
         ({"activations": "full:1"}, "is 'full:1', not one of keep, selective, full"),
         ({"activations": "keep:2"}, "is 'keep:2', not one of"),
         ({"recomputation": {"kind": "full", "layers": 1}}, "both 'activations' and 'recomputation'"),

@@ -83,6 +83,9 @@ def test_the_flags_of_other_trainers_mean_the_same():
     assert read_flags(["--context-parallel-size=2", "--seq-length", "64"]) == (["ring=2"], {"seq": 64})
     with pytest.raises(UsageError, match="--micro-batch-size: 'one' is not a whole number"):
         read_flags(["--micro-batch-size", "one"])
+    for flag in ("--micro-batch-size", "--recompute-num-layers"):  # a digit of Unicode that is no number
+        with pytest.raises(UsageError, match=f"{flag}: '²' is not a whole number"):
+            read_flags([flag, "²"])
     with pytest.raises(UsageError, match="--recompute-method: the method block is not supported"):
         read_flags(["--recompute-method", "block"])
     with pytest.raises(UsageError, match="--micro-batch-size: '0' is not a whole number from 1"):

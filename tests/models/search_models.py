@@ -201,7 +201,9 @@ class RandomPricer:
         wanted = {name for layer in later for name in layer.activations}
         return layers[i].cls, layers[i + 1].cls, [a.cls for a in layers[: i + 1] if wanted & set(a.outputs)]
 
-    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+    def tied(
+        self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
+    ) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
@@ -568,7 +570,9 @@ class TransformerPricer:
         tokens = self.graph.batch_size / microbatches / strategy.degree(mesh, Role.DATA) * self.seq
         return tokens * self.hidden * 2 / 40e9
 
-    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+    def tied(
+        self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
+    ) -> tuple[int, int, int]:
         return 0, 0, 0
 
 

@@ -529,6 +529,16 @@ def test_a_fused_kernel_reads_a_value_once():
     assert sum(read) == 8 * 64 * 2
 
 
+def test_a_fused_kernel_may_have_any_number_of_ops_and_of_paths_between_them():
+    """Every step doubles the paths from the input: the ops are visited once each, and without recursion."""
+    g = Builder()
+    x = found = g.border("activations", "x", 8, 64)
+    for _ in range(500):
+        found = g.call(aten.add.Tensor, g.call(aten.tanh.default, found), found)
+    costs = fused_costs(g.done("long", found), torch.bfloat16)
+    assert {entry.storage for entry in costs.saved} == {costs.trace.storage[x.name]}
+
+
 def test_a_trace_allocates_nothing_that_has_the_batchs_size():
     """``aten.full`` without a device allocates on the processor: here 64 TiB."""
     g = Builder()

@@ -93,3 +93,20 @@ def test_on_cpus_nothing_is_hidden_unless_it_was_measured() -> None:
 def test_other_trainers_say_themselves_how_much_they_hide() -> None:
     other = OtherTrainer(overlap_tensor=0.5)
     assert block("tensor", trainer=other) == block("none", trainer=other)
+
+
+@pytest.mark.parametrize("activations", ["keep", "full"])
+@pytest.mark.parametrize("role", [Role.TENSOR, Role.TENSOR_SEQUENCE])
+def test_halves_are_reported_with_the_collectives_that_they_run(role: Role, activations: str) -> None:
+    """Two of half the size; a parameter's (under sequence parallelism, the sums of the norms' gradients) runs once for both halves."""
+    pricer = Pricer(chain(llama_block(BATCH, LENGTH, WIDTH, 8, 4, INNER), 2), NODE, "bfloat16")
+    whole, found = (
+        pricer.collectives("block", MESH, Strategy((role,), activations=activations, overlap=overlap), 1)
+        for overlap in ("tensor", "halves")
+    )
+    assert len(whole) == len(found)
+    for one, each in zip(whole, found, strict=True):
+        parts = 1 if one.bytes < BATCH * LENGTH * WIDTH else 2
+        assert (each.collective, each.count, each.bytes) == (one.collective, parts * one.count, one.bytes / parts)
+        assert each.seconds == pytest.approx(time_s(each.collective, each.bytes, 4, 1, NODE))
+    assert {2} <= {each.count / one.count for one, each in zip(whole, found, strict=True)} <= {1, 2}

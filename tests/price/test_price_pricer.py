@@ -10,7 +10,8 @@ import pytest
 from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
 
 from autopar.devices import parse
-from autopar.graph import LayerClass
+from autopar.devices.cluster import Network
+from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer, trace
@@ -19,7 +20,7 @@ from autopar.price.collectives import p2p_s
 from autopar.price.layer import collective_s
 from autopar.price.live_memory import PrefetchContext
 from autopar.schedules import Schedule
-from autopar.search import SearchOptions, evaluate, search
+from autopar.search import SearchOptions, evaluate, manual_plan, reprice, search
 from autopar.search.problem import candidates, context_of
 from autopar.sharding import Sharding
 from autopar.techniques.sync import ALL_REDUCE
@@ -225,3 +226,51 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
                     assert 0 < least_s <= (price.forward_s + price.backward_s) * (1 + 1e-12)
                     tightest[m] = max(tightest[m], least_s / (price.forward_s + price.backward_s))
     assert min(tightest.values()) > 0.95
+
+
+def _tied() -> Graph:
+    """Three layers, of which the first and the last share their first parameter."""
+    graph = chain(mlp(B, SEQ, H, 4 * H), 3)
+    first, middle, last = graph.layers
+    shared = dataclasses.replace(last, parameters=(first.parameters[0], *last.parameters[1:]))
+    return dataclasses.replace(graph, layers=(first, middle, shared))
+
+
+@pytest.mark.parametrize(
+    ("zero", "microbatches", "schedule"), [(2, 1, None), (3, 1, None), (2, 2, None), (2, 2, "chimera")]
+)
+def test_a_gradient_that_layers_share_is_deducted_where_their_prices_have_it(zero, microbatches, schedule):
+    """Under ZeRO 2 and 3 a price has the gradients of earlier microbatches, of which a step of one has none."""
+    graph, stages = _tied(), 2 if schedule else 1
+    mesh, strategy = (Axis("data", 16 // stages, 1),), Strategy((DATA,), zero)
+    pricer = Pricer(graph, CLUSTER, "bfloat16", solve_mlp).with_copies(stages)
+    gradients = pricer.tied(2, graph.layers[0].parameters[0], mesh, strategy, microbatches)[1]
+    assert gradients == (4 * 4 * H * H * stages // 16 if microbatches > stages else 0)
+    if schedule is None:
+        plan = manual_plan(graph, data=16, zero=zero, microbatches=microbatches, precision="bfloat16")
+        memory = reprice(graph, CLUSTER, pricer, plan, plan.precision).stages[0].memory
+        price = pricer.layer("mlp", mesh, strategy, microbatches)
+        assert price is not None and memory.gradients == 3 * price.gradients_bytes - gradients >= 0
+
+
+def test_late_gradients_that_layers_share_are_stored_once():
+    graph = _tied()
+    plain = Pricer(graph, CLUSTER, "bfloat16", solve_mlp)
+    late, name = plain.of_program(1, "stale:3"), graph.layers[0].parameters[0]
+    for mesh, role, times in (((Axis("a", 16, 1),), DATA, 5), ((Axis("a", 16, 1),), TENSOR, 1)):
+        whole, found = (p.tied(2, name, mesh, Strategy((role,)), 1) for p in (plain, late))
+        assert found == (whole[0], times * whole[1], whole[2]) and whole[1] > 0
+
+
+def test_a_pipelines_resharding_takes_its_latency():
+    """As the collectives inside of layers do: every step takes longer if other stages send between nodes."""
+    network = Network((1, 2), (1e11, 5e10), (1e11, 5e10), 8, hop_s=1e-6, pipelined_hop_s=1e-3, source="")
+    cluster = dataclasses.replace(CLUSTER, network=network)
+    pricer = Pricer(chain(mlp(B, SEQ, H, 4 * H), 4), cluster, "bfloat16", solve_mlp)
+    for mesh, pipelined in ((MESH, False), (MESH[1:], True)):
+        roles = (DATA,) * (len(mesh) - 2)
+        given = 0, mesh, Strategy((*roles, DATA, TENSOR)), Strategy((*roles, TENSOR, TENSOR)), 1
+        seen = dataclasses.replace(cluster, pipelined=pipelined)
+        gather_s = time_s(Collective.ALL_GATHER, BYTES / (1 if pipelined else 2), 4, 2, seen)
+        assert pricer.edge(*given) == pytest.approx(gather_s) and (gather_s > 3e-3) == pipelined
+        assert sum(one.seconds for one in pricer.edge_collectives(*given)) == pytest.approx(gather_s)

@@ -161,6 +161,17 @@ class TestPins:
         with pytest.raises(UsageError, match="must be a whole number from 1"):
             SearchOptions(pin={"segment": 0})
 
+    @pytest.mark.parametrize(("own", "segment"), [("full:2", 4), ("full:4", 2), ("full:2", 1)])
+    def test_another_number_of_layers_contradicts_it(self, own: str, segment: int) -> None:
+        words = f"pinned to activations={own} and segment={segment}, which contradict"
+        with pytest.raises(UsageError, match=words):
+            pins_by_layer(GRAPH, SearchOptions(activations=own, segment=segment))
+        with pytest.raises(UsageError, match=words):
+            manual_plan(GRAPH, activations=own, segment=segment)
+        for number in (2, 4):
+            assert tried(SearchOptions(activations=f"full:{number}", segment=number), 4, True) == (f"full:{number}",)
+            assert tried(SearchOptions(activations="full", segment=number), 4, True) == (f"full:{number}",)
+
     def test_what_it_keeps_stays_on_the_device(self) -> None:
         with pytest.raises(UsageError, match="pinned to segment=2 and offload=activations, which contradict"):
             pins_by_layer(GRAPH, SearchOptions(segment=2, offload="activations"))

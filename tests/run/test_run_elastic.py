@@ -47,6 +47,10 @@ def test_a_node_goes_and_two_of_the_three_others_train_on(tmp_path: Path) -> Non
 def test_what_cannot_be_elastic_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="4:2 is not a range of nodes"):
         Nodes.read("4:2", "localhost:1", 0)
+    with pytest.raises(UsageError, match="1:² is not a range of nodes"):
+        Nodes.read("1:²", "localhost:1", 0)
+    with pytest.raises(UsageError, match="localhost:² is not an address"):
+        Nodes.read("1:2", "localhost:²", 0)
     elastic = asked(tmp_path)
     elastic.write()
     elastic.write()

@@ -17,10 +17,11 @@ from autopar.pins import OWNERS, PINS, LayerPins, PlanPins
 from autopar.plan import ALLOWED, Plan, Role, Strategy, deviations
 from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
-from autopar.schedules import SCHEDULES
+from autopar.schedules import SCHEDULES, SPLIT
 from autopar.search import SearchOptions, manual_plan
 from autopar.search.manual import make_mesh
 from autopar.search.numerics import allowed_numerics
+from autopar.search.options import pins_by_layer
 from autopar.search.problem import candidates, context_of
 from autopar.techniques import (
     ALL,
@@ -143,6 +144,25 @@ def test_values_that_exclude_each_other_are_never_together() -> None:
                 Options(**{a.name: x, b.name: y})
             with pytest.raises(UsageError, match=f"{a.name}={x} does not go with {b.name}=.*\n?.*{found.why}"):
                 LayerPins(**{a.name: x, b.name: y}).check("layers.0", PlanPins())
+
+
+@every
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_a_pin_that_a_split_schedule_would_overwrite_is_refused(technique: Technique, schedule: str) -> None:
+    """With the schedule pinned, too, for a search and for a plan by hand; what is not pinned takes the value that the schedule leaves."""
+    graph, pipeline = subject("mlp").graph, {"pipeline": 2, "microbatches": 4, "chunks": 2, "schedule": schedule}
+    for value in samples(technique) if technique.under_split else ():
+        pins = pipeline | {technique.name: value}
+        if value == technique.under_split:
+            pins_by_layer(graph, SearchOptions(**pins))
+            continue
+        words = f"{technique.name}={value} does not go with schedule={schedule}.*\n?.*run with {technique.name}=none"
+        for plan in (lambda pins: pins_by_layer(graph, SearchOptions(**pins)), lambda pins: manual_plan(graph, **pins)):
+            with pytest.raises(UsageError, match=words):
+                plan(pins)
+    plan = manual_plan(graph, **pipeline, compiled=True)
+    for layer in plan.layers:
+        assert layer.strategy.options[technique] == (technique.under_split or technique.default)
 
 
 def test_every_technique_has_pins_and_cases() -> None:

@@ -98,6 +98,7 @@ def test_a_row_with_gaps_takes_defaults():
         ({"precision": "int3"}, "precision"),
         ({"recompute": "sometimes"}, "recompute"),
         ({"gpu": None}, "gpu is missing"),
+        ({"tp": "²"}, "tp = '²' is not a whole number"),
         ({"ep": 3}, "ep = 3 does not divide dp = 4"),
         ({"ep": 4}, "ep = 4 does not divide the model's 0 experts"),
         ({"ep": 4, "model": SMALL["model"] | {"n_experts": 6}}, "ep = 4 does not divide the model's 6 experts"),
