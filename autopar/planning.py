@@ -21,6 +21,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
+from autopar.schedules import NO_PIPELINE
 from autopar.search import (
     PriceSource,
     SearchOptions,
@@ -63,7 +64,7 @@ def plan_model(
 
 def check_schedule(options: SearchOptions) -> None:
     """Raise ``UsageError`` if a schedule is pinned without a pipeline. This runs before capture, which may take minutes."""
-    if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
+    if options.schedule not in (None, NO_PIPELINE) and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
             f"schedule={options.schedule} orders the microbatches of a pipeline, but pipeline=1 has no pipeline",
             "leave one of the two pins out",
