@@ -187,7 +187,6 @@ def explore(
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
             state.price()
-        state.unpriced += sum(len(some.configurations) for some in state.to_price)
         if not state.priced:
             raise _no_price(graph, state)
         _take_least_memory(graph, state, state.priced)
@@ -447,7 +446,9 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
             )
     assert best.solution is not None
     if best.need > 1:
-        raise explain(graph, best.instance, best.solution, state.unpriced)
+        # those that were opened have a bound: they are no part of ``state.unpriced``
+        unpriced = state.unpriced + sum(len(some.configurations) for some in state.to_price)
+        raise explain(graph, best.instance, best.solution, unpriced)
     found = construct(best.instance)
     state.offer(best.instance, best.solution if found is None else found[1])
     if state.best is None:
@@ -493,7 +494,7 @@ def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
         notes.append(
             "ring attention and Ulysses were not searched: data parallelism can use all devices; pin ring or ulysses to search one"
         )
-    if not state.uneven and _leaves_schedules(state.options):
+    if not state.uneven and _leaves_schedules(state.options) and (state.options.pipeline or cluster.count) > 1:
         missing = (
             "schedules besides 1f1b and gpipe"
             if state.schedules is None
