@@ -580,8 +580,8 @@ def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequen
             )
     if options.schedule in (GPIPE, ONE_F_ONE_B) and pipelines == [1]:
         raise UsageError(
-            f"schedule={options.schedule} orders the microbatches of a pipeline, but {devices} devices and {layers} layers have no pipeline "
-            "with the other pins",
+            f"schedule={options.schedule} orders the microbatches of a pipeline, but {devices} devices and {layers} layers have none with "
+            "the other pins",
             "leave the schedule out, or let pipeline be 2 or more",
         )
     return [p for p in pipelines if p > 1] if options.schedule in (GPIPE, ONE_F_ONE_B) else pipelines

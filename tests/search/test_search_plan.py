@@ -569,3 +569,23 @@ def test_no_roles_are_data_parallelism_alone() -> None:
     (mesh,) = meshes(8)
     found = candidates(mesh, 8, 8, SearchOptions(roles=())).every
     assert {role for strategy in found for role in strategy.roles} == {D}
+
+
+class ReducingPricer(FlatPricer):
+    """Copies of a layer reduce their gradients once per step, in this many seconds."""
+
+    reduction_s = 0.0
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        copies = strategy.degree(mesh, D)
+        return LayerPrice(1 / copies, 2 / copies, 0.0, self.reduction_s * (copies > 1), 10, 10, 20, 1, 1, 1e12)
+
+
+def test_a_smaller_data_degree_is_named_as_left_out_where_it_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(["a"] * 2, 8)
+    for reduction_s, pins, named in ((0.0, {}, False), (100.0, {}, True), (100.0, {"data": 8}, False)):
+        monkeypatch.setattr(ReducingPricer, "reduction_s", reduction_s)
+        options = SearchOptions(pipeline=1, microbatches=1, roles=(), pin=pins)
+        plan = search(graph, Devices(8, 10_000), ReducingPricer(graph, 0, 1.0, 0.0), options)
+        assert plan.layers[0].strategy.degree(plan.mesh, D) == 8
+        assert any("smaller degrees of data parallelism" in note for note in plan.notes) == named
