@@ -21,6 +21,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
+from autopar.schedules import NO_PIPELINE
 from autopar.search import (
     PriceSource,
     SearchOptions,
@@ -63,7 +64,7 @@ def plan_model(
 
 def check_schedule(options: SearchOptions) -> None:
     """Raise ``UsageError`` if a schedule is pinned without a pipeline. This runs before capture, which may take minutes."""
-    if options.schedule is not None and options.pipeline == 1 and (options.chunks or 1) == 1:
+    if options.schedule not in (None, NO_PIPELINE) and options.pipeline == 1 and (options.chunks or 1) == 1:
         raise UsageError(
             f"schedule={options.schedule} orders the microbatches of a pipeline, but pipeline=1 has no pipeline",
             "leave one of the two pins out",
@@ -242,7 +243,7 @@ def _eager_layers(graph: Graph, plan: Plan) -> tuple[str, ...]:
 def _search_device_subsets(
     graph: Graph, cluster: Cluster, options: SearchOptions, pricer: PriceSource, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
-    """Return the fastest plan on the cluster or on a part of it, and the devices that it uses."""
+    """Return the fastest plan on the cluster or on a part of it, and the devices that it uses. Its bound holds for all of these."""
     deadline = time.monotonic() + options.time_limit_s
     full_plan: Plan | None = None
     refused: InfeasibleError | None = None
@@ -251,20 +252,29 @@ def _search_device_subsets(
     except InfeasibleError as error:
         refused = error
     best, devices = full_plan, cluster
+    bounds = [] if full_plan is None else [full_plan.bound_s]
+    late: list[str] = []
     for fewer in cluster.smaller_clusters() if may_be_idle else ():
         left_s = deadline - time.monotonic()
         if best is None:  # find any plan, even beyond the time limit
             left_s = max(left_s, options.time_limit_s / 4)
         elif left_s <= 0:
-            break
+            late.append(f"time ran out before plans on {fewer.count} of the {cluster.count} devices were searched")
+            continue
         left = dataclasses.replace(options, time_limit_s=left_s)
         known_s = float("inf") if best is None else best.prediction.step_time_s
         trial = search_again(graph, fewer, pricer.on(fewer), left, known_s)  # ``None``: the pins don't divide them
-        if trial is not None and trial.plan is not None and trial.step_s < known_s:
+        if trial is None:
+            continue
+        bounds.append(trial.bound_s)
+        if trial.plan is not None and trial.step_s < known_s:
             best, devices = trial.plan, fewer
     if best is None:
         assert refused is not None
         raise refused
+    bound_s, step_s = min(bounds), best.prediction.step_time_s
+    gap = max(0.0, 1 - bound_s / step_s) if step_s > 0 else 0.0
+    best = dataclasses.replace(best, bound_s=bound_s, gap=gap, notes=(*best.notes, *late))
     if devices is cluster:
         return best, cluster
     because = (

@@ -101,7 +101,7 @@ def max_in_flight(schedule: Schedule, device: int) -> int:
 
 def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
     """Return each stage's maximum number of microbatches in flight."""
-    if not schedule.peak_varies:
+    if not schedule.multi_stage:  # with several stages, some have most in flight only after the device's first backward
         return peak_counts(schedule).in_flight
     counts = {d: peak_moments(schedule, d)[0].max(axis=0) for d in range(schedule.pipeline)}
     return tuple(int(counts[d][schedule.stages_of(d).index(s)]) for s, d in enumerate(schedule.rank_of_stage))

@@ -30,12 +30,12 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
-from autopar.plan import FP8, PinPrice, Plan
+from autopar.plan import FP8, PinPrice, Plan, Role
 from autopar.precision import FLOAT8, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.construct.drafts import construct
-from autopar.search.evaluation import Proof, Solution, make_plan, simplified, with_actual_segments
+from autopar.search.evaluation import PricedPlan, Proof, Solution, make_plan, simplified, with_actual_segments
 from autopar.search.minimum_memory import explain, explain_offload, is_feasible, least_memory, least_share
 from autopar.search.options import SearchOptions, SequencePin
 from autopar.search.pareto import Array
@@ -187,7 +187,6 @@ def explore(
     if state.best is None and not np.isfinite(known_s):
         while state.to_price and (state.left_s() > 0 or not state.priced):
             state.price()
-        state.unpriced += sum(len(some.configurations) for some in state.to_price)
         if not state.priced:
             raise _no_price(graph, state)
         _take_least_memory(graph, state, state.priced)
@@ -447,7 +446,9 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
             )
     assert best.solution is not None
     if best.need > 1:
-        raise explain(graph, best.instance, best.solution, state.unpriced)
+        # those that were opened have a bound: they are no part of ``state.unpriced``
+        unpriced = state.unpriced + sum(len(some.configurations) for some in state.to_price)
+        raise explain(graph, best.instance, best.solution, unpriced)
     found = construct(best.instance)
     state.offer(best.instance, best.solution if found is None else found[1])
     if state.best is None:
@@ -467,7 +468,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         bound,
         gap,
         f"{' + '.join(sorted(state.solvers)) or 'no solver needed'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
-        _left_out(cluster, state),
+        _left_out(cluster, state, priced),
         time.monotonic() - started,
         peak_memory_bytes(),
     )
@@ -482,7 +483,19 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
     )
 
 
-def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
+def _may_gain_from_less_data(state: State, priced: PricedPlan) -> bool:
+    """Return whether a smaller degree of data parallelism, which the search tries only where it is pinned, could pay for all layers: they
+    would compute at least as many times longer as the smallest axis has devices, and communicate less."""
+    mesh, schedule, cost = priced.config.mesh, priced.config.schedule, priced.cost
+    free = (s for s, pins in zip(priced.strategies, state.prices.pins, strict=True) if pins.data is None)
+    if max((s.degree(mesh, Role.DATA) for s in free), default=1) == 1:
+        return False
+    stages = zip(cost.forward_s, cost.backward_s, cost.communication_s, strict=True)
+    work_s = max(schedule.by_device([f + b - c for f, b, c in stages])) * schedule.microbatches / schedule.copies
+    return work_s * min(axis.size for axis in mesh) < cost.step_time_s
+
+
+def _left_out(cluster: Devices, state: State, priced: PricedPlan) -> tuple[str, ...]:
     """Return notes on what was not searched, but can be pinned."""
     notes: list[str] = []
     if state.unpriced:
@@ -493,7 +506,7 @@ def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
         notes.append(
             "ring attention and Ulysses were not searched: data parallelism can use all devices; pin ring or ulysses to search one"
         )
-    if not state.uneven and _leaves_schedules(state.options):
+    if not state.uneven and _leaves_schedules(state.options) and (state.options.pipeline or cluster.count) > 1:
         missing = (
             "schedules besides 1f1b and gpipe"
             if state.schedules is None
@@ -502,6 +515,11 @@ def _left_out(cluster: Devices, state: State) -> tuple[str, ...]:
         notes.append(f"time ran out before {missing} were searched; pin schedule to search one")
     if state.schedules:
         notes.append(f"{', '.join(state.schedules)}: searched besides 1f1b and gpipe; pin schedule to search others")
+    if _may_gain_from_less_data(state, priced):
+        notes.append(
+            "smaller degrees of data parallelism, which leave devices idle, were not searched, and may be faster, as devices compute for "
+            "less than half of the step; pin data to search one"
+        )
     devices = cluster.count // (state.options.pipeline or 1)
     if not in_every_order(state.prices.pins) and len(meshes(devices, every_order=True)) > len(meshes(devices)):
         notes.append(

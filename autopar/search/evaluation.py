@@ -236,13 +236,15 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class PricedPlan:
-    """A configuration with its stage bounds, the strategy and the price of each layer, and the cost of a step."""
+    """A configuration with its stage bounds, the strategy and the price of each layer, and the cost of a step. ``stored_once``: whether the
+    prices leave out the states that ``duplicated_state_bytes`` counts."""
 
     config: Configuration
     bounds: Sequence[int]
     strategies: Sequence[Strategy]
     prices: Sequence[LayerPrice]
     cost: Cost
+    stored_once: bool = False
 
 
 def make_plan(
@@ -260,7 +262,9 @@ def make_plan(
     mesh, strategies = coalesce(config.mesh, priced.strategies)
     size = int(np.prod([axis.size for axis in mesh]))
     runs = by_stage(priced.prices, priced.bounds)
-    duplicated = duplicated_state_bytes(graph, pricer, config, priced.bounds, priced.strategies)
+    duplicated: list[StateBytes] = [(0, 0, 0)] * config.schedule.pipeline
+    if not priced.stored_once:
+        duplicated = duplicated_state_bytes(graph, pricer, config, priced.bounds, priced.strategies)
     memory = [
         without_state(m, state) for m, state in zip(device_memories(config.schedule, runs), duplicated, strict=True)
     ]
@@ -334,6 +338,30 @@ def duplicated_state_bytes(
                 extra = [a + b for a, b in zip(extra, state, strict=True)]
         found.append((extra[0], extra[1], extra[2]))
     return found
+
+
+def stored_already(graph: Graph) -> dict[int, tuple[str, ...]]:
+    """Return by layer the shared parameters that an earlier layer has, too; layers without any are left out."""
+    found: dict[int, tuple[str, ...]] = {}
+    for name, uses in graph.shared_parameters.items():
+        for layer in uses[1:]:
+            found[layer] = (*found.get(layer, ()), name)
+    return found
+
+
+def stored_once(
+    price: LayerPrice, pricer: PriceSource, layer: int, names: Sequence[str], mesh: Mesh, strategy: Strategy
+) -> LayerPrice:
+    """Return a layer's price without the states of the parameters ``names``, which its device stores for another layer."""
+    for name in names:
+        p, g, o = pricer.tied(layer, name, mesh, strategy)
+        price = replace(
+            price,
+            parameters_bytes=price.parameters_bytes - p,
+            gradients_bytes=price.gradients_bytes - g,
+            optimizer_bytes=price.optimizer_bytes - o,
+        )
+    return price
 
 
 def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[Memory]:
@@ -551,17 +579,19 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
                 prices, best = trial, found
                 strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
                 break
-    return PricedPlan(instance.config, solution.bounds, strategies, prices, best)
+    return PricedPlan(instance.config, solution.bounds, strategies, prices, best, instance.schedule.stages == 1)
 
 
 def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, priced: PricedPlan) -> PricedPlan:
     """Return the plan with the actual length of segments that end early, at the end of their stage."""
     config = instance.config
     actual, prices = shortened(graph, priced.strategies, solution.bounds), list(priced.prices)
+    stored = stored_already(graph) if priced.stored_once else {}
     for s, (start, stop) in enumerate(pairwise(solution.bounds)):
         pricer = instance.placement.pricers[instance.placement.place[s]]
         for i in range(start, stop):
             if actual[i] != priced.strategies[i]:
-                prices[i] = _price(graph, pricer, i, config.mesh, actual[i], config.schedule.microbatches)
-    found = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
-    return replace(priced, strategies=actual, prices=prices, cost=found)
+                found = _price(graph, pricer, i, config.mesh, actual[i], config.schedule.microbatches)
+                prices[i] = stored_once(found, pricer, i, stored.get(i, ()), config.mesh, actual[i])
+    step = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
+    return replace(priced, strategies=actual, prices=prices, cost=step)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.errors import CaptureError, InfeasibleError
+from autopar.errors import AutoparError, BatchError, CaptureError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
 from autopar.precision import TF32
 from autopar.search.options import SearchOptions
 from autopar.techniques import LAYER_DEVIATIONS
+from autopar.techniques.technique import ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +67,36 @@ def best_plan(
     minimum of all bounds.
 
     A less exact plan must be faster by more than the target gap. ``refused`` is called with the reason if the model can't
-    be captured with a number of microbatches. With several candidates pins are not priced.
+    be captured with a number of microbatches. With several candidates pins are not priced, and a note says so. If there is no plan, the
+    error is that of the smallest microbatches for which nothing fits, then of those that pins exclude, then of the capture.
     """
     if len(candidates) == 1:
         return find(candidates[0], options)
     share = dataclasses.replace(options, time_limit_s=options.time_limit_s / len(candidates), pin_time_s=None)
     plans: list[Plan] = []
-    why: InfeasibleError | None = None
+    why: AutoparError | None = None
     for numerics in candidates:
         try:
             allow = {name for name in share.allow if name not in LAYER_DEVIATIONS or name in numerics.narrow}
             plans.append(find(numerics, dataclasses.replace(share, allow=allow)))
-        except CaptureError as error:  # such as a batch norm over one row
+        except (CaptureError, BatchError) as error:  # such as a batch norm over one row
             refused(f"cannot be captured with {numerics.microbatches} microbatches: {error.message}")
-        except InfeasibleError as error:
-            why = error  # the last error is that of the smallest microbatches, which need the least memory
+            why = why or error
+        except (InfeasibleError, UsageError) as error:  # pins may exclude this number of microbatches alone
+            if not isinstance(why, InfeasibleError) or isinstance(error, InfeasibleError):
+                why = error  # the last error is that of the smallest microbatches, which need the least memory
     if not plans:
         assert why is not None
         raise why
     best = plans[0]
     for plan in plans[1:]:
-        more = len(Numerics.of(plan).narrow) > len(Numerics.of(best).narrow)
+        one, other = Numerics.of(plan), Numerics.of(best)
+        more = len(one.narrow) > len(other.narrow) or one.microbatches > other.microbatches
         if plan.prediction.step_time_s < best.prediction.step_time_s * (1 - options.target_gap * more):
             best = plan
     bound_s = min(plan.bound_s for plan in plans)
-    return dataclasses.replace(best, bound_s=bound_s, gap=max(0.0, 1 - bound_s / best.prediction.step_time_s))
+    notes = best.notes
+    if options.pin_time_s is not None and (pins := [key for key, value in options.pins.items() if value != ANY]):
+        notes += (f"the pins {', '.join(pins)} have no price, because several numerical deviations were searched",)
+    gap = max(0.0, 1 - bound_s / best.prediction.step_time_s)
+    return dataclasses.replace(best, bound_s=bound_s, gap=gap, notes=notes)

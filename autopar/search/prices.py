@@ -11,6 +11,7 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
 from autopar.plan import Strategy
+from autopar.search.evaluation import stored_already, stored_once
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
 from autopar.search.problem import (
@@ -82,6 +83,7 @@ class Prices:
         self.pins = pins_by_layer(graph, options)
         self._pinned: dict[SequencePin, tuple[LayerPins, ...]] = {}
         self.groups = tied_groups(graph)
+        self._stored = stored_already(graph)
         self._candidates: dict[tuple[object, ...], Candidates] = {}
         self._lists: dict[Candidates, tuple[Strategy, ...]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
@@ -192,7 +194,8 @@ class Prices:
         return self._refusals[cls]
 
     def table(self, layer: int, config: Configuration, tied: bool) -> Table | None:
-        """Return the table of a layer's candidates; ``None`` if none has a price. Layers of the same class with equal pins share it."""
+        """Return the table of a layer's candidates; ``None`` if none has a price. Layers of the same class with equal pins share it, if all
+        or none of them have parameters that the only stage stores for an earlier layer."""
         cls, pins, m = self._graph.layers[layer].cls, self.pins[layer], config.schedule.microbatches
         pricers, every = (
             self._places(config.schedule.pipeline).pricers,
@@ -207,7 +210,19 @@ class Prices:
             for t in LAYER
             if t.min_memory_share and pins.of(t.name) is None and not refused[t.name]
         }
-        key = (cls, id(every), config.mesh, m, tied, copies, config.schedule.split, *small.values(), *map(id, pricers))
+        stored, names = self._stored_places(layer, config), self._graph.layers[layer].parameters
+        key = (
+            cls,
+            id(every),
+            config.mesh,
+            m,
+            tied,
+            copies,
+            config.schedule.split,
+            stored,
+            *small.values(),
+            *map(id, pricers),
+        )
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
@@ -216,12 +231,24 @@ class Prices:
                     continue
                 if any(self._is_small(cls, config, strategy, technique, most) for technique, most in small.items()):
                     continue
-                at = tuple(p for pricer in pricers if (p := pricer.layer(cls, config.mesh, strategy, m)) is not None)
+                at = tuple(
+                    stored_once(price, pricer, layer, [names[k] for k in stored], config.mesh, strategy)
+                    for pricer in pricers
+                    if (price := pricer.layer(cls, config.mesh, strategy, m)) is not None
+                )
                 if len(at) == len(pricers):
                     kept.append(strategy)
                     prices.append(at)
             tables[key] = make_table(kept, prices, tied, config.schedule.split) if kept else None
         return tables[key]
+
+    def _stored_places(self, layer: int, config: Configuration) -> tuple[int, ...]:
+        """Return the positions, among the layer's parameters, of those that an earlier layer of the only stage stores. With several stages
+        the cuts decide on that: each layer then counts its own, and only the plan does not."""
+        if config.schedule.stages > 1:
+            return ()
+        parameters = self._graph.layers[layer].parameters
+        return tuple(parameters.index(name) for name in self._stored.get(layer, ()))
 
     def _is_small(self, cls: str, config: Configuration, strategy: Strategy, technique: Technique, most: float) -> bool:
         """Return whether the strategy has the technique although a layer of the class takes at most ``most`` bytes without it."""
@@ -253,13 +280,13 @@ class Prices:
         """Return the tables of a configuration, and the index of each layer's table; ``None`` if a layer has no candidate left."""
         fixed = {index: (roles, zero) for index, roles, zero in config.ties}
         group_of = {i: g for g, layers in enumerate(self.groups) for i in layers}
-        index: dict[tuple[str, LayerPins, int | None], int] = {}
+        index: dict[tuple[str, LayerPins, int | None, tuple[int, ...]], int] = {}
         same: dict[tuple[int, int | None], int] = {}  # the kind of a table; tied groups have separate kinds
         kinds: list[Table] = []
         kind: list[int] = []
         for i, layer in enumerate(self._graph.layers):
             group = group_of.get(i)
-            key = (layer.cls, self.pins[i], group)
+            key = (layer.cls, self.pins[i], group, self._stored_places(i, config))
             if key not in index:
                 table = self.table(i, config, group is not None)
                 if table is None:

@@ -52,9 +52,11 @@ from autopar.pins import LayerPins
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import (
     CHIMERA,
+    GPIPE,
     INTERLEAVED,
     MULTI_STAGE,
     NO_PIPELINE,
+    ONE_F_ONE_B,
     SPLIT,
     ZERO_BUBBLE,
     Schedule,
@@ -303,12 +305,13 @@ def candidates(
     sizes = [axis.size for axis in mesh]
     context = context_of(options) if context is None else context
     found: list[tuple[Role, ...]] = []
-    for suffix in _suffixes(mesh, gpus_per_node, options.roles or TENSOR_ROLES, pins, experts):
+    roles = TENSOR_ROLES if options.roles is None else options.roles
+    for suffix in _suffixes(mesh, gpus_per_node, roles, pins, experts):
         outer = len(sizes) - len(suffix)
-        degrees = [_product(sizes[:j]) for j in range(outer + 1)]
+        degrees = [math.prod(sizes[:j]) for j in range(outer + 1)]
         prefixes = [j for j, n in enumerate(degrees) if batch % n == 0 and pins.data in (None, n)]
         if owning := suffix.count(Role.EXPERT):  # ranks of the expert axes take different samples, too
-            owners = _product(sizes[outer : outer + owning])
+            owners = math.prod(sizes[outer : outer + owning])
             prefixes = [j for j in prefixes if j == outer and batch % (degrees[j] * owners) == 0]
         if prefixes:
             prefix = prefixes[-1]
@@ -431,13 +434,6 @@ def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
     if options.roles is not None:
         return options
     return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
-
-
-def _product(sizes: list[int]) -> int:
-    n = 1
-    for size in sizes:
-        n *= size
-    return n
 
 
 def configurations(
@@ -584,7 +580,13 @@ def _pipelines(layers: int, devices: int, options: SearchOptions, pinned: Sequen
             raise UsageError(
                 f"a pipeline of {options.pipeline or 'several'} stages needs a schedule", "use 1f1b or gpipe"
             )
-    return pipelines
+    if options.schedule in (GPIPE, ONE_F_ONE_B) and pipelines == [1]:
+        raise UsageError(
+            f"schedule={options.schedule} orders the microbatches of a pipeline, but {devices} devices and {layers} layers have none with "
+            "the other pins",
+            "leave the schedule out, or let pipeline be 2 or more",
+        )
+    return [p for p in pipelines if p > 1] if options.schedule in (GPIPE, ONE_F_ONE_B) else pipelines
 
 
 def tied_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from exactness import mlp
 
+from autopar import planning
 from autopar.capture import capture
 from autopar.devices import parse
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.planning import find_plan
-from autopar.search import SearchOptions
+from autopar.search import SearchOptions, search_again
+from autopar.search.driver import SearchResult
 from autopar.shard import annotate
 
 
@@ -52,6 +57,22 @@ def test_devices_that_no_plan_can_all_use_are_idle(graph: Graph) -> None:
     assert "3 of the 11 devices are idle: no plan that uses all of them fits" in plan.notes
     with pytest.raises(InfeasibleError, match="no plan fits"):
         find_plan(graph, parse("11x1xH100-80GB"), SearchOptions(memory_limit_bytes=1), may_be_idle=True)
+
+
+def test_the_bound_holds_for_all_numbers_of_devices(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loose(*args: Any) -> SearchResult | None:
+        found = search_again(*args)
+        return found and dataclasses.replace(found, bound_s=found.step_s / 4)
+
+    monkeypatch.setattr(planning, "search_again", loose)
+    plan = find_plan(graph, parse("1x7xH100-80GB"), SearchOptions(pipeline=1), may_be_idle=True)
+    assert plan.bound_s == pytest.approx(plan.prediction.step_time_s / 4) and plan.gap == pytest.approx(3 / 4)
+
+
+def test_without_time_a_note_names_the_numbers_of_devices_that_were_not_searched(graph: Graph) -> None:
+    plan = find_plan(graph, parse("1x7xH100-80GB"), SearchOptions(time_limit_s=0.0), may_be_idle=True)
+    for fewer in (6, 4):
+        assert f"time ran out before plans on {fewer} of the 7 devices were searched" in plan.notes
 
 
 def test_the_clusters_that_are_tried() -> None:

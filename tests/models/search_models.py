@@ -309,7 +309,7 @@ def configurations(graph: Graph, cluster: Devices, options: SearchOptions) -> It
 
 def _plain_configurations(graph: Graph, cluster: Devices, options: SearchOptions) -> Iterator[Configuration]:
     for p in range(1, min(cluster.count, len(graph.layers)) + 1):
-        if cluster.count % p or options.pipeline not in (None, p):
+        if cluster.count % p or options.pipeline not in (None, p) or (p == 1 and options.schedule in ("gpipe", "1f1b")):
             continue
         primes, rest = [], cluster.count // p
         for n in range(2, rest + 1):

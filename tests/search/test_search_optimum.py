@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from itertools import permutations
@@ -13,9 +14,10 @@ from places import EVIDENCE
 from search_models import Devices, RandomPricer, brute_force, chain, every_plan, random_problem
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.plan import Plan
+from autopar.layer_price import LayerPrice
+from autopar.plan import Axis, Plan, Strategy
 from autopar.schedules import CHIMERA, MULTI_STAGE
-from autopar.search import SearchOptions, search, steps
+from autopar.search import SearchOptions, evaluate, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
 from autopar.search.bounds.linear import device_bound, linear_bound, textbook_bound
@@ -24,7 +26,7 @@ from autopar.search.construct.drafts import construct
 from autopar.search.construct.local import _steps, change_candidates, move_layers
 from autopar.search.construct.refine import refined
 from autopar.search.cuts import moved
-from autopar.search.evaluation import Solution, cost, fits, transfers
+from autopar.search.evaluation import Solution, cost, fits, stored_once, transfers
 from autopar.search.exact import solve_labels
 from autopar.search.prices import Prices
 from autopar.search.problem import Configuration, configurations
@@ -243,3 +245,53 @@ def test_the_local_search_shortens_steps() -> None:
             by_changes.append(1 - steps[1] / steps[0])
             by_moves.append(1 - steps[2] / steps[1])
     assert len(by_changes) >= 8 and max(by_changes) > 0.001 and max(by_moves) > 0.005, (by_changes, by_moves)
+
+
+class TiedPricer(RandomPricer):
+    """Half of the state of a layer that shares a parameter is that parameter's."""
+
+    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+        price = self.layer(self.graph.layers[i].cls, mesh, strategy, 1)
+        assert price is not None
+        return price.parameters_bytes // 2, price.gradients_bytes // 2, price.optimizer_bytes // 2
+
+
+class ReducedPricer(TiedPricer):
+    """A layer of class "a once" has the price of an "a" without the shared parameter's state."""
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        price = super().layer(cls.removesuffix(" once"), mesh, strategy, microbatches)
+        return price if price is None or cls == "a" else stored_once(price, self, 0, ["shared"], mesh, strategy)
+
+
+def test_a_parameter_that_layers_of_the_only_stage_share_is_counted_once() -> None:
+    tied = chain(["a", "a"], 1, (0, 1))
+    equivalent = chain(["a", "a once"], 1, (0, 1))
+    outcomes = []
+    for seed, devices, limit in itertools.product(range(8), (1, 2), (70, 90, 140)):
+        cluster, options = Devices(devices, limit), replace(EXACT, pipeline=1)
+        best = brute_force(equivalent, cluster, ReducedPricer(tied, seed, 1.0, 0.0), options)
+        try:
+            plan = search(tied, cluster, TiedPricer(tied, seed, 1.0, 0.0), options)
+        except InfeasibleError:
+            assert best is None
+        else:
+            assert plan.prediction.step_time_s == pytest.approx(best) == pytest.approx(plan.bound_s)
+        outcomes.append(best)
+    assert outcomes.count(None) >= 5 and len(outcomes) - outcomes.count(None) >= 5
+
+
+def test_the_limit_that_would_suffice_counts_a_shared_parameter_once() -> None:
+    graph = chain(["a", "b", "b", "a"], 1, (0, 3))
+    pricer = TiedPricer(graph, 0, 1.0, 0.0)
+    with pytest.raises(InfeasibleError) as error:
+        search(graph, Devices(1, 1), pricer, EXACT)
+    need = int(str(error.value.hint).split("(")[1].split(" ")[0])
+    plan = search(graph, Devices(1, need), pricer, EXACT)
+    again = evaluate(
+        graph, Devices(1, need), pricer, mesh=plan.mesh, stage_bounds=(0, 4), schedule=plan.sized_schedule,
+        strategies=[layer.strategy for layer in plan.layers], precision="bfloat16",
+    )  # fmt: skip
+    assert again.stages[0].memory == plan.stages[0].memory and plan.stages[0].memory.total == need
+    with pytest.raises(InfeasibleError, match="no plan fits"):
+        search(graph, Devices(1, need - 1), pricer, EXACT)

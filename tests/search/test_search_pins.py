@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import search_models
@@ -10,10 +12,12 @@ from search_models import Devices, RandomPricer, brute_force, chain, random_prob
 
 from autopar.cli.entry import main
 from autopar.cli.render import plan_tables
-from autopar.errors import InfeasibleError, UsageError
+from autopar.errors import AutoparError, BatchError, CaptureError, InfeasibleError, UsageError
 from autopar.pins import LayerPins, read_pins
-from autopar.plan import Plan, Role
+from autopar.plan import MICROBATCH_STATISTICS, Plan, Role
+from autopar.planning import check_schedule
 from autopar.search import SearchOptions, Shared, price_pins, problem, search
+from autopar.search.numerics import Numerics, best_plan
 from autopar.search.options import pins_by_layer, runs_of_names, selects
 from autopar.techniques import activations
 
@@ -113,6 +117,11 @@ class TestRefused:
         with pytest.raises(UsageError, match="'tensor' is not a pin"):
             read_pins(["tensor"])
 
+    def test_no_schedule_without_a_pipeline(self) -> None:
+        check_schedule(SearchOptions(schedule="none", pipeline=1))
+        with pytest.raises(UsageError, match="1f1b orders the microbatches of a pipeline"):
+            check_schedule(SearchOptions(schedule="1f1b", pipeline=1))
+
     def test_on_the_command_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main(("plan", "gpt2", "--devices", "8xH100-80GB", "--pin", "tensr=2"))
@@ -184,3 +193,59 @@ def test_without_time_the_price_of_a_pin_says_what_is_not_known(capsys: pytest.C
     Console(width=120).print(plan_tables(plan))
     out = capsys.readouterr().out
     assert "the price of each pin" in out and f"{most:.1%}" in out and "zero=3" in out
+
+
+COUPLED = chain(["a", "b", "b"], 8, why="batch norm")
+
+
+def best_of(
+    found: dict[tuple[tuple[str, ...], int], Plan | AutoparError], **options: Any
+) -> tuple[Plan | AutoparError, list[str]]:
+    """The best plan, or the error, if every candidate has the given plan or error, and the reasons why some were not captured."""
+    refused: list[str] = []
+
+    def find(numerics: Numerics, _: SearchOptions) -> Plan:
+        result = found[numerics.narrow, numerics.microbatches]
+        if isinstance(result, AutoparError):
+            raise result
+        return result
+
+    try:
+        return best_plan([Numerics(*key) for key in found], SearchOptions(**options), find, refused.append), refused
+    except AutoparError as error:
+        return error, refused
+
+
+def plan_of(step_s: float, microbatches: int = 1) -> Plan:
+    """A plan of separate microbatches whose step takes ``step_s``."""
+    plan = search(COUPLED, Devices(1, 10_000), RandomPricer(COUPLED, 0, 1.0, 0.0))
+    prediction = dataclasses.replace(plan.prediction, step_time_s=step_s)
+    allow = (MICROBATCH_STATISTICS,) if microbatches > 1 else ()
+    return dataclasses.replace(plan, prediction=prediction, microbatches=microbatches, allow=allow)
+
+
+class TestSeveralNumerics:
+    def test_a_number_of_microbatches_that_is_excluded_leaves_the_others(self) -> None:
+        few, batch = UsageError("1f1b needs a microbatch for every stage"), BatchError("rows do not divide")
+        nothing = InfeasibleError("no plan fits")
+        plan = plan_of(1.0, 2)
+        best, refused = best_of({((), 1): few, ((), 2): plan, ((), 4): few, ((), 8): batch})
+        assert isinstance(best, Plan) and (best.microbatches, len(refused)) == (2, 1)
+        assert best_of({((), 1): few, ((), 2): nothing, ((), 4): few, ((), 8): batch})[0] is nothing
+        assert best_of({((), 1): batch, ((), 2): few})[0] is few
+
+    def test_a_model_that_no_candidate_captures(self) -> None:
+        first, second = CaptureError("one row"), CaptureError("two rows")
+        assert best_of({((), 8): first, (("bfloat16_moments",), 8): second})[0] is first
+
+    def test_more_microbatches_must_gain_more_than_the_target_gap(self) -> None:
+        for step_s, microbatches in ((0.995, 1), (0.9, 4)):
+            best, _ = best_of({((), 1): plan_of(1.0), ((), 4): plan_of(step_s, 4)}, target_gap=0.01)
+            assert isinstance(best, Plan) and best.microbatches == microbatches
+
+    def test_a_note_says_that_pins_have_no_price(self) -> None:
+        for pin_time_s, notes in ((None, 0), (1.0, 1)):
+            found = {((), 1): plan_of(1.0), ((), 4): plan_of(0.5, 4)}
+            best, _ = best_of(found, tensor=1, offload="any", pin_time_s=pin_time_s)
+            assert isinstance(best, Plan)
+            assert sum("the pins tensor have no price" in note for note in best.notes) == notes

@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -527,3 +528,64 @@ def test_without_time_the_bound_is_the_arithmetic_at_peak() -> None:
     plan = search(graph, cluster, TransformerPricer(graph), SearchOptions(time_limit_s=0.0))
     assert 0 < plan.bound_s == pytest.approx(plan.prediction.mfu * plan.prediction.step_time_s)
     assert any("bounded by FLOPs only" in note for note in plan.notes)
+
+
+def test_configurations_without_prices_keep_the_bounds_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time ends when every configuration is opened, and none has a plan."""
+
+    def late(graph: Graph, cluster: Devices, state: Any, opened: Any) -> list[Any]:
+        state.deadline = 0.0
+        return []
+
+    monkeypatch.setattr(driver, "_further", late)
+    graph = transformer(64)
+    plan = search(graph, Devices(64, int(72e9)), TransformerPricer(graph))
+    assert plan.bound_s > 0 and plan.gap < 1
+    assert not any("bounded by FLOPs only" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("devices", "pipeline", "named"), [(8, None, True), (8, 1, False), (1, None, False)])
+def test_schedules_are_named_as_left_out_only_where_a_pipeline_is_possible(
+    devices: int, pipeline: int | None, named: bool
+) -> None:
+    graph = chain(["a"] * 8, 8)
+    options = SearchOptions(time_limit_s=0.0, pipeline=pipeline)
+    plan = search(graph, Devices(devices, 10_000), RandomPricer(graph, 0, 1.0, 0.0), options)
+    assert any("schedules besides 1f1b" in note for note in plan.notes) == named
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_pinned_schedule_has_a_pipeline(schedule: str) -> None:
+    graph = chain(["a"] * 4, 8)
+    pricer, options = RandomPricer(graph, 0, 1.0, 0.0), SearchOptions(schedule=schedule)
+    plan = search(graph, Devices(4, 10_000), pricer, options)
+    assert (plan.schedule, plan.pipeline > 1) == (schedule, True)
+    for devices, pipeline in ((1, None), (4, 1)):
+        with pytest.raises(UsageError, match=f"schedule={schedule} orders the microbatches of a pipeline"):
+            search(graph, Devices(devices, 10_000), pricer, dataclasses.replace(options, pipeline=pipeline))
+
+
+def test_no_roles_are_data_parallelism_alone() -> None:
+    (mesh,) = meshes(8)
+    found = candidates(mesh, 8, 8, SearchOptions(roles=())).every
+    assert {role for strategy in found for role in strategy.roles} == {D}
+
+
+class ReducingPricer(FlatPricer):
+    """Copies of a layer reduce their gradients once per step, in this many seconds."""
+
+    reduction_s = 0.0
+
+    def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
+        copies = strategy.degree(mesh, D)
+        return LayerPrice(1 / copies, 2 / copies, 0.0, self.reduction_s * (copies > 1), 10, 10, 20, 1, 1, 1e12)
+
+
+def test_a_smaller_data_degree_is_named_as_left_out_where_it_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(["a"] * 2, 8)
+    for reduction_s, pins, named in ((0.0, {}, False), (100.0, {}, True), (100.0, {"data": 8}, False)):
+        monkeypatch.setattr(ReducingPricer, "reduction_s", reduction_s)
+        options = SearchOptions(pipeline=1, microbatches=1, roles=(), pin=pins)
+        plan = search(graph, Devices(8, 10_000), ReducingPricer(graph, 0, 1.0, 0.0), options)
+        assert plan.layers[0].strategy.degree(plan.mesh, D) == 8
+        assert any("smaller degrees of data parallelism" in note for note in plan.notes) == named
