@@ -162,15 +162,20 @@ def start_program(
     state = model.state_dict() if init is None else None
     lasting = folder is not None and ranks.is_local_rank_0()
     home = Path(folder) if folder is not None and lasting else Path(tempfile.mkdtemp(prefix="autopar-program-"))
-    # processes that read a temporary folder get the values from this process
-    emit_program(graph, plan, home, progress, type_check=request.type_check, state=state if lasting else None)
-    initial: Mapping[str, Tensor] | str | Path | None = state
-    if init is not None:
-        report(progress, "emit", f"values: {init}")
-        initial = initial_values(model, init, training.seed, home, folder)
-    report(progress, "run")
-    # the program was type-checked when it was emitted
-    program = Program(plan, home, graph, cluster=cluster, state=initial, type_check=False, **as_keywords(training))
+    try:
+        # processes that read a temporary folder get the values from this process
+        emit_program(graph, plan, home, progress, type_check=request.type_check, state=state if lasting else None)
+        initial: Mapping[str, Tensor] | str | Path | None = state
+        if init is not None:
+            report(progress, "emit", f"values: {init}")
+            initial = initial_values(model, init, training.seed, home, folder)
+        report(progress, "run")
+        # the program was type-checked when it was emitted
+        program = Program(plan, home, graph, cluster=cluster, state=initial, type_check=False, **as_keywords(training))
+    except BaseException:
+        if not lasting:
+            shutil.rmtree(home, ignore_errors=True)
+        raise
     if lasting:
         # this process can train with a recipe that can't be written as code; the folder's ``train.py`` then raises the error
         with contextlib.suppress(UsageError):

@@ -15,6 +15,7 @@ in ``docs/guide/pins.md`` are generated from ``PINS``.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -59,10 +60,7 @@ class ParallelPins:
     @property
     def group(self) -> int:
         """The product of the pinned degrees, which must divide the devices of a stage."""
-        product = 1
-        for n in self.degrees.values():
-            product *= n
-        return product
+        return math.prod(self.degrees.values())
 
     def check(self, layer: str, plan: PlanPins) -> None:
         """Raise ``UsageError`` if the pins of ``layer`` contradict each other or the pins of the plan."""
@@ -141,7 +139,7 @@ class PipelinePins(LayerPins):
     chunks: int | None = _pin("the number of pipeline stages on each device (virtual stages)", "chunks=2")
     microbatches: int | None = _pin("the number of microbatches of a step", "microbatches=16")
     prefetch: int | None = _pin(
-        "how many layers ahead of the computation parameters are gathered under ZeRO 2 and 3", "prefetch=2"
+        "how many layers ahead of the computation parameters are gathered under ZeRO 2 and 3", "prefetch=2", most=2**14
     )
     schedule: str | None = _pin("the pipeline schedule", "schedule=1f1b", values=SCHEDULES)
 
@@ -165,6 +163,8 @@ PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) 
 
 def checked(key: str, value: Value) -> Value:
     """Return the canonical value of a pin. Raises ``UsageError`` for an unknown key or an invalid value."""
+    if not isinstance(key, str):
+        raise UsageError(f"the key of a pin is {key!r}, which is not text", FORM)
     selector, _, name = key.rpartition(".")
     if name in PINS and (PINS[name].of_layer or not selector):
         return PINS[name].checked(key, value)
@@ -183,7 +183,7 @@ def read_pin(text: str) -> tuple[str, Value]:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not (key and equals and value):
         raise UsageError(f"{text!r} is not a pin", FORM)
-    if re.fullmatch(r"[+-]?\d+", value):
+    if re.fullmatch(r"[+-]?\d{1,18}", value):  # no pin has more digits, and Python converts a few thousand at most
         return key, int(value)
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     return key, words.get(value.lower(), value)

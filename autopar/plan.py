@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -95,6 +96,12 @@ def deviations(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     return tuple(name for name in DEVIATIONS if name in given)
 
 
+def copy_counts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of copies of its shards that ZeRO may have over data axes of these sizes: the products of the outermost axes, but
+    never of all of them, because ZeRO shards over at least one."""
+    return tuple(math.prod(sizes[:i]) for i in range(max(1, len(sizes))))
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One axis of a stage's mesh. ``stride`` is the distance in devices between neighbours on it (1 is the innermost)."""
@@ -156,13 +163,8 @@ class Strategy:
         """Return the axes on which the layer's parameters are equal, outermost first: those that replicate ZeRO's shards, and those over
         which ZeRO shards."""
         axes = tuple(axis for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters)
-        copies = 1
-        for i, axis in enumerate(axes):
-            if copies == self.replicate:
-                return axes[:i], axes[i:]
-            copies *= axis.size
-        assert self.replicate == 1, (self, mesh)
-        return (), axes
+        at = copy_counts([axis.size for axis in axes]).index(self.replicate)
+        return axes[:at], axes[at:]
 
     def replicas(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """Return the data axes, whose ranks have different samples, and the other axes on which the layer's parameters are equal."""
@@ -171,11 +173,7 @@ class Strategy:
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
         """Return the product of the sizes of the axes whose role is one of ``roles``."""
-        n = 1
-        for axis, role in zip(mesh, self.roles, strict=True):
-            if role in roles:
-                n *= axis.size
-        return n
+        return math.prod(axis.size for axis, role in zip(mesh, self.roles, strict=True) if role in roles)
 
     def degrees(self, mesh: tuple[Axis, ...]) -> dict[str, int]:
         """Return the degrees as plans show them: data, tensor, expert, and ``sequence``, which includes Ulysses and ring attention."""
@@ -305,6 +303,9 @@ class Plan:
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
         assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
         assert all(layer.strategy.zero <= SYNC.mode(self.sync).max_zero for layer in self.layers), self.sync
+        # notes quote the user's lines of code, and plan files have printable text only
+        notes = tuple("".join(c if c.isprintable() else " " for c in note) for note in self.notes)
+        object.__setattr__(self, "notes", notes)
 
     def __str__(self) -> str:
         """Return the plan in one sentence; ``autopar price`` prints all of it."""
@@ -339,10 +340,7 @@ class Plan:
 
     @property
     def devices_per_stage(self) -> int:
-        n = 1
-        for axis in self.mesh:
-            n *= axis.size
-        return n
+        return math.prod(axis.size for axis in self.mesh)
 
     @property
     def device_count(self) -> int:

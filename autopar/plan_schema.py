@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from autopar.data_files import MalformedFileError, shown
 from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
-from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role
+from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role, copy_counts
 from autopar.precision import PRECISIONS
 from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
 from autopar.techniques import LAYER, PLAN, conflict
@@ -27,6 +27,8 @@ MAX_LAYERS = 2**14
 MAX_ROWS = 2**32
 MAX_ACTIONS = 2**22
 """Maximum number of forward actions per step: stages times microbatches."""
+MAX_SEARCH_S = 1e9
+"""Maximum time limit of a search: threads cannot wait for much longer."""
 _MAX_AXES = 21  # more would exceed MAX_DEVICES, or have axes of size 1
 _MAX_BYTES = 2**60
 _RESERVED_AXES = frozenset({"pipeline", "mirror", "microbatch"})  # axes of every program
@@ -239,7 +241,7 @@ _REQUEST_KINDS: dict[str, FieldKind] = {
     "global_batch": Whole(1, MAX_ROWS),
     "precision": TextField(40),
     "memory_limit": TextField(40),
-    "time_limit": Number(86_400.0),
+    "time_limit": Number(MAX_SEARCH_S),
     **{name: Pinned(name) for name in PINS},
     "pins": Items(TextField(), 0, MAX_LAYERS),
     "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),
@@ -259,7 +261,7 @@ _PLAN = Fields(
         "chunks": _COUNT,
         "microbatches": Whole(1, MAX_ACTIONS),
         "schedule": Word(SCHEDULES),
-        "prefetch": Whole(1, MAX_LAYERS),
+        "prefetch": Pinned("prefetch"),
         **{technique.name: Known(technique) for technique in PLAN},
         "global_batch": Whole(1, MAX_ROWS),
         "precision": Word(PRECISIONS),
@@ -304,10 +306,21 @@ def check_plan(data: Any) -> None:
             )
         if (found := conflict(technique, value, {"schedule": data["schedule"]})) is not None:
             raise MalformedFileError(f"{technique.name} is {value}, and {found.other} is {data[found.other]}")
+    _check_allowed(data)
     try:
         read_pins(data.get("request", {}).get("pins", ()))
     except UsageError as error:
         raise MalformedFileError(f"request.pins: {error.message}") from error
+
+
+def _check_allowed(data: Mapping[str, Any]) -> None:
+    """Check that ``allow`` names the numerical deviations that the values of techniques cause."""
+    chosen = [(technique, technique.read(data)) for technique in PLAN]
+    chosen += [(technique, technique.read(layer)) for layer in data["layers"] for technique in LAYER]
+    for technique, value in chosen:
+        deviation = technique.mode(value).deviation
+        if deviation and deviation not in data.get("allow", ()):
+            raise MalformedFileError(f"{technique.name} is {value}, which is not exact, and allow lacks {deviation!r}")
 
 
 def _product(mesh: Sequence[Mapping[str, Any]]) -> int:
@@ -406,7 +419,7 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
     wrong = {
         f"replicate {replicate} without ZeRO": replicate > 1 and not zero,
         f"replicate {replicate}, which is not a product of its outermost data axes {copies}": replicate
-        not in {math.prod(copies[:n]) for n in range(len(copies) + 1)},
+        not in copy_counts(copies),
     }
     for technique in LAYER:
         value = options[technique.name]

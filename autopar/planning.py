@@ -55,6 +55,12 @@ def plan_model(
     graph is that of one microbatch.
     """
     start_s = time.perf_counter()
+    if plan is not None and options.pins:
+        key, value = next(iter(options.pins.items()))
+        raise UsageError(
+            f"the pin {key}={value} conflicts with the given plan, which fixes all decisions",
+            "leave one of the two out",
+        )
     check_schedule(options)
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
     graph = compared_graph(workload, capture_check, progress)
@@ -278,9 +284,9 @@ def _search_device_subsets(
     if devices is cluster:
         return best, cluster
     because = (
-        "no plan that uses all of them fits"
-        if full_plan is None
-        else f"with all of them it takes {full_plan.prediction.step_time_s:.4g} s"
+        f"with all of them it takes {full_plan.prediction.step_time_s:.4g} s"
+        if full_plan is not None
+        else f"with all of them: {refused.message if refused else 'no plan'}"
     )
     note = f"{cluster.count - devices.count} of the {cluster.count} devices are idle: {because}"
     return dataclasses.replace(best, notes=(*best.notes, note)), devices

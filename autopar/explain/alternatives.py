@@ -28,12 +28,11 @@ SOLVE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The plans, fastest first. ``solved`` of ``total`` priced configurations were searched. ``complete``: time sufficed to price all
-    configurations, and to search all whose bound is below the last plan's step time."""
+    """The plans, fastest first; ``total`` configurations were priced. ``complete``: time sufficed to price all configurations, and to
+    search all whose bound is below the last plan's step time."""
 
     plans: tuple[Plan, ...]
     complete: bool
-    solved: int
     total: int
 
     def to_json(self, step_time_s: float) -> list[dict[str, Any]]:
@@ -58,7 +57,6 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
     deadline = time.monotonic() + limit_s
     order, complete = _by_bound(study, deadline)
     found: list[Plan] = [plan]
-    solved = 1
     for schedule, bound_s in order:
         if schedule == plan.sized_schedule:
             continue
@@ -73,11 +71,9 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
             best = study.solve(schedule=schedule.name, **sizes, target_gap=GAP, time_limit_s=SOLVE_S)
         except InfeasibleError:
             continue
-        finally:
-            solved += 1
         found.append(best)
     found.sort(key=lambda p: p.prediction.step_time_s)
-    return Alternatives(tuple(found[:count]), complete, solved, len(order))
+    return Alternatives(tuple(found[:count]), complete, len(order))
 
 
 def _by_bound(study: Study, deadline: float) -> tuple[list[tuple[Schedule, float]], bool]:

@@ -33,7 +33,7 @@ class Price:
 
     name: str
     change: str
-    saving: float | None  # ``None``: no plan would fit
+    saving: float | None  # ``None``: no plan was found
     at_most: float | None
     step_time_s: float | None
     summary: str
@@ -109,15 +109,26 @@ def _memory(study: Study, plan: Plan, sign: int) -> Price:
     if sign < 0 and memory_bytes(plan) <= study.limit_bytes - step:
         return _price_of(name, change, plan, plan, plan)  # the plan also fits in less memory, so it is still the best
     try:
-        best = study.solve(memory_limit_bytes=study.limit_bytes + sign * step)
+        best = study.solve(**study.with_memory(sign * step))
     except InfeasibleError as error:
-        text = f"with {change} no plan would fit: {error.message}"
-        return Price(name, change, None, None, None, "", text)
+        if sign > 0:
+            return _price_of(name, change, plan, plan, _unproved(plan))
+        return Price(name, change, None, None, None, "", f"with {change}: {error.message}")
     return _price_of(name, change, plan, plan if sign > 0 else best, best)
 
 
 def _faster(study: Study, plan: Plan, name: str, change: str, cluster: Cluster) -> Price:
-    return _price_of(name, change, plan, study.reprice(plan, cluster), study.solve(cluster=cluster))
+    possible = study.reprice(plan, cluster)
+    try:
+        best = study.solve(cluster=cluster)
+    except InfeasibleError:
+        best = _unproved(possible)
+    return _price_of(name, change, plan, possible, best)
+
+
+def _unproved(plan: Plan) -> Plan:
+    """Return the result of a search that had no time to find any plan, although ``plan`` fits: that plan, with no bound."""
+    return dataclasses.replace(plan, bound_s=0.0)
 
 
 def _batch(study: Study, plan: Plan) -> Price | None:

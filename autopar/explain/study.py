@@ -51,7 +51,8 @@ class Study:
     def pricer(self, graph: Graph | None = None, cluster: Cluster | None = None) -> PriceSource:
         """Return the pricer of ``graph`` on ``cluster`` (default: the study's), created once. Prices don't depend on the memory limit."""
         graph, cluster = graph or self.graph, cluster or self.cluster
-        cluster = dataclasses.replace(cluster, memory_override_bytes=None)
+        parts = tuple(dataclasses.replace(part, memory_override_bytes=None) for part in cluster.parts)
+        cluster = dataclasses.replace(cluster, memory_override_bytes=None, parts=parts)
         key = (id(graph), cluster)
         if key not in self._pricers:
             self._pricers[key] = self.pricer_of(graph, cluster)
@@ -88,7 +89,19 @@ class Study:
             self._graphs[key] = self.recapture(**sizes)
         return self._graphs[key]
 
+    def with_memory(self, change_bytes: int) -> dict[str, Any]:
+        """Return the arguments of ``solve`` for another memory limit of each device. Devices of several kinds keep limits of their own,
+        unless the user gave one limit for all."""
+        cluster = self.cluster
+        if self.options.memory_limit_bytes or cluster.memory_override_bytes is not None or not cluster.parts:
+            return {"memory_limit_bytes": self.limit_bytes + change_bytes}
+        parts = tuple(
+            dataclasses.replace(part, memory_override_bytes=part.memory_limit_bytes + change_bytes)
+            for part in cluster.parts
+        )
+        return {"cluster": dataclasses.replace(cluster, parts=parts)}
+
     @property
     def limit_bytes(self) -> int:
-        """The memory limit of a device."""
+        """The memory limit of a device; the smallest one if devices differ."""
         return self.options.memory_limit_bytes or self.cluster.memory_limit_bytes

@@ -26,6 +26,7 @@ from autopar.plan import (
     Role,
     StagePlan,
     Strategy,
+    copy_counts,
     deviations,
     effective_sync,
 )
@@ -216,6 +217,11 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
                 f"write {', '.join(technique.values)}",
             )
     given.check("every layer", given)
+    if (given.replicate or 1) > 1 and not given.zero:
+        raise UsageError(
+            f"replicate={given.replicate} copies the state that ZeRO shards, and ZeRO is 0",
+            "add zero=1, 2 or 3, or leave replicate out",
+        )
     zero = (given.zero or 0) if Strategy(roles).degree(mesh, *REPLICATING) > 1 else 0
     context = replace(PERMISSIVE, several_microbatches=(given.microbatches or 1) > 1, compiled=compiled)
     least = {technique.name: technique.simplest(given.of, context) for technique in LAYER}
@@ -277,8 +283,7 @@ def _check_strategy(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, index
         raise UsageError(
             f"the strategy of layer {index} has {len(strategy.roles)} roles for a mesh of {len(mesh)} axes"
         )
-    axes = [axis for axis, role in zip(mesh, strategy.roles, strict=True) if role.replicates_parameters]
-    counts = [math.prod(axis.size for axis in axes[:i]) for i in range(max(1, len(axes)))]
+    counts = copy_counts([a.size for a, role in zip(mesh, strategy.roles, strict=True) if role.replicates_parameters])
     if strategy.replicate not in counts:
         raise UsageError(
             f"replicate is {strategy.replicate}, and the sizes of the outermost data axes multiply to {', '.join(map(str, counts))}",

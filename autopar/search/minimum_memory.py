@@ -51,7 +51,10 @@ def least_share(instance: Instance, weights_only: bool = False) -> float:
             if exact:
                 working[k] = min(working[k], float(table.transient_bytes(buffers).min()))
     total = float(layers[instance.kind].sum()) + float(working.max())
-    return (1 - _ROUNDING) * total / sum(instance.placement.limit)
+    limits = instance.placement.limit[
+        : instance.schedule.pipeline
+    ]  # of stages; the first of them are on one device each
+    return (1 - _ROUNDING) * total / sum(limits)
 
 
 def shares_of_limits(instance: Instance, solution: Solution) -> list[float]:

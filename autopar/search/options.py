@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, checked
 from autopar.plan import ALLOWED, Role
+from autopar.plan_schema import MAX_SEARCH_S
 from autopar.techniques import ALL, LAYER, PLAN
 
 SequencePin = tuple[str, int]
@@ -60,9 +60,9 @@ class SearchOptions(PlanPins):
             raise UsageError(
                 f"pin is {self.pin!r}, but pins must be a mapping from keys to values", 'write {"pipeline": 4}'
             )
-        if not isinstance(self.time_limit_s, int | float) or not 0 <= self.time_limit_s < math.inf:
+        if not isinstance(self.time_limit_s, int | float) or not 0 <= self.time_limit_s <= MAX_SEARCH_S:
             raise UsageError(
-                f"the time limit is {self.time_limit_s!r}, but it must be a number of seconds, 0 or more",
+                f"the time limit is {self.time_limit_s!r}, but it must be a number of seconds from 0 to {MAX_SEARCH_S:.0f}",
                 "20 is the default",
             )
         for name in PINS:
@@ -123,7 +123,8 @@ class SearchOptions(PlanPins):
 def check_allowed(allow: Collection[str], deviations: Mapping[str, str] | None = None) -> None:
     """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks a deviation that pins cause
     (``SearchOptions.deviations``)."""
-    if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
+    names = isinstance(allow, Collection) and not isinstance(allow, str)
+    if not names or any(name not in tuple(ALLOWED) for name in allow):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
     for name, pin in (deviations or {}).items():
         if name not in allow:

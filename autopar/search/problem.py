@@ -49,7 +49,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
-from autopar.plan import Axis, Role, Strategy
+from autopar.plan import Axis, Role, Strategy, copy_counts
 from autopar.schedules import (
     CHIMERA,
     GPIPE,
@@ -416,10 +416,8 @@ def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerP
     copies would save little, because the links inside a node are equally fast."""
     axes = [axis for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
     total = math.prod(axis.size for axis in axes)
-    counts = [
-        math.prod(axis.size for axis in axes[:i]) for i in range(len(axes))
-    ]  # never over all axes: ZeRO shards over at least one
-    across = [n for n, axis in zip(counts, axes, strict=True) if axis.size * axis.stride > gpus_per_node]
+    counts = copy_counts([axis.size for axis in axes])
+    across = [n for n, axis in zip(counts, axes, strict=False) if axis.size * axis.stride > gpus_per_node]
     tried = {1, *across, *counts[len(across) : len(across) + 1]} if pins.replicate is None else {pins.replicate}
     for zero in ((0, 1, 2, 3) if pins.zero is None else (pins.zero,)) if total > 1 else (0,):
         if zero:

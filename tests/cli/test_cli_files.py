@@ -29,6 +29,7 @@ from autopar.errors import AutoparError, DeviceError, ModelError, UsageError
 from autopar.plan import Plan
 from autopar.plan_files import read_plan
 from autopar.plan_schema import MAX_DEVICES, MAX_LAYERS, check_plan
+from autopar.search import SearchOptions
 from autopar.shard import plan_shardings
 from autopar.zoo.hf import build_config
 from passes.stages import cut_stages
@@ -125,6 +126,8 @@ def test_what_no_plan_has_is_named(base: tuple[Any, Plan], change: dict[str, Any
     [
         ({"data": 4}, "data is 4, and the roles of its axes make 2"),
         ({"replicate": 3}, "not a product of its outermost data axes"),
+        ({"replicate": 2}, "not a product of its outermost data axes"),  # of all: no axis is left for the shards
+        ({"zero": 2, "activations": "int8"}, "activations is int8, which is not exact, and allow lacks"),
         ({"zero": 0, "replicate": 2}, "replicate 2 without ZeRO"),
         ({"zero": 1, "reduce": "step"}, "reduce step under ZeRO 1"),
         ({"activations": "selective", "overlap": "halves"}, "overlap halves and activations selective"),
@@ -141,6 +144,35 @@ def test_a_strategy_that_no_layer_can_have_is_named(base: tuple[Any, Plan], chan
     with pytest.raises(MalformedFileError) as refused:
         check_plan(data)
     assert words in str(refused.value)
+
+
+def test_what_a_plan_does_inexactly_must_be_allowed(base: tuple[Any, Plan]):
+    data = base[1].to_json() | {"sync": "stale:2"}
+    for layer in data["layers"]:
+        layer["zero"] = 0
+    with pytest.raises(MalformedFileError, match="sync is stale:2, which is not exact, and allow lacks"):
+        check_plan(data)
+    check_plan(data | {"allow": ["stale_gradients"]})
+
+
+def test_plans_that_autopar_writes_are_read(tmp_path: Path, base: tuple[Any, Plan]):
+    """Notes quote lines of code with tabs and other spaces; time limits and pins are recorded as they are given."""
+    request = recorded_options(PlanRequest("victim.py:model", "2", time_limit=100_000.0, pins=("prefetch=16384",)))
+    notes = ("one microbatch only: (line 5 of m.py: x = self.bn(x)\t# a\u00a0norm\u3000\u200b)",)
+    written = dataclasses.replace(base[1], notes=notes, request=request, prefetch=2**14)
+    path = tmp_path / "plan.json"
+    path.write_text(written.dumps())
+    assert read_plan(path) == written and "x = self.bn(x) # a norm  )" in written.notes[0]
+    for longest in (1e9, 1e10):
+        data = written.to_json() | {"request": {"time_limit": longest}}
+        if longest > 1e9:
+            with pytest.raises(MalformedFileError, match="request.time_limit is 1"):
+                check_plan(data)
+            with pytest.raises(UsageError, match="the time limit is 1"):
+                SearchOptions(time_limit_s=longest)
+        else:
+            check_plan(data)
+            SearchOptions(time_limit_s=longest)
 
 
 OLDER = {"recomputation": {"kind": "none", "layers": 1}, "offload": "none", "saved": "exact", "compiled": True}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import Any
 from unittest import mock
@@ -109,6 +110,20 @@ def test_without_a_folder_the_program_takes_its_own_along_when_it_goes():
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("failing", ["emit_program", "Program"])
+def test_without_a_folder_nothing_is_left_of_a_program_that_fails(failing, tmp_path, monkeypatch):
+    module, batch = small()
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys.modules["autopar.compile"], failing, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        autopar.compile(module, 1, batch, nn.functional.cross_entropy, type_check=False)
+    assert not list(tmp_path.glob("autopar-program-*"))
+
+
 def test_the_planner_says_what_it_took():
     _, plan = make_plan()
     assert 0 < plan.wall_time_s < 60 and plan.planning_memory_bytes > 50e6
@@ -128,6 +143,8 @@ def test_a_plan_that_is_given_is_used(tmp_path):
         Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(), plan=path
     )
     assert same == plan
+    with pytest.raises(UsageError, match="the pin tensor=2 conflicts with the given plan, which fixes all decisions"):
+        plan_model(Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(tensor=2), plan=path)
 
 
 def test_a_plan_for_something_else_is_refused():

@@ -14,6 +14,7 @@ from autopar.capture import capture
 from autopar.devices import parse
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
+from autopar.plan import Plan
 from autopar.planning import find_plan
 from autopar.search import SearchOptions, search_again
 from autopar.search.driver import SearchResult
@@ -43,7 +44,7 @@ def test_a_plan_on_fewer_devices_is_never_slower(graph: Graph, devices: str, use
         assert f"{whole.prediction.step_time_s:.4g} s" in note
 
 
-def test_devices_that_no_plan_can_all_use_are_idle(graph: Graph) -> None:
+def test_devices_that_no_plan_can_all_use_are_idle(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     def need(devices: str) -> int:
         """The least memory limit under which a plan on all devices fits."""
         with pytest.raises(InfeasibleError) as error:
@@ -54,7 +55,16 @@ def test_devices_that_no_plan_can_all_use_are_idle(graph: Graph) -> None:
     assert limit < need("11x1xH100-80GB")
     plan = find_plan(graph, parse("11x1xH100-80GB"), SearchOptions(memory_limit_bytes=limit), may_be_idle=True)
     assert plan.device_count == 8
-    assert "3 of the 11 devices are idle: no plan that uses all of them fits" in plan.notes
+    assert any(note.startswith("3 of the 11 devices are idle: with all of them: no plan fits") for note in plan.notes)
+    real = planning.search
+
+    def late(*arguments: Any) -> Plan:
+        raise InfeasibleError("time ran out")
+
+    monkeypatch.setattr(planning, "search", late)
+    plan = find_plan(graph, parse("11x1xH100-80GB"), SearchOptions(memory_limit_bytes=limit), may_be_idle=True)
+    assert "3 of the 11 devices are idle: with all of them: time ran out" in plan.notes
+    monkeypatch.setattr(planning, "search", real)
     with pytest.raises(InfeasibleError, match="no plan fits"):
         find_plan(graph, parse("11x1xH100-80GB"), SearchOptions(memory_limit_bytes=1), may_be_idle=True)
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,6 +136,45 @@ class TestExplanation:
         request, explanation = found
         late = alternatives(request, explanation.best, limit_s=0.0)
         assert late.plans == (explanation.best,) and late.total == 0 and not late.complete
+
+
+MIXED = """
+[[group]]
+nodes = 1
+gpu = "A100-40GB-SXM"
+[[group]]
+nodes = 1
+gpu = "H100-80GB"
+"""
+
+
+def test_devices_of_several_kinds_keep_memory_limits_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(MIXED)
+    mixed = dataclasses.replace(study(), cluster=parse(str(tmp_path / "cluster.toml")))
+    limits = [part.memory_limit_bytes for part in mixed.cluster.parts]
+    assert limits[1] > 1.5 * limits[0] == 1.5 * mixed.limit_bytes
+    changed = mixed.with_memory(-(10**9))["cluster"]
+    assert [stage.memory_limit_bytes for stage in changed.stages(2)] == [limit - 10**9 for limit in limits]
+    assert changed.stages(1)[0].memory_limit_bytes == limits[0] - 10**9
+    one = dataclasses.replace(mixed, options=SearchOptions(memory_limit_bytes=10**10))
+    assert one.with_memory(10**9) == {"memory_limit_bytes": 11 * 10**9}
+
+
+def test_a_search_without_time_does_not_say_that_more_memory_or_bandwidth_fits_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tight = dataclasses.replace(study("2x8xH100-80GB", batch=16), recapture=None)
+    best = tight.solve(target_gap=ANY)
+
+    def late(*arguments: Any, **changes: Any) -> Plan:
+        raise InfeasibleError("time ran out before a plan was found")
+
+    monkeypatch.setattr(Study, "solve", late)
+    found = {price.name: price for price in prices(tight, best)}
+    for name in ("more_memory", "network", "node_links", "arithmetic", "memory_bandwidth"):
+        assert found[name].saving == pytest.approx(0, abs=1e-9) and found[name].at_most == 1, found[name]
+    less = found["less_memory"]
+    assert less.saving in (0, None) and "no plan would fit" not in less.text
 
 
 def test_more_of_everything_is_a_cluster_of_its_own() -> None:

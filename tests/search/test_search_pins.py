@@ -68,6 +68,8 @@ class TestRefused:
         ("pin", "words"),
         [
             ({"tensr": 2}, "did you mean tensor"),
+            ({"prefetch": 20_000}, "prefetch is 20000, it must be a whole number from 1 to 16384"),
+            ({1: 2}, "the key of a pin is 1, which is not text\n.*write key=value"),
             ({"tensor": 0}, "tensor is 0, it must be a whole number from 1\n.*write tensor=8"),
             ({"tensor": "two"}, "'two', it must be a whole number from 1"),
             ({"layers.0.pipeline": 2}, "of the whole plan, not of layers.0"),
@@ -105,9 +107,18 @@ class TestRefused:
             ({"sync": "parameter-server", "replicate": 2}, "layers.0 has hybrid sharding .replicate=2."),
         ],
     )
-    def test_the_message_names_the_choices(self, pin: dict[str, int | str], words: str) -> None:
+    def test_the_message_names_the_choices(self, pin: dict[Any, int | str], words: str) -> None:
         with pytest.raises(UsageError, match=f"(?s){words}"):
             search(MODEL, Devices(8, 10_000), RandomPricer(MODEL, 0, 1.0, 0.0), SearchOptions(pin=pin))
+
+    @pytest.mark.parametrize("allow", [None, 1, "fp8", [["fp8"]], ["nothing"]])
+    def test_what_is_allowed_is_a_set_of_names(self, allow: Any) -> None:
+        with pytest.raises(UsageError, match="is not known"):
+            SearchOptions(allow=allow)
+
+    def test_a_number_of_thousands_of_digits_is_no_degree(self) -> None:
+        with pytest.raises(UsageError, match="it must be a whole number"):
+            SearchOptions(pin=read_pins(["tensor=" + "9" * 5000]))
 
     def test_a_pin_is_given_once(self) -> None:
         with pytest.raises(UsageError, match="tensor is pinned to 2 and to 4"):

@@ -323,6 +323,11 @@ class TestByHand:
         with pytest.raises(UsageError, match="layers"):
             manual_plan(graph, strategies={7: Strategy((D,))})
 
+    @pytest.mark.parametrize("zero", [None, 0])
+    def test_copies_of_shards_need_shards(self, zero: int | None) -> None:
+        with pytest.raises(UsageError, match="replicate=2 copies the state that ZeRO shards, and ZeRO is 0"):
+            manual_plan(chain(["a", "b"], 4), mesh=make_mesh(("data", 2), ("inner", 2)), zero=zero, replicate=2)
+
     def test_evaluate_agrees_with_the_search(self) -> None:
         graph = chain(["a", "b", "b"], 2)
         cluster, pricer = Devices(1, 10_000), RandomPricer(graph, 5, 1.0, 0.0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from search_models import random_problem
+from search_models import Devices, RandomPricer, chain, random_problem
 
 from autopar.schedules import Schedule
 from autopar.schedules.step_time import lower_bound, simulate
@@ -115,6 +115,24 @@ def test_the_least_memory_of_every_stage() -> None:
         )
         assert not is_feasible(tight) and is_feasible(loose)
     assert checked > 300 and 0 < fits < len(instances()) and exact > 0
+
+
+def test_a_device_with_several_stages_has_its_memory_once() -> None:
+    graph, cluster = chain(["a", "b", "a", "b"], 8), Devices(2, 10_000)
+    pricer = RandomPricer(graph, 0, 1.0, 0.0)
+    shares = []
+    for chunks in (1, 2):
+        options = SearchOptions(pipeline=2, chunks=chunks, microbatches=4, recompute=False)
+        prices = Prices(graph, cluster, pricer, options)
+        (instance,) = [
+            prices.instance(config)
+            for config in configurations(graph, 2, options)
+            if config.schedule.name in ("1f1b", "interleaved-1f1b")
+        ]
+        assert instance is not None and len(instance.placement.limit) == 2 * chunks
+        shares.append(least_share(instance, weights_only=True))
+        assert shares[-1] <= least_memory(instance)[0]
+    assert shares[1] == pytest.approx(shares[0])
 
 
 def test_too_many_ways_make_a_lower_bound_or_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
