@@ -78,4 +78,6 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     for technique in LAYER:
         chosen = technique.of_flags({flag: values.pop(flag) for flag in technique.flags if flag in values})
         values |= {} if chosen is None else {technique.name: chosen}
+    if values.get("zero") == 0:  # torchtitan's replicas without shards are plain data parallelism
+        values.pop("replicate", None)
     return [f"{name}={values.pop(name)}" for name in PINS if name in values], values

@@ -78,6 +78,9 @@ def test_the_flags_of_other_trainers_mean_the_same():
     )
     titan = ["--parallelism.data_parallel_shard_degree=8", "--activation_checkpoint.mode", "off"]
     assert read_flags(titan) == (["zero=3", "activations=keep"], {})
+    degrees = ("--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree")
+    assert read_flags([*degrees, "4"]) == (["zero=3", "replicate=8"], {})
+    assert read_flags([*degrees, "1"]) == (["zero=0"], {})
     uniform = ["--recompute-granularity=full", "--recompute-method", "uniform", "--recompute-num-layers=4"]
     assert read_flags(uniform) == (["activations=full:4"], {})
     assert read_flags(["--context-parallel-size=2", "--seq-length", "64"]) == (["ring=2"], {"seq": 64})
