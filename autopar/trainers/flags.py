@@ -55,7 +55,8 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
 def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Parse ``--flag value`` and ``--flag=value``; return the pins as ``KEY=VALUE``, and the other values by name.
 
-    Raises ``UsageError`` for an unknown flag, and for a missing or invalid value.
+    Raises ``UsageError`` for an unknown flag, and for a missing or invalid value, a value of a flag that has none, and
+    flags that contradict each other.
     """
     values: dict[str, Any] = {}
     queue = list(words)
@@ -71,6 +72,12 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 value = value(text if equals else queue.pop(0))
             except UsageError as error:
                 raise UsageError(f"{flag}: {error.message}", error.hint) from None
+        elif equals:
+            raise UsageError(f"{flag} takes no value, not even {text!r}", f"write {flag} alone, or leave it out")
+        elif values.get(name, value) != value:
+            raise UsageError(
+                f"{flag} is for {name} {value}, and another flag for {values[name]}", "leave one of them out"
+            )
         values |= {name: value} if name else {}
     for technique in LAYER:
         chosen = technique.of_flags({flag: values.pop(flag) for flag in technique.flags if flag in values})
