@@ -147,7 +147,8 @@ class HandTuned:
                 part.compile()
         self._schedule = self._pipeline() if recipe.pipeline > 1 else None
 
-    def step(self, inputs: Tensor, targets: Tensor) -> float:
+    def step(self, inputs: Tensor, targets: Tensor) -> float | None:
+        """Train on this rank's rows and return their loss; ``None`` on a rank of a pipeline without the last stage."""
         mine = [tensor.chunk(self.recipe.data)[self.place["data"]].to(self.device) for tensor in (inputs, targets)]
         with self._vocabulary_parallel():
             loss = self._accumulate(*mine) if self._schedule is None else self._run_schedule(*mine)
@@ -205,12 +206,12 @@ class HandTuned:
         given = stages[0] if recipe.schedule == ONE_F_ONE_B else stages
         return _SCHEDULES[recipe.schedule](given, recipe.microbatches, loss_fn=self.subject.loss_fn)
 
-    def _run_schedule(self, inputs: Tensor, targets: Tensor) -> float:
+    def _run_schedule(self, inputs: Tensor, targets: Tensor) -> float | None:
         assert self._schedule is not None
         losses: list[Tensor] = []  # of the microbatches, on the rank of the last stage
         given = (inputs,) if self.place["pipeline"] == 0 else ()
         self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
-        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else float("nan")
+        return sum(float(loss.detach()) for loss in losses) / len(losses) if losses else None
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -256,4 +257,4 @@ def _stage_of(module: Stack, index: int, count: int) -> _Stage:
     return _Stage([*first, *blocks[start:end], *last])
 
 
-Step = Callable[[Tensor, Tensor], float]
+Step = Callable[[Tensor, Tensor], float | None]

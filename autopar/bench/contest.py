@@ -7,7 +7,6 @@ with its error. The losses of the first step must agree, which shows that all co
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import tempfile
@@ -214,13 +213,13 @@ class BenchmarkSession:
         self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
         for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True):
             # each replica has the mean loss of its rows; in a pipeline only the last stage has a loss
-            self.losses.setdefault(name, []).append(statistics.fmean(x for x in of_ranks if not math.isnan(x)))
+            self.losses.setdefault(name, []).append(statistics.fmean(x for x in of_ranks if x is not None))
 
     def check_losses(self, ours: str) -> None:
         """Raise ``ProgramError`` if a contender's loss in the first step, from the same values and batch, differs from that of ``ours``."""
         own = self.losses[ours][0]
         for name, (theirs, *_) in self.losses.items():
-            if abs(theirs - own) > LOSS_TOLERANCE * abs(own):
+            if not abs(theirs - own) <= LOSS_TOLERANCE * abs(own):  # or NaN
                 raise ProgramError(
                     f"{self.subject.name}: the first loss of {name} is {theirs:.6f}, that of {ours} {own:.6f}",
                     "they would not be compared on the same work",

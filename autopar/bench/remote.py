@@ -27,8 +27,9 @@ def open_program(name: str, folder: str, inputs: list[str], lr: float, state: st
     _contenders[name] = lambda *batch: float(trainer.step(dict(zip(inputs, batch, strict=True))))
 
 
-def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[float]]:
-    """Run ``count`` steps of a contender; return the seconds of each, from one barrier to the next, and the losses on this rank."""
+def steps(name: str, model: str, seed: int, count: int) -> dict[str, list[Any]]:
+    """Run ``count`` steps of a contender; return the seconds of each, from one barrier to the next, and the losses on
+    this rank: ``None`` without the last stage of a pipeline."""
     batch = subject(model).batch(seed)
     seconds, losses = [], []
     for _ in range(count):

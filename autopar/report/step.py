@@ -68,7 +68,6 @@ class PredictedStep:
     schedule: Schedule
     actions: tuple[tuple[Action, ...], ...]
     prices: tuple[LayerPrice, ...]
-    reshard_s: tuple[float, ...]  # after each layer but the last, forward and backward of one microbatch
     cost: Cost
     traffic: tuple[Traffic, ...]
     limits_bytes: tuple[int, ...]  # by pipeline rank
@@ -96,7 +95,6 @@ def predict_step(graph: Graph, cluster: Cluster, pricer: Pricer, plan: Plan) -> 
         schedule=schedule,
         actions=tuple(_actions(graph, cluster, pricer, plan, cost, sends)),
         prices=tuple(prices),
-        reshard_s=tuple(edges),
         cost=cost,
         traffic=tuple(_traffic(graph, cluster, priced, plan, sends)),
         limits_bytes=tuple(limits[r] for r in ranks),

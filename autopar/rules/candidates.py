@@ -52,7 +52,7 @@ class ShapedLine:
         places = [i for i, dim in enumerate(dims) if any(atom.letter == letter for atom in dim)]
         if not places:
             return None
-        outermost = next(atom for atom in dims[places[0]] if self.extents[atom.letter] > 1)
+        outermost = next(atom for atom in dims[places[0]] if self.extents[atom.letter] != 1)
         return places[0] if len(places) == 1 and outermost.letter == letter else -1
 
 

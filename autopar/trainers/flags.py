@@ -55,7 +55,8 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any] | int | str | bool]] = {
 def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Parse ``--flag value`` and ``--flag=value``; return the pins as ``KEY=VALUE``, and the other values by name.
 
-    Raises ``UsageError`` for an unknown flag, for a missing or invalid value, and for flags that contradict each other.
+    Raises ``UsageError`` for an unknown flag, and for a missing or invalid value, a value of a flag that has none, and
+    flags that contradict each other.
     """
     values: dict[str, Any] = {}
     queue = list(words)
@@ -71,7 +72,9 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 value = value(text if equals else queue.pop(0))
             except UsageError as error:
                 raise UsageError(f"{flag}: {error.message}", error.hint) from None
-        if values.setdefault(name, value) != value:
+        elif equals:
+            raise UsageError(f"{flag} takes no value, not even {text!r}", f"write {flag} alone, or leave it out")
+        if name and values.setdefault(name, value) != value:
             raise UsageError(
                 f"{flag} means {name}={value}, and an earlier flag {name}={values[name]}", "give one of them"
             )

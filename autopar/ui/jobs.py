@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import secrets
@@ -127,7 +128,8 @@ class Jobs:
         self._worker.wait()
         for stream in (self._worker.stdin, self._worker.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(OSError):  # a call that the worker never read is still in the buffer
+                    stream.close()
 
     def _work(self) -> None:
         while True:
@@ -137,7 +139,7 @@ class Jobs:
                     return
                 job = self._queue.popleft()
                 job.state, job.begun_s = RUNNING, time.monotonic()
-            self._restart_if_ended()
+                self._restart_if_ended()  # in the lock: what `cancel` kills from now on is the job's own worker
             self._run(job)
             job.took_s = time.monotonic() - job.begun_s
             self._restart_if_ended()
@@ -158,10 +160,10 @@ class Jobs:
         except OSError:
             pass  # the worker has ended, so the loop over its output ends, too
         for line in self._worker.stdout:
-            update = json.loads(line)
             with self._changed:
                 if job.state != RUNNING:
-                    continue  # the job was cancelled and the worker killed, so its output ends soon
+                    continue  # the job was cancelled and the worker killed, so its output ends soon, maybe inside a line
+                update = json.loads(line)
                 if "stage" in update:
                     self._stage(job, update)
                     continue

@@ -158,7 +158,9 @@ class Server:
         if job.kind == "program":
             files = [{"name": name, "bytes": file.stat().st_size} for name, file in _program_files(job).items()]
             return {"files": files}
-        shown = [Path(word).name if index == 0 else _shown(word) for index, word in enumerate(job.arguments)]
+        model, *options = job.arguments
+        own = {entry["name"] for entry in self.choices.models}
+        shown = [shlex.quote(model if model in own else Path(model).name), *map(_shown, options)]
         plan = json.loads(self._file(job, "plan.json").read_text("utf-8"))
         return {"plan": plan, "command": " ".join(["autopar plan", *shown])}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.data_files import MalformedFileError, parse_json
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
@@ -64,7 +64,7 @@ def validate(path: str | Path, progress: Callable[[int, int], None] | None = Non
 def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
     """Return the file's rows; a line that isn't a JSON object becomes a string with the reason."""
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        lines = Path(path).read_text("utf-8").split("\n")  # text may have the other line ends that splitlines knows
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path} cannot be read: {reason}", "give a JSON Lines file of measurements") from error
@@ -72,10 +72,10 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
     for line in lines:
         if line.strip():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 rows.append(row if isinstance(row, dict) else "not a JSON object")
-            except ValueError as error:
-                rows.append(f"not JSON: {error}")
+            except MalformedFileError as error:
+                rows.append(f"not JSON: {str(error).removeprefix('line 1 is not JSON: ')}")
     if not any(isinstance(row, dict) for row in rows):
         raise UsageError(f"{path} contains no measurements", "write one JSON object per line")
     return rows

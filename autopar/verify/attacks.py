@@ -38,6 +38,9 @@ MOST_ROWS = 64
 LARGE = 100.0
 """Factor by which the attack with extreme values multiplies the last row."""
 
+OWN_BUGS = (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What autopar's own bugs raise: a report lists them."""
+
 
 @dataclass
 class Attacks:
@@ -97,8 +100,7 @@ def _attempt(found: Attacks, name: str) -> Iterator[None]:
         found.skipped[name] = f"the program is for another kind of batch: {refused}"
     except AutoparError as refused:
         found.skipped[name] = f"capture refuses it: {refused.message}"
-    except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # also autopar's own bugs: the report names the attack that caused them
+    except OWN_BUGS as error:  # the report names the attack that caused them
         found.broken[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -149,7 +151,8 @@ def compare_with_eager(subject: Subject) -> Error:
     error = compare(loss, gradients, subject.loss, subject.gradients, rounding=subject.rounding)
     if not error.exact or subject.graph.accumulated > 1:
         return error
-    after = compare(loss, {n: written[n] for n in subject.buffers if n in written}, loss, subject.buffers)
+    mine = {n: written[n] for n in subject.buffers if n in written}
+    after = compare(0.0, mine, 0.0, subject.buffers, same_nonfinite=True)
     return max(error, Error(after.value, f"the new value of {after.where}"), key=lambda e: severity(e.value))
 
 
@@ -185,16 +188,17 @@ def _two_steps(model: nn.Module, loss_fn: Callable[..., Any] | None, subject: Su
     if graph.accumulated > 1:
         raise _SkippedError("each microbatch is a separate batch")
     tensors = list(subject.batch.values())
-    alone, copied = (EagerModel(model, loss_fn, structure, torch.float64) for _ in range(2))
+    alone, copied = (EagerModel(model, loss_fn, structure, torch.float64, graph.buffers) for _ in range(2))
     before = {n: p.detach().clone() for n, p in alone.parameters.items()}
     with ExternalState(model, loss_fn).restored(), Float64Everywhere(), WithoutDropout():
         first = alone.step(tensors)
-        unchanged = compare(0.0, before, 0.0, {n: p.detach() for n, p in alone.parameters.items()})
+        now = {n: p.detach() for n, p in alone.parameters.items()}
+        unchanged = compare(0.0, before, 0.0, now, same_nonfinite=True)
         update(alone.parameters, first.gradients)
         theirs = alone.step(tensors)
         *_, mine = graph_steps(graph, copied, tensors, (first, theirs))
     step = compare(mine.loss, mine.gradients, theirs.loss, theirs.gradients, rounding=subject.rounding)
-    written = compare(0.0, mine.buffers, 0.0, theirs.buffers)
+    written = compare(0.0, mine.buffers, 0.0, theirs.buffers, same_nonfinite=True)  # a mask has infinities
     errors = (
         Error(step.value, f"{step.where}, second step"),
         Error(unchanged.value, f"the value of {unchanged.where} after a step"),
@@ -210,8 +214,9 @@ def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, T
     """Yield attacks with batches of the same shapes: name, batch, and the reason if there is no batch."""
     given = dict(batch)
     masks = {n: t for n, t in given.items() if t.numel() and bool(((t == 0) | (t == 1)).all())}
-    integers = {n: t for n, t in given.items() if n not in masks and not t.is_floating_point() and not t.is_complex()}
-    floating = {n: t for n, t in given.items() if n not in masks and t.is_floating_point()}
+    others = {n: t for n, t in given.items() if n not in masks and t.numel()}
+    integers = {n: t for n, t in others.items() if not t.is_floating_point() and not t.is_complex()}
+    floating = {n: t for n, t in others.items() if t.is_floating_point()}
     if not integers:
         yield "unevenly ignored labels", None, "no input holds integers"
     for name, tensor in integers.items():

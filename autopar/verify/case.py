@@ -67,16 +67,31 @@ def check_plan(
 
 
 def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], after: dict[str, Tensor]) -> Error:
-    """Return the error of a step: of loss, gradients, updates of parameters, and buffers the first inexact one, or else the largest.
+    """Return the error of a step: of loss, gradients, updates of parameters, buffers, and parameters without a gradient, which no update
+    moves, the first inexact one, or else the largest.
 
     The optimizer is plain SGD, so the update shows the gradient that reached the parameter through ZeRO's sharding and gathering.
     """
     error = _compare(subject, loss, gradients)
     moved = {n: _update(subject.state[n], after[n], g) for n, g in subject.gradients.items() if n in after}
     update = _compare(subject, loss, moved)
-    written = compare(loss, {n: after[n] for n in subject.buffers}, loss, subject.buffers)
-    errors = (error, Error(update.value, f"the update of {update.where}"), written)
+    written = compare(0.0, {n: after[n] for n in subject.buffers}, 0.0, subject.buffers, same_nonfinite=True)
+    still = _unmoved(subject)
+    moved_anyway = compare(0.0, {n: after[n] for n in still if n in after}, 0.0, still, same_nonfinite=True)
+    errors = (
+        error,
+        Error(update.value, f"the update of {update.where}"),
+        written,
+        Error(moved_anyway.value, f"the value of {moved_anyway.where} after the update"),
+    )
     return next((e for e in errors if not e.value <= EXACT), max(errors, key=lambda e: e.value))
+
+
+def _unmoved(subject: Subject) -> dict[str, Tensor]:
+    """Return the values of the parameters that have no gradient, under each of their names, without those that forward writes."""
+    names = [(p.original, *p.tied) for p in subject.graph.parameters.values()]
+    frozen = {n for tied in names if not subject.gradients.keys() & {*tied} for n in tied}
+    return {n: t for n, t in subject.state.items() if n in frozen and n not in subject.buffers}
 
 
 def _compare(subject: Subject, loss: float, gradients: dict[str, Tensor]) -> Error:

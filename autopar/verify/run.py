@@ -24,7 +24,7 @@ from autopar.search.options import check_allowed
 from autopar.techniques import LAYER_DEVIATIONS
 from autopar.techniques.sync import SYNC
 from autopar.units import size
-from autopar.verify.attacks import Attacks, attack
+from autopar.verify.attacks import OWN_BUGS, Attacks, attack
 from autopar.verify.case import check_plan
 from autopar.verify.kinds import kinds
 from autopar.verify.locate import Difference, locate
@@ -204,7 +204,7 @@ class _Run:
         name, attacked = self._next_attack()
         try:
             outcome = check_plan(self.subject, plan, pool, attack=attacked)
-        except (AutoparError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
+        except (AutoparError, *OWN_BUGS) as error:
             # also autopar's own bugs: the report names the plan that caused them
             self._fail(kind, plan, _sentence(error), None)
             return

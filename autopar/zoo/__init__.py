@@ -40,4 +40,6 @@ def build(
     from autopar.zoo.hf import build_config
 
     entry = find(name)
-    return build_config(entry.config, seq or entry.seq, global_batch or entry.global_batch, precision, device)
+    seq = entry.seq if seq is None else seq
+    global_batch = entry.global_batch if global_batch is None else global_batch
+    return build_config(entry.config, seq, global_batch, precision, device)

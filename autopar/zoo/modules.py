@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor, nn
 
+from autopar.errors import BatchError
+
 # -- U-Net ------------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +297,8 @@ def _dit_batch(make: _Maker) -> Batch:
 
 
 def _text_batch(make: _Maker) -> Batch:
+    if make.seq < 1:
+        raise BatchError(f"a sequence of {make.seq} tokens has no next token to learn", "--seq must be at least 1")
     tokens = make.integers(make.config["vocab_size"], make.seq + 1)
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 

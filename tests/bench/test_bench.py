@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import bench_page
@@ -17,6 +18,7 @@ from autopar.bench.contest import AUTOMATIC, BenchmarkSession, Contender, Contes
 from autopar.bench.models import MODELS, BenchModel, _decoder, _wide
 from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
+from autopar.errors import ProgramError
 from autopar.measure import EXACT, compare
 
 SMALL: dict[str, BenchModel] = {
@@ -106,7 +108,7 @@ def are_exact(workers: WorkerPool, processes: int, model: str, steps: int, most:
     expected = {n: p.detach() for n, p in named.items()} | {f"gradient of {n}": p.grad for n, p in named.items()}
     of_ranks = workers.run("test_bench:trained", model, [recipe.to_dict() for recipe in tried], steps, timeout_s=600)
     for recipe, answers in zip(tried, zip(*of_ranks, strict=True), strict=True):
-        losses = next(losses for losses, _ in answers if losses[0] == losses[0])  # the last stage's
+        losses = next(losses for losses, _ in answers if losses[0] is not None)  # the last stage's
         assert losses == pytest.approx(losses0, rel=EXACT), recipe.name
         found = {name: value for _, values in answers for name, value in values.items()}
         error = compare(losses[-1], found, losses0[-1], expected)
@@ -209,6 +211,21 @@ def test_who_stands_to_the_end_has_run_every_round():
     ]  # an automatic program that is far faster leaves one to compare with
     with pytest.raises(ValueError):
         paired_ratio((1.0, 2.0, 3.0), (1.0, 1.0), 0)
+
+
+def test_a_loss_that_is_nan_is_no_rank_without_a_loss():
+    session = object.__new__(BenchmarkSession)
+    session.subject, session.steps, session.rounds, session.losses = SMALL["mlp-4"], 1, {"a": [], "b": []}, {}
+    of_ranks: list[list[float | None]] = [[None, None], [3.0, 1.0], [1.0, 1.0]]
+    session.call = lambda *_: [{"seconds": [1.0, 1.0], "losses": losses} for losses in of_ranks]  # type: ignore[method-assign]
+    session.measure("a")
+    assert session.losses == {"a": [2.0, 1.0]}
+    of_ranks[1][0] = float("nan")
+    session.measure("b")
+    assert math.isnan(session.losses["b"][0])
+    for ours in ("a", "b"):
+        with pytest.raises(ProgramError, match="the first loss of .* is .*nan"):
+            session.check_losses(ours)
 
 
 def test_reports_say_what_was_measured():

@@ -100,6 +100,12 @@ def test_the_flags_of_other_trainers_mean_the_same():
         read_flags(["--fast"])
     with pytest.raises(UsageError, match="no value"):
         read_flags(["--micro-batch-size"])
+    for word in ("--bf16=0", "--sequence-parallel=false", "--use-distributed-optimizer="):
+        with pytest.raises(UsageError, match=f"{word.partition('=')[0]} takes no value"):
+            read_flags([word])
+    with pytest.raises(UsageError, match="--fp16 is for precision float16, and another flag for bfloat16"):
+        read_flags(["--bf16", "--fp16"])
+    assert read_flags(["--bf16", "--bf16"]) == ([], {"precision": "bfloat16"})
 
 
 def test_degrees_that_do_not_divide_are_refused():

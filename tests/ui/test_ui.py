@@ -6,9 +6,11 @@ import http.client
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib import resources
@@ -24,6 +26,7 @@ from autopar.cli.planner import Planner
 from autopar.cli.ui import WORKER, choices
 from autopar.errors import UsageError
 from autopar.ui import Server
+from autopar.ui.jobs import Job, Jobs
 
 MLP = f"{ROOT}/examples/mlp.py:model"
 ASKED = {"model": MLP, "devices": "8xH100-80GB"}
@@ -130,7 +133,7 @@ def test_a_plan_is_the_one_of_the_command_line_and_a_pin_has_a_price(server: Ser
     (price,) = pinned["plan"]["pins"]
     assert price["pin"] == "tensor" and price["step_time_without_s"] == pytest.approx(free["plan"]["step_time_s"])
     assert pinned["plan"]["step_time_s"] > free["plan"]["step_time_s"]
-    assert pinned["command"].endswith("--devices 8xH100-80GB --pin tensor=8")
+    assert pinned["command"] == f"autopar plan {shlex.quote(MLP)} --devices 8xH100-80GB --pin tensor=8"
     status, headers, report = send(server, "GET", f"api/plans/{pinned['id']}/report")
     assert status == 200 and "sandbox allow-scripts" in headers["Content-Security-Policy"]
     figures = json.loads(re.search(r'id="figures">(.*?)</script>', report, re.DOTALL)[1])
@@ -157,6 +160,39 @@ def test_a_job_that_runs_is_cancelled_and_the_next_one_is_done(server: Server):
     after = done(server, "api/plans", ASKED | {"options": {"global-batch": 32}})
     assert after["state"] == "done" and after["plan"]["global_batch"] == 32
     assert send(server, "GET", f"api/plans/{long['id']}")[2]["state"] == "cancelled"
+
+
+ANSWERING = """import json, sys
+for line in sys.stdin:
+    print(json.dumps({"stage": "load", "text": ""}), json.dumps({"error": None}), sep="\\n", flush=True)
+"""
+
+
+@pytest.mark.parametrize("moment", ["_restart_if_ended", "_run"])
+def test_a_job_that_is_cancelled_as_it_starts_holds_up_no_other(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    jobs = Jobs([sys.executable, "-c", ANSWERING])
+    real, threads = getattr(jobs, moment), list[threading.Thread]()
+
+    def cancelling(*job: Job) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=jobs.cancel, args=(first.number,)))
+            threads[0].start()
+            threads[0].join(0.3)
+            if not threads[0].is_alive():  # or it waits for the lock
+                jobs._worker.wait(5)
+        real(*job)
+
+    monkeypatch.setattr(jobs, moment, cancelling)
+    with jobs._changed:
+        first = jobs.submit("plan", ["x" * 100_000], tmp_path)
+    second = jobs.submit("plan", [], tmp_path)
+    limit_s = time.monotonic() + 5
+    while second.state in ("waiting", "running") and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    jobs.close()
+    assert (first.state, second.state) == ("cancelled", "done")
 
 
 def test_what_is_wrong_is_said_with_a_hint(server: Server):

@@ -15,7 +15,7 @@ import pytest
 
 from autopar.cli import ui
 from autopar.ui import Server
-from autopar.ui.jobs import DONE, MAX_WAITING, RUNNING
+from autopar.ui.jobs import DONE, MAX_WAITING, RUNNING, Job
 from autopar.ui.server import MAX_CONNECTIONS, Choices, _shown
 
 SILENT = (sys.executable, "-c", "import sys; sys.stdin.read()")
@@ -180,6 +180,16 @@ def test_the_token_is_in_no_arguments_of_a_process(monkeypatch, capsys):
     assert address not in opened[0] and opened[0].startswith("file://")
     assert mode == 0o600 and f"url={address}" in text
     assert address in capsys.readouterr().out
+
+
+def test_a_command_to_copy_names_the_users_own_model_with_its_folder(tmp_path: Path):
+    own = "my models/m.py:make"
+    (tmp_path / "plan.json").write_text("{}")
+    server = Server(Choices([*MODELS, {"name": own}], [], [], "0"), SILENT)
+    for model, said in ((own, "'my models/m.py:make'"), (f"{tmp_path}/config.json", "config.json"), ("gpt2", "gpt2")):
+        job = Job("0", "plan", [model, "--devices=8xT4"], tmp_path, DONE)
+        assert server._result(job)["command"] == f"autopar plan {said} --devices 8xT4"
+    server.stop()
 
 
 def test_a_command_to_copy_has_its_words_in_quotes():

@@ -81,6 +81,18 @@ def test_a_plan_its_report_a_pin_and_its_program_by_keyboard(page: tuple[Browser
     assert names[0].startswith("train.py") and len(names) > 5
 
 
+def test_a_pin_that_is_given_twice_is_refused(page: tuple[Browser, Server]):
+    session, _ = page
+    session.run("document.getElementById('pins').replaceChildren()")
+    session.run("for (let i = 0; i < 3; i++) document.getElementById('add-pin').click()")
+    names = "return [...document.querySelectorAll('.pin-name')].map((select) => select.value)"
+    assert len(set(session.run(names))) == 3
+    session.run("const [, second] = document.querySelectorAll('.pin-name'); second.selectedIndex = 0")
+    session.run("document.getElementById('go').click()")
+    session.wait("document.querySelector('[role=alert] .wrong')")
+    assert "the pin pipeline is given twice" in session.run("return document.querySelector('[role=alert]').textContent")
+
+
 def test_what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page: tuple[Browser, Server]):
     session, _ = page
     session.run("document.getElementById('devices').value = '8xT4'; document.getElementById('pins').replaceChildren()")

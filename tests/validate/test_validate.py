@@ -214,6 +214,14 @@ def test_a_line_that_is_text_is_no_row(tmp_path):
     assert read_file(write_rows(tmp_path, [row(), '"a row"']))[1] == "not a JSON object"
 
 
+def test_a_line_that_is_nested_too_deep_is_no_row_and_text_may_have_line_ends(tmp_path):
+    rows = read_file(
+        write_rows(tmp_path, ["[" * 100_000, json.dumps(row(id="a\u2028b\x85c"), ensure_ascii=False), "{"])
+    )
+    assert rows[0] == "not JSON: it is nested deeper than 100 levels" and rows[1]["id"] == "a\u2028b\x85c"
+    assert rows[2].startswith("not JSON: Expecting property name") and len(rows) == 3
+
+
 def test_a_file_without_rows_is_refused(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         validate(tmp_path / "missing.jsonl")

@@ -20,9 +20,9 @@ from tiers import slow
 
 from autopar.checks.nccl.distinct import DIFFERENT, Grid
 from autopar.checks.nccl.distinct import check as check_distinct
-from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, agreed, unaligned
+from autopar.checks.nccl.findings import DEADLOCK, SEQUENCE, agreed, findings, sequences, unaligned
 from autopar.checks.nccl.objects import Objects
-from autopar.checks.nccl.records import Communicator, Event, Operation, RankTrace
+from autopar.checks.nccl.records import Communicator, Event, Operation, RankTrace, TensorRange
 from autopar.cli.app import cli
 from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.options import PlanRequest
@@ -60,6 +60,17 @@ def test_deadlocks_of_small_functions(name: str, workers: Workers) -> None:
         assert all(
             "waits for rank" in finding.sentence and "collective_faults.py:" in finding.sentence for finding in found
         )
+
+
+def test_a_member_without_any_collective_is_found() -> None:
+    pair = Communicator("pair", (0, 1))
+    reduce = Operation(0, pair, "all_reduce", (TensorRange((4,), "float32"),), "sum", -1, None, 0, 0, 0, "model.py:1")
+    traces = {0: RankTrace(0, 2, (reduce,)), 1: RankTrace(1, 2, ())}
+    for ordered in (traces, {1: traces[1], 0: traces[0]}):
+        (found,) = sequences(ordered)
+        assert found.kind == SEQUENCE and found.ranks == (0, 1)
+        assert "rank 0 issues 1 collectives of the group of ranks 0, 1 and rank 1 0" in found.sentence
+        assert {finding.kind for finding in findings(ordered)} >= {SEQUENCE, DEADLOCK}
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in QUICK], ids=lambda fault: fault.name)

@@ -14,6 +14,7 @@ import torch
 from broken import rewriting
 from click.testing import CliRunner
 from exactness import mlp, subject
+from in_place_modules import ParameterTeacher
 from tiers import in_short, slow
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -34,7 +35,9 @@ from autopar.types import P, R
 from autopar.verify import Difference, attack, check_plan, kinds, locate, make_subject, shrink_config, shrink_plan
 from autopar.verify import run as verify_run
 from autopar.verify.attacks import compare_with_eager
+from autopar.verify.case import compare_step
 from autopar.verify.locate import _assemble, _difference
+from autopar.verify.remote import UPDATE_LR
 from autopar.zoo.hf import build_config
 
 KEYS = ["exact", "max_relative_difference", "plans_checked", "typechecked", "replicated_ops", "failures"]
@@ -192,6 +195,63 @@ def test_a_gradient_that_is_rounding_alone_is_known_as_such() -> None:
     assert compare(given.loss, wrong, given.loss, given.gradients, **how).where == "conv.bias"
     assert not compare(given.loss, wrong, given.loss, given.gradients, **how).exact
     assert not compare(given.loss, noisy, given.loss, given.gradients, floor=0.0).exact
+
+
+class Nothing(nn.Linear):
+    """A parameter, integers and numbers without elements, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor, ids: Tensor, more: Tensor) -> Tensor:
+        rest = self.nothing.sum() + ids.sum() + more.sum()
+        return super().forward(x * self.scale).square().mean() + rest
+
+
+def test_tensors_without_elements_are_verified() -> None:
+    model, batch = Nothing(), (torch.randn(4, 4), torch.zeros(4, 0, dtype=torch.long), torch.zeros(4, 0))
+    given = make_subject(model, batch)
+    assert "nothing" in given.gradients
+    found = attack(model, None, given)
+    assert not found.broken and all(error.exact for error in found.tried.values()), found
+    assert found.skipped["integers at the ends of their range"] == "no input holds integers"
+
+
+def test_a_parameter_without_a_gradient_must_stay_as_it_is() -> None:
+    given = make_subject(Nothing(), (torch.randn(4, 4), torch.zeros(4, 0, dtype=torch.long), torch.zeros(4, 0)))
+    after = {n: t - UPDATE_LR * given.gradients[n] if n in given.gradients else t for n, t in given.state.items()}
+    assert compare_step(given, given.loss, given.gradients, after).exact
+    wrong = compare_step(given, given.loss, given.gradients, after | {"scale": 2 * after["scale"]})
+    assert wrong.value == 1.0 and wrong.where == "the value of scale after the update"
+    del after["scale"]
+    assert not compare_step(given, given.loss, given.gradients, after).exact
+
+
+class Masked(nn.Linear):
+    """A mask with infinities beside a buffer that is written, and a frozen parameter with an infinity."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.limit = nn.Parameter(torch.tensor([1.0, float("inf")]), requires_grad=False)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -float("inf")]))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1.0)
+        return ((super().forward(x) + self.mask).softmax(-1) * self.limit[0]).square().mean() * self.steps
+
+
+def test_the_infinities_of_a_mask_are_no_error() -> None:
+    found = attack(model := Masked(), None, make_subject(model, torch.randn(4, 4)))
+    assert not found.broken and all(error.exact for error in found.tried.values()), found
+
+
+def test_a_frozen_parameter_that_forward_writes_counts_as_a_buffer() -> None:
+    model, batch = ParameterTeacher(), (torch.randn(4, 6), torch.randn(4, 4))
+    found = attack(model, nn.functional.mse_loss, make_subject(model, batch, nn.functional.mse_loss))
+    assert not found.broken and all(error.exact for error in found.tried.values()), found
 
 
 class Clamping(nn.Module):
@@ -353,6 +413,18 @@ def test_replicas_that_differ_after_an_update_are_found(workers2: WorkerPool, mo
     monkeypatch.setattr(program, "copy_runtime", faulty)
     with pytest.raises(LaunchError, match="is not the same on the ranks of data"):
         check_plan(given, plan, workers2, typed=False)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such thing"), KeyError("layer")])
+def test_a_bug_in_a_plan_is_a_failure_of_that_plan(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(verify_run, "check_plan", broken)
+    monkeypatch.setattr(verify_run, "kinds", lambda devices: kinds(devices)[:1])
+    model, batch, loss_fn = mlp()
+    (failure,) = autopar.verify(model, batch, loss_fn).failures
+    assert failure.message == f"{type(error).__name__}: {error}"
 
 
 def test_a_failure_is_reported_with_its_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -112,6 +112,14 @@ def test_modules_of_ours_refuse_what_does_not_fit():
         build_config({"module": "LSTMLM", "width": 3}, 16, 2)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "lstm-large"])
+def test_a_size_of_zero_is_not_the_default(name):
+    with pytest.raises(BatchError, match="a sequence of 0 tokens has no next token to learn"):
+        build(name, seq=0)
+    with pytest.raises(BatchError, match="a global batch of 0 is empty"):
+        build(name, global_batch=0)
+
+
 def test_unknown_name_gives_the_nearest():
     with pytest.raises(ModelError) as caught:
         find("llama-70b")

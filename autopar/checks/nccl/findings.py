@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.checks.nccl.graph import MODES, EventGraph, NcclMode
-from autopar.checks.nccl.records import Communicator, Operation, RankTrace, Wait, spans
+from autopar.checks.nccl.records import Communicator, Operation, RankTrace, Wait
 
 DTYPES = frozenset(
     (
@@ -152,7 +152,7 @@ def _description(operation: Operation) -> str:
 
 def _splits(group: Communicator, by_rank: Mapping[int, Sequence[Operation]]) -> Iterator[CollectiveFinding]:
     """Find all-to-alls in which a rank expects a different number of rows than its peer sends."""
-    for number in range(min(map(len, by_rank.values()), default=0)):
+    for number in range(min(len(by_rank.get(rank, ())) for rank in group.members)):
         sizes = [by_rank[rank][number].splits for rank in group.members]
         for i, mine in enumerate(sizes):
             for j, other in enumerate(sizes):
@@ -280,9 +280,3 @@ def _by_thread(trace: RankTrace) -> dict[int, list[Any]]:
     for operation in trace.operations:
         found[operation.thread].append((operation.group, agreed(operation)))
     return found
-
-
-def summary(traces: Mapping[int, RankTrace]) -> str:
-    """Describe the number of recorded operations and their ranks."""
-    count = sum(len(trace.operations) for trace in traces.values())
-    return f"{count:,} operations on ranks {spans(tuple(sorted(traces)))}"

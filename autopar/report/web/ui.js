@@ -25,7 +25,15 @@ const value = (id) => document.getElementById(id).value.trim();
 
 // -- what to plan --
 
-function pinRow(name = 'pipeline', given = '') {
+const pinNames = () => [...document.querySelectorAll('.pin-name')].map((select) => select.value);
+
+function unusedPin() {
+  const used = pinNames();
+  return (choices.pins.find((pin) => !used.includes(pin.name)) || choices.pins[0]).name;
+}
+
+// A row with a pin that no other row has, unless its name is given.
+function pinRow(name = unusedPin(), given = '') {
   const holder = h('div', {});
   const select = h('select', { 'aria-label': 'Pin', class: 'pin-name' }, options(choices.pins.map((pin) => pin.name), name));
   const control = (pin, now) => (pin.values.length
@@ -75,7 +83,7 @@ function build() {
         field('Seconds to search', h('input', { id: 'time-limit', type: 'number', min: 1, placeholder: '20' })),
         field('Precision', h('select', { id: 'precision' }, options(['', 'bfloat16', 'float16', 'float32', 'float64'], ''))))),
     h('div', { class: 'tools' }, h('button', { class: 'main', id: 'go' }, 'Plan'), h('button', { type: 'button', id: 'cancel', disabled: true, on: { click: cancel } }, 'Cancel')));
-  form.addEventListener('submit', (event) => { event.preventDefault(); plan(request()); });
+  form.addEventListener('submit', (event) => { event.preventDefault(); try { plan(request()); } catch (error) { wrong(error); } });
   result.append(parts.wrong, parts.progress, parts.plans, parts.plan);
   choose();
 }
@@ -87,6 +95,9 @@ function choose() {
 }
 
 function request() {
+  const names = pinNames();
+  const twice = names.find((name, i) => names.indexOf(name) < i);
+  if (twice) throw Object.assign(new Error(`the pin ${twice} is given twice`), { hint: 'remove one of them' });
   const pins = Object.fromEntries([...document.querySelectorAll('.pin')].map((row) => [row.querySelector('.pin-name').value, row.querySelector('.pin-value').value]));
   const own = value('model') === OWN;
   const asked = { pins, options: {}, pin: value('layer-pins').split(/\s+/).filter(Boolean) };
