@@ -74,7 +74,7 @@ def read_flags(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
                 raise UsageError(f"{flag}: {error.message}", error.hint) from None
         elif equals:
             raise UsageError(f"{flag} takes no value, not even {text!r}", f"write {flag} alone, or leave it out")
-        if name and values.setdefault(name, value) != value:
+        if values.setdefault(name, value) != value:
             raise UsageError(
                 f"{flag} means {name}={value}, and an earlier flag {name}={values[name]}", "give one of them"
             )

@@ -103,7 +103,7 @@ def test_the_flags_of_other_trainers_mean_the_same():
     for word in ("--bf16=0", "--sequence-parallel=false", "--use-distributed-optimizer="):
         with pytest.raises(UsageError, match=f"{word.partition('=')[0]} takes no value"):
             read_flags([word])
-    with pytest.raises(UsageError, match="--fp16 is for precision float16, and another flag for bfloat16"):
+    with pytest.raises(UsageError, match="--fp16 means precision=float16, and an earlier flag precision=bfloat16"):
         read_flags(["--bf16", "--fp16"])
     assert read_flags(["--bf16", "--bf16"]) == ([], {"precision": "bfloat16"})
 
