@@ -250,7 +250,9 @@ def test_the_local_search_shortens_steps() -> None:
 class TiedPricer(RandomPricer):
     """Half of the state of a layer that shares a parameter is that parameter's."""
 
-    def tied(self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy) -> tuple[int, int, int]:
+    def tied(
+        self, i: int, name: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int
+    ) -> tuple[int, int, int]:
         price = self.layer(self.graph.layers[i].cls, mesh, strategy, 1)
         assert price is not None
         return price.parameters_bytes // 2, price.gradients_bytes // 2, price.optimizer_bytes // 2
