@@ -350,11 +350,17 @@ def stored_already(graph: Graph) -> dict[int, tuple[str, ...]]:
 
 
 def stored_once(
-    price: LayerPrice, pricer: PriceSource, layer: int, names: Sequence[str], config: Configuration, strategy: Strategy
+    price: LayerPrice,
+    pricer: PriceSource,
+    layer: int,
+    names: Sequence[str],
+    mesh: Mesh,
+    strategy: Strategy,
+    microbatches: int,
 ) -> LayerPrice:
     """Return a layer's price without the states of the parameters ``names``, which its device stores for another layer."""
     for name in names:
-        p, g, o = pricer.tied(layer, name, config.mesh, strategy, config.schedule.microbatches)
+        p, g, o = pricer.tied(layer, name, mesh, strategy, microbatches)
         price = replace(
             price,
             parameters_bytes=price.parameters_bytes - p,
@@ -592,6 +598,8 @@ def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, p
         for i in range(start, stop):
             if actual[i] != priced.strategies[i]:
                 found = _price(graph, pricer, i, config.mesh, actual[i], config.schedule.microbatches)
-                prices[i] = stored_once(found, pricer, i, stored.get(i, ()), config, actual[i])
+                prices[i] = stored_once(
+                    found, pricer, i, stored.get(i, ()), config.mesh, actual[i], config.schedule.microbatches
+                )
     step = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
     return replace(priced, strategies=actual, prices=prices, cost=step)

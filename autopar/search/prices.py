@@ -232,7 +232,7 @@ class Prices:
                 if any(self._is_small(cls, config, strategy, technique, most) for technique, most in small.items()):
                     continue
                 at = tuple(
-                    stored_once(price, pricer, layer, [names[k] for k in stored], config, strategy)
+                    stored_once(price, pricer, layer, [names[k] for k in stored], config.mesh, strategy, m)
                     for pricer in pricers
                     if (price := pricer.layer(cls, config.mesh, strategy, m)) is not None
                 )

@@ -263,7 +263,11 @@ class ReducedPricer(TiedPricer):
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         price = super().layer(cls.removesuffix(" once"), mesh, strategy, microbatches)
-        return price if price is None or cls == "a" else stored_once(price, self, 0, ["shared"], mesh, strategy)
+        return (
+            price
+            if price is None or cls == "a"
+            else stored_once(price, self, 0, ["shared"], mesh, strategy, microbatches)
+        )
 
 
 def test_a_parameter_that_layers_of_the_only_stage_share_is_counted_once() -> None:
