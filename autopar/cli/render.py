@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import GIVEN, LayerPlan, Memory, Plan, StagePlan, Strategy
+from autopar.plan import GIVEN, REPLICATING, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.techniques import LAYER
 from autopar.techniques.sync import SYNC
@@ -19,6 +19,7 @@ from autopar.units import seconds, size
 
 _BAR = 20  # characters of a full bar
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
+_DEGREES = ("data", "tensor", "expert", "sequence")
 _OFFLOADED = {"in the host": "host_bytes", "on NVMe": "nvme_bytes"}  # header of a column -> field of a stage
 
 
@@ -95,7 +96,9 @@ def runs(plan: Plan) -> list[LayerRun]:
 
 
 def _layers(plan: Plan) -> RenderableType:
-    table = plain_table("layers", ("layers",), ("count", "data", "tensor", "sequence", "ZeRO"))
+    of_layers = [layer.strategy.degrees(plan.mesh) for layer in plan.layers]
+    named = [name for name in _DEGREES if name != "expert" or any(degrees[name] > 1 for degrees in of_layers)]
+    table = plain_table("layers", ("layers",), ("count", *named, "ZeRO"))
     hsdp = any(layer.strategy.replicate > 1 for layer in plan.layers)
     if hsdp:
         table.add_column("copies", justify="right")
@@ -107,8 +110,8 @@ def _layers(plan: Plan) -> RenderableType:
         table.add_row(
             run.title,
             str(len(run.layers)),
-            *(_degree(degrees[name]) for name in ("data", "tensor", "sequence")),
-            str(s.zero) if degrees["data"] > 1 else "-",
+            *(_degree(degrees[name]) for name in named),
+            str(s.zero) if s.degree(plan.mesh, *REPLICATING) > 1 else "-",
             *([_degree(s.replicate)] if hsdp else []),
             *(technique.cell(s.options[technique]) for technique in techniques),
         )

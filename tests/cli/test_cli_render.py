@@ -81,6 +81,15 @@ def test_consecutive_layers_of_one_strategy_are_one_row():
     assert row(rendered, "embed") == ["embed", "1", "32", "-", "-", "3", "-"]
 
 
+def test_experts_have_a_column_and_zero_may_shard_over_any_axis_of_equal_parameters():
+    plan = make_plan()
+    experts = Strategy((Role.EXPERT, Role.ULYSSES), zero=3)
+    rendered = text(replace(plan, layers=(replace(plan.layers[0], strategy=experts), *plan.layers[1:])))
+    assert "count  data  tensor  expert  sequence  ZeRO" in rendered and "expert" not in text(plan)
+    assert row(rendered, "embed") == ["embed", "1", "-", "-", "4", "8", "3", "-"]
+    assert row(rendered, "head") == ["head", "1", "32", "-", "-", "-", "3", "-"]
+
+
 def test_memory_by_part_against_the_limit():
     cells = " ".join(row(text(make_plan()), "0 ... 1"))
     assert "10.0 GB 5.00 GB 20.0 GB 3.00 GB 2.00 GB 40.0 GB 76.0 GB" in cells
