@@ -31,14 +31,18 @@ from autopar.schedules.memory import max_in_flight
 from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
+from autopar.search.shared_parameters import (
+    StateBytes,
+    duplicated_state_bytes,
+    stored_already,
+    stored_once,
+    without_state,
+)
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
 from autopar.techniques import LAYER
 from autopar.units import size
-
-StateBytes = tuple[int, int, int]
-"""Bytes of parameters, of gradients and of optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,57 +323,6 @@ def make_plan(
     return replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
 
 
-def duplicated_state_bytes(
-    graph: Graph, pricer: PriceSource, config: Configuration, bounds: Sequence[int], strategies: Sequence[Strategy]
-) -> list[StateBytes]:
-    """Return for each pipeline rank the surplus bytes in the sum of its layers' prices: several layers of a stage may share a parameter,
-    which is stored once but is in the price of each.
-
-    Each stage has a copy of its own, even if a device has several stages.
-    """
-    found = []
-    spans = list(pairwise(bounds))
-    for d in range(config.schedule.pipeline):
-        extra = [0, 0, 0]
-        here = [range(*spans[s]) for s in config.schedule.stages_of(d)]
-        for (name, uses), span in itertools.product(graph.shared_parameters.items(), here):
-            for layer in [i for i in uses if i in span][1:]:
-                state = pricer.tied(layer, name, config.mesh, strategies[layer], config.schedule.microbatches)
-                extra = [a + b for a, b in zip(extra, state, strict=True)]
-        found.append((extra[0], extra[1], extra[2]))
-    return found
-
-
-def stored_already(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Return by layer the shared parameters that an earlier layer has, too; layers without any are left out."""
-    found: dict[int, tuple[str, ...]] = {}
-    for name, uses in graph.shared_parameters.items():
-        for layer in uses[1:]:
-            found[layer] = (*found.get(layer, ()), name)
-    return found
-
-
-def stored_once(
-    price: LayerPrice,
-    pricer: PriceSource,
-    layer: int,
-    names: Sequence[str],
-    mesh: Mesh,
-    strategy: Strategy,
-    microbatches: int,
-) -> LayerPrice:
-    """Return a layer's price without the states of the parameters ``names``, which its device stores for another layer."""
-    for name in names:
-        p, g, o = pricer.tied(layer, name, mesh, strategy, microbatches)
-        price = replace(
-            price,
-            parameters_bytes=price.parameters_bytes - p,
-            gradients_bytes=price.gradients_bytes - g,
-            optimizer_bytes=price.optimizer_bytes - o,
-        )
-    return price
-
-
 def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[Memory]:
     """Return the memory of each pipeline rank at its peak; ``stages`` has the layers' prices of each stage."""
     return [device.at_peak() for device in devices(schedule, stages)]
@@ -384,12 +337,6 @@ def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
     """Return the microbatches in flight on each device when its memory peaks."""
     stages = by_stage(prices_of(instance, solution), solution.bounds)
     return [device.counts_at_peak() for device in devices(instance.schedule, stages)]
-
-
-def without_state(live: Memory, state: StateBytes) -> Memory:
-    """Return ``live`` minus the parameters, gradients and optimizer state in ``state``."""
-    p, g, o = state
-    return replace(live, parameters=live.parameters - p, gradients=live.gradients - g, optimizer=live.optimizer - o)
 
 
 def memory_timeline(graph: Graph, cluster: Devices, pricer: PriceSource, plan: Plan) -> tuple[tuple[Moment, ...], ...]:

@@ -11,7 +11,6 @@ from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
 from autopar.plan import Strategy
-from autopar.search.evaluation import stored_already, stored_once
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
 from autopar.search.problem import (
@@ -25,6 +24,7 @@ from autopar.search.problem import (
     for_sequence,
     tied_groups,
 )
+from autopar.search.shared_parameters import stored_already, stored_once
 from autopar.search.tables import Instance, Roles, StagePlaces, Table, TransferTimes, make_table
 from autopar.techniques import LAYER
 from autopar.techniques.technique import Technique

@@ -26,10 +26,11 @@ from autopar.search.construct.drafts import construct
 from autopar.search.construct.local import _steps, change_candidates, move_layers
 from autopar.search.construct.refine import refined
 from autopar.search.cuts import moved
-from autopar.search.evaluation import Solution, cost, fits, stored_once, transfers
+from autopar.search.evaluation import Solution, cost, fits, transfers
 from autopar.search.exact import solve_labels
 from autopar.search.prices import Prices
 from autopar.search.problem import Configuration, configurations
+from autopar.search.shared_parameters import stored_once
 
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
 
