@@ -42,7 +42,7 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
             f"--devices {request.devices} are {cluster.nodes} nodes, and --elastic takes the devices of one",
             f"give {cluster.gpus_per_node}x{cluster.gpu.name}",
         )
-    if nodes.maximum > 1 and request.devices.isdigit() and cluster.kind == "cuda":
+    if nodes.maximum > 1 and request.devices.isdecimal() and cluster.kind == "cuda":
         raise UsageError(
             f"--devices {request.devices} are GPUs of this machine, and plans for several nodes need their kind",
             "give 8xH100-80GB",
@@ -57,7 +57,7 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
 def devices_of(elastic: Elastic, nodes: int) -> str:
     """Return the value of ``--devices`` for ``nodes`` nodes."""
     per_node = str(elastic.request["devices"])
-    if per_node.isdigit():
+    if per_node.isdecimal():
         return str(nodes * elastic.ranks)
     return f"{nodes}x{elastic.ranks}x{parse(per_node).gpu.name}"
 

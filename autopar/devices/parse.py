@@ -129,7 +129,7 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
         raise DeviceError(
             f"memory_limit_bytes is {memory_limit_bytes!r}, but it must be a number of bytes", "40e9 is 40 GB"
         )
-    if not memory_limit_bytes > 0:
+    if not memory_limit_bytes >= 1:
         raise DeviceError(
             f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"
         )
@@ -327,7 +327,7 @@ def _cpu_cluster(path: Path, data: dict[str, Any]) -> Cluster:
     limit = data.get("memory_limit_gb")
     return dataclasses.replace(
         _local_cpu(data.get("name", path.stem), data.get("gpus_per_node", 1)),
-        memory_override_bytes=int(limit * 1e9) if limit is not None else None,
+        memory_override_bytes=math.ceil(limit * 1e9) if limit is not None else None,
         nvme=_nvme(path, data),
     )
 
@@ -367,7 +367,7 @@ def _gpu_cluster(path: Path, data: dict[str, Any]) -> Cluster:
         intra=intra,
         inter=inter,
         local=data.get("local", False),
-        memory_override_bytes=int(limit * 1e9) if limit is not None else None,
+        memory_override_bytes=math.ceil(limit * 1e9) if limit is not None else None,
         host=_host(path, data),
         nvme=_nvme(path, data),
         nvlink_domain=data.get("nvlink_domain", hardware.nvlink_domain(kind) if kind else 0),

@@ -228,7 +228,7 @@ def selects(selector: str, name: str, cls: str) -> bool:
 
 def _matches(wanted: str, part: str) -> bool:
     span = re.fullmatch(r"(\d+)-(\d+)", wanted)
-    if span and part.isdigit():
+    if span and part.isdecimal():
         return int(span[1]) <= int(part) <= int(span[2])
     return fnmatchcase(part, wanted)
 

@@ -390,6 +390,16 @@ def test_a_limit_above_the_memory_is_refused(tmp_path: Path) -> None:
         parse("8xH100-80GB", memory_limit_bytes=float("inf"))  # type: ignore[arg-type]
 
 
+def test_a_limit_below_one_byte_is_never_zero(tmp_path: Path) -> None:
+    """The search divides by it."""
+    with pytest.raises(DeviceError, match="leaves room for nothing"):
+        parse("8xH100-80GB", memory_limit_bytes=0.5)  # type: ignore[arg-type]
+    path = tmp_path / "cluster.toml"
+    for gpu in ("H100-80GB", "cpu"):
+        path.write_text(f'gpu = "{gpu}"\nmemory_limit_gb = 1e-10\n')
+        assert parse(path).memory_limit_bytes == 1
+
+
 def test_a_latency_between_groups_counts_without_a_bandwidth(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     groups = '[[group]]\ngpu = "H100-80GB"\n[[group]]\ngpu = "H100-80GB"\n'
