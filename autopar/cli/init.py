@@ -83,7 +83,7 @@ def init_command(request: PlanRequest, output: str, as_json: bool) -> None:
 
 
 def _cluster(text: str) -> tuple[str, Cluster]:
-    """Return the text of the cluster file for a description such as ``64 H100``, and the cluster."""
+    """Return the text of the cluster file for a description (``64 H100``, ``this machine``, or a file to copy), and the cluster."""
     if text.endswith(".toml"):
         cluster = parse(text)
         return Path(text).read_text("utf-8"), cluster
@@ -102,7 +102,7 @@ def _cluster(text: str) -> tuple[str, Cluster]:
 
 
 def _command(cluster: Cluster, script: Path) -> str:
-    """Return the command that starts the script on every node."""
+    """Return the command that starts the script, for every node to run."""
     if cluster.local:
         return shlex.join(["python", str(script)])
     nodes = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 " if cluster.nodes > 1 else ""
@@ -127,7 +127,7 @@ def _script(model: str, cluster: Cluster, workload: Workload, sizes: SizeOptions
 
 _Parts = tuple[list[str], list[str], list[str], str]
 """The parts of the script that depend on the model: standard modules to import, other import lines, lines that make ``model`` and
-``batch``, keywords of ``autopar.compile``."""
+``batch``, further arguments of ``autopar.compile``."""
 
 
 def _factory_parts(model: str, sizes: SizeOptions) -> _Parts:

@@ -13,13 +13,13 @@ from autopar.search.timeline import Moment
 from autopar.units import size
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_COLUMNS = 64  # maximum characters of a device's curve
+_COLUMNS = 64  # maximum characters of a curve
 
 Timeline = Sequence[Sequence[Moment]]
 
 
 def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
-    """Return the actions of each device in order, with the bytes of each part of memory; ``memory_bytes`` is the peak total."""
+    """Return the actions of each pipeline rank in order, with the bytes of each part of memory; ``memory_bytes`` is the peak total."""
     return [
         {
             "device": d,
@@ -40,7 +40,7 @@ def timeline_data(devices: Timeline) -> list[dict[str, Any]]:
 
 
 def timeline_table(devices: Timeline) -> Table:
-    """Return a table with the memory curve of each device, on a common scale, and the action at which it peaks."""
+    """Return a table with the memory curve of each pipeline rank, on a common scale, and the action at which it peaks."""
     numbers = ("device", "peak at", "activations", "transients", "total")
     table = plain_table("memory through one step", numbers=numbers)
     table.add_column("from the first action to the last", no_wrap=True)

@@ -26,7 +26,7 @@ from autopar.program.watch import SIGNALS, is_consequence
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Import ``"package.module:function"``. Raises ``ImportError``, ``AttributeError``, or ``AssertionError`` if it isn't callable."""
+    """Import ``"package.module:function"``. Raises ``ImportError`` or ``AttributeError``; ``AssertionError`` if it isn't callable."""
     module, _, name = target.partition(":")
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     assert callable(function), target

@@ -1,4 +1,4 @@
-"""Prices as arrays: one table per layer class and configuration, Pareto-pruned, and an ``Instance`` that assigns tables to layers.
+"""Prices as arrays: the Pareto-pruned tables of one configuration, and an ``Instance`` that assigns tables to layers.
 
 Dominated candidates are dropped twice. Within a layout (the roles) no optimum needs a candidate that is no better than another in any
 price (``Table.columns``), because resharding and p2p depend on the layout alone. For bounds, which leave resharding out, the same holds
@@ -29,8 +29,8 @@ OFFLOAD_TIERS = ("host", "nvme")
 
 @dataclass(frozen=True)
 class Table:
-    """The candidates of one layer class: strategies and, in the same order, their prices (seconds, bytes) at one place. Arrays are
-    ``[candidate]``.
+    """The candidates of layers of one class with equal pins: strategies and, in the same order, their prices (seconds, bytes) at one
+    place. Arrays are ``[candidate]``.
 
     A place is a distinct kind of device that a stage runs on. ``elsewhere`` has the same candidates at the instance's other places.
     """
@@ -109,7 +109,7 @@ class Table:
         return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
 
     def offloaded_bytes(self, in_flight: float) -> tuple[Array, Array]:
-        """Return the bytes in host memory and on NVMe (as in ``StagePlaces.tier_limits``), with ``in_flight`` microbatches in flight."""
+        """Return a device's bytes in host memory and on NVMe, with ``in_flight`` microbatches in flight."""
         return self.host + in_flight * self.host_saved, self.nvme
 
     @cached_property
@@ -119,7 +119,7 @@ class Table:
 
     @cached_property
     def columns(self) -> Array:
-        """All prices of each candidate at all places: ``[candidate, price]``."""
+        """The prices by which candidates are compared, at all places: ``[candidate, price]``."""
         found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
         if self.split:
             found += [t.waiting for t in self.places]
@@ -185,7 +185,7 @@ def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool
 
 @dataclass(frozen=True)
 class StagePlaces:
-    """Where the stages of a pipeline run: each stage's place, the link over which each but the last sends, and its device's limit.
+    """Where the stages of a pipeline run: each stage's place and memory limit, and the link over which each but the last sends.
 
     ``place`` and ``link`` are indices of distinct devices and links; a send to a stage on the same device has no link. ``tier_limits`` has,
     for each place, a device's share of its node's offload tiers (``OFFLOAD_TIERS``).
@@ -201,7 +201,7 @@ class StagePlaces:
 
 
 Regime = tuple[int, int, int, float]
-"""The properties of a stage on which its costs depend: microbatches in flight, pipeline buffers, place, memory limit."""
+"""What tells stages apart in bounds and knapsacks: microbatches in flight, pipeline buffers, place, memory limit."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Instance:
     placement: StagePlaces
     matrices: dict[tuple[object, ...], Array] = field(default_factory=dict, compare=False)
     known: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)  # cached ``Knapsacks``
-    cuts: list[Array] = field(default_factory=list, compare=False)  # the mean cuts of the latest relaxation
+    cuts: list[Array] = field(default_factory=list, compare=False)  # stage cuts (fractional) of the latest relaxation
 
     @property
     def schedule(self) -> Schedule:
@@ -254,7 +254,7 @@ class Instance:
 
     @cached_property
     def owns(self) -> Array:
-        """``[stage, device]``: 1 if the device has the stage or a copy of it, else 0."""
+        """``[stage, pipeline rank]``: 1 if the rank has the stage or a copy of it, else 0."""
         own = [self.schedule.stages_of(d) for d in range(self.schedule.pipeline)]
         return np.array([[float(s in mine) for mine in own] for s in range(self.schedule.stages)])
 
@@ -325,7 +325,7 @@ class Instance:
 
 
 class TransferTimes:
-    """Seconds of resharding and of sends between layers, computed once per border and pair of layouts."""
+    """Seconds of resharding and of sends between layers, computed once per border, mesh, number of microbatches and layouts."""
 
     def __init__(self, border: list[int], pricer: PriceSource) -> None:
         self._pricer, self.border = pricer, border

@@ -3,7 +3,8 @@
 Option c of node v is chosen if x[v,c] = 1; y[v,s,t] = 1 if the value of v is converted from type s to type t::
 
     choose[v]:      sum_c x[v,c] = 1                                    one option per node
-    convert[v,t,e]: sum_s y[v,s,t] >= sum_{c: c needs t at e} x[e,c]    every operand e that reads v gets its type
+    convert[v,t,e]: sum_s y[v,s,t] >= sum_{c: c needs t at e} x[e,c]    every reader e of v gets the type it needs
+    demand[v,t]:    sum_s y[v,s,t] >= 1                                 outputs get their type at the layer's border
     source[v,s,t]:  y[v,s,t] <= sum_{c: c produces s} x[v,c]            conversions start from the type that is produced
     x binary, 0 <= y <= 1
 """

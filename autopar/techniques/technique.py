@@ -1,7 +1,7 @@
 """A technique: one optional behaviour of a layer or of the whole plan.
 
 Each technique has a file in this package with its values, their meaning and conflicts, the candidates of a search, and the pins under which
-``verify`` runs it. Storage, plan files, pins, options, comparisons, descriptions and the cases of ``verify`` are derived from the registry
+``verify`` runs it. Plan files, pins, options, comparisons, descriptions and the cases of ``verify`` are derived from the registry
 (``autopar.techniques``).
 """
 
@@ -31,8 +31,8 @@ ANY = "any"
 @dataclass(frozen=True, slots=True)
 class Pin:
     """One row of the table of pins. ``of_layer``: layers may have different values. A pin without ``values`` is an integer from ``least``
-    to ``most``. With ``switch``, ``True`` stands for the last value and ``False`` for the first. ``counted`` are values that are followed
-    by a colon and an integer from ``least``. A ``former`` pin is an old spelling that another pin has replaced."""
+    to ``most``. With ``switch``, ``True`` stands for the last value and ``False`` for the first. ``counted`` are values that take a
+    colon and an integer from ``least``. A ``former`` pin is an old spelling that another pin has replaced."""
 
     name: str
     of_layer: bool
@@ -135,7 +135,7 @@ class Mode(Facts):
     - ``deviation``: the numerical deviation that a user must allow (one of ``plan.ALLOWED``); ``inexact``: a sentence about it.
     - ``max_zero``: the highest ZeRO stage that the mode allows.
     - ``unsearched``: why its memory can't be priced; a plan may have such a mode, but no search chooses it.
-    - ``counted``: the minimum of the number after its colon (``full:4``), 0 without one; if it is 2, a value without a number means 1.
+    - ``counted``: the minimum of a number after the name (``full:4``); 0: no number; 2: the name alone means 1.
     - ``fallback``: the value of layers that can't be computed in ``parts``.
     - ``unsplittable``: why microbatches can't be computed in parts with this mode.
     - ``stale``: the number is the gradients' staleness in updates.
@@ -227,7 +227,7 @@ class Call:
 
 
 PERMISSIVE = Context(chain=2**30, several_microbatches=True)
-"""The context of a layer without known facts: only pinned values are tried."""
+"""The context of a layer whose facts are unknown: it excludes no pinned value."""
 
 Pinned = Callable[[str], Any]
 """Returns the value of a layer's pin from the pin's name; ``None`` if it is not pinned."""
@@ -353,7 +353,7 @@ class Technique:
         return self.mode(value).cell
 
     def effort(self, value: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the parts of a strategy's sort key before and after the ZeRO stage's: of equally fast strategies a search takes the
+        """Return what goes before and after the ZeRO stage in a strategy's sort key: of equally fast strategies a search takes the
         lowest."""
         return (), ()
 
@@ -410,7 +410,7 @@ class Technique:
         return str(layer.get(self.name, self.default_if_missing or self.default))
 
     def note(self, names: Sequence[str], total: int, value: str) -> str:
-        """Return a sentence for a plan's notes on the value, which the layers ``names`` of ``total`` have, or an empty string."""
+        """Return a sentence for a plan's notes on the layers ``names``, of ``total``, with the value, or an empty string."""
         return ""
 
     def header(self, value: str, gives_loss: bool = False) -> str:

@@ -76,7 +76,7 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
 
 
 def textbook(a: Architecture) -> Architecture:
-    """Return the architecture at modest sizes, at which the op-level optimum is the textbook layout.
+    """Return the architecture at modest sizes, at which the optimal types are those of the trainers.
 
     A published run has its trainer's layout at any size, but with longer sequences or wider blocks the optimum can differ from it.
     """
@@ -92,7 +92,10 @@ def textbook(a: Architecture) -> Architecture:
 
 
 def textbook_types(graph: Graph, plain: Graph) -> Solve:
-    """Return a ``Solve`` for ``Pricer`` that gives layers of ``graph`` the types in ``plain``, the same architecture at modest sizes."""
+    """Return a ``Solve`` for ``Pricer`` that gives layers of ``graph`` the types in ``plain``, the same architecture at modest sizes.
+
+    Without a solution in ``plain``, a layer gets its own optimum.
+    """
     last = len(plain.layers) - 1
 
     def solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
@@ -113,7 +116,7 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
 
 
 def deepen(graph: Graph, blocks: int) -> Graph:
-    """Return ``graph``, which has ``_CAPTURED`` blocks, with the middle one repeated so that there are ``blocks`` blocks."""
+    """Return ``graph`` with its middle block repeated so that there are ``blocks`` blocks. Raises ``RowError`` if it can't be repeated."""
     more = blocks - _CAPTURED
     if more <= 0:
         return graph

@@ -44,12 +44,12 @@ def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
         zero=s.zero if s.data // s.expert * s.context > 1 else 0,
         activations=s.activations,
     )
-    # in a layer without experts, the expert axis replicates parameters, too
+    # in a layer without experts, the expert axis is data-parallel
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
     if dense.zero:
         strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
-    # the first and last layer are never recomputed: the embedding saves nothing, and the head ends with its logits. Under FSDP both are in
-    # the root unit, whose parameters stay gathered from forward to backward
+    # trainers recompute blocks, not the first and last layer. Under FSDP both are in the root unit, whose parameters stay gathered from
+    # forward to backward
     ends = dataclasses.replace(
         dense.with_options(activations=KEEP), zero=2 if is_fsdp(s) and dense.zero else dense.zero
     )
@@ -65,8 +65,11 @@ def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
     """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
 
-    Rows don't say which blocks each stage had. If the number of stages divides only the layers (blocks, embedding and head), all of them
-    count alike. Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, the stages are assumed to have equal FLOPs.
+    Rows don't say which blocks each stage had. If the number of stages divides not the blocks but the layers (with embedding and head),
+    stages have equal numbers of layers. Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, they are assumed to have equal
+    FLOPs.
+
+    Raises ``InfeasibleError`` if there are more stages than layers.
     """
     stages = s.pipeline * (s.chunks if s.pipeline > 1 else 1)
     blocks = len(graph.layers) - 2
@@ -97,7 +100,7 @@ def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
 
 
 def head_weight(graph: Graph) -> float:
-    """Return the number of matrix parameters of the head divided by that of the first block: approximately the ratio of their FLOPs."""
+    """Return the ratio of the head's matrix elements to the first block's: approximately that of their FLOPs in a model without experts."""
     size = {
         layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
         for layer in graph.layers
@@ -111,7 +114,7 @@ def is_fsdp(s: Setting) -> bool:
 
 
 def trainer_of(s: Setting, cluster: Cluster) -> OtherTrainer:
-    """Return the cost model of the row's trainer: from the row's facts, or else the usual one for its precision."""
+    """Return the cost model of the row's trainer: from the row's facts, or else the usual one for its recipe and GPU."""
     fp16_era = s.precision == "float16"
     before_flash = cluster.gpu.name.startswith(("V100", "A100")) and s.zero < 3
     megatron = fp16_era or s.chunks > 1 or "Megatron" in s.facts or (s.precision == "float8" and s.zero < 3)

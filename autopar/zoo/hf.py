@@ -1,6 +1,6 @@
 """Builds a model from a configuration (of transformers or of ``zoo.modules``), by default on the meta device, with a global batch for it.
 
-Only the model's parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with
+Of the model, only the parameters are on meta. Buffers, such as rotary frequencies and batch norm's statistics, are created on the CPU with
 their real values, because an emitted program needs them.
 """
 
@@ -126,7 +126,8 @@ def _on_meta() -> Iterator[_MetaParameters]:
 def _with_tied_parameters(model: nn.Module, moved: _MetaParameters) -> nn.Module:
     """Replace parameters over the same elements (``head.weight.data = embedding.weight.data``) by one parameter; return the model.
 
-    Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them in another shape.
+    Raises ``ModelError`` if a parameter shares only some of its elements with another tensor, or all of them with another
+    shape, dtype or ``requires_grad``.
     """
     first: dict[Any, nn.Parameter] = {}
     by_storage: dict[int, dict[Any, tuple[str, torch.Tensor]]] = {}
@@ -160,7 +161,8 @@ def build_config(
     precision: str = "bfloat16",
     device: str = "meta",
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return the model that a transformers ``config.json`` describes, and a batch of ``global_batch`` sequences of ``seq`` tokens.
+    """Return the model that a transformers ``config.json`` describes, and a batch of ``global_batch`` images or sequences of ``seq``
+    tokens.
 
     A configuration with a ``"module"`` describes a model of ``zoo.modules``.
 
@@ -240,7 +242,7 @@ def _check_depth(hf_config: Any) -> None:
 def batch_for(
     class_name: str, hf_config: Any, seq: int | None, global_batch: int | None, dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
-    """Return a batch for an existing transformers model. Arguments, defaults and errors are those of ``build_config``."""
+    """Return a batch for an existing transformers model. Sizes, their defaults and errors are as in ``build_config``."""
     kind = _kind(class_name)
     seq, global_batch = _check_sizes(hf_config, kind, seq, global_batch)
     return _batch(kind, hf_config, seq, global_batch, dtype, device)

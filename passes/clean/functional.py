@@ -8,7 +8,7 @@ names the buffers in that order.
 
 Gradients follow autograd: after a write of a value with a gradient, the base and all its views have a gradient. A write that changes a
 value and leaves its gradient unchanged (under ``no_grad``, or through ``detach``) has no functional form, and is refused; so is a
-write to a parameter, which only the optimizer may change, and a write through a view of unknown kind.
+write to a trainable parameter, which only the optimizer may change, and a write through a view of unknown kind.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Functionaliser:
             for alias, new in zip(aliases, new_values, strict=True):
                 self._write(alias, new, node)
             for alias, new, holder in zip(aliases, new_values, self._holders(node), strict=False):
-                # after a write to several tensors at once, one may have written to another: read the value again
+                # tensors written at once may share memory: version 0 makes readers replay the value
                 version = self._version(alias.base) if len(new_values) == 1 else 0
                 self.aliases[holder] = _Alias(alias.base, alias.chain, new, version, alias.detached_error)
 
@@ -116,7 +116,10 @@ class _Functionaliser:
         return self.aliases.setdefault(node, _Alias(node, (), node, 0))
 
     def _origins(self, node: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-        """Return the origin of each result. Call it before operands are replaced: which results share memory depends on eager's strides."""
+        """Return the origin of the node's tensor in a list; for several results an empty list, and their ``getitem`` nodes get the origins.
+
+        Call it before operands are replaced: which results share memory depends on eager's strides.
+        """
         if node.target is operator.getitem:
             call, item = args_of(node)
             return self.results.get(call, [None] * (item + 1))[item : item + 1]
@@ -197,7 +200,7 @@ class _Functionaliser:
                 other.detached_error = alias.detached_error
 
     def _detached(self, alias: _Alias, new: fx.Node, node: fx.Node) -> fx.Node:
-        """Return the base's value after a write through ``detach``; refuse the write if the base has a gradient."""
+        """Return ``new`` without its gradient, for a write through ``detach``; refuse the write if the base has a gradient."""
         value = self._value(alias.base)
         if self._gradient(value):
             raise _refused(
@@ -220,8 +223,8 @@ class _Functionaliser:
         return add(node, aten.detach.default, (new,))
 
     def _refuse_base(self, base: fx.Node, node: fx.Node) -> None:
-        """Refuse a write to a trainable parameter, which only the optimizer may change, or to a tensor that is in no ``state_dict``. A
-        frozen parameter that forward writes (such as a momentum teacher's) is treated as a buffer."""
+        """Refuse a write to a trainable parameter, which only the optimizer may change, to a stored tensor that is no buffer, or to one
+        with shared memory. A frozen parameter that forward writes (such as a momentum teacher's) is treated as a buffer."""
         parameter = meta(base).get("parameter")
         if parameter is not None and parameter.trainable:
             raise _refused(
@@ -316,7 +319,7 @@ class _Functionaliser:
                     )
 
     def _return_buffers(self) -> None:
-        """Append the new values of buffers to the graph's outputs, and mark a written buffer as no constant (``meta["state"]``)."""
+        """Append the new values of buffers to the graph's outputs, and mark written buffers as state (``meta["state"]``)."""
         updates = {base: value for base, (value, _) in self.newest.items() if "buffer" in meta(base)}
         self.gm.graph.output_node().args = ((*returned(self.gm), *updates.values()),)
         graph_meta(self.gm)["updates"] = tuple(meta(buffer)["buffer"] for buffer in updates)
@@ -370,7 +373,7 @@ def _simpler_value(node: fx.Node) -> fx.Node | None:
 
 
 def _diagonal_filled(node: fx.Node) -> fx.Node | None:
-    """Return ``fill_diagonal_`` as ``where``; ``None`` if the diagonal of a tall matrix wraps around."""
+    """Return ``fill_diagonal_`` as ``where``; ``None`` if the diagonal may wrap around."""
     x, fill = args_of(node)[:2]
     sizes = shape_of(x)
     rank = len(sizes)
@@ -384,7 +387,7 @@ def _diagonal_filled(node: fx.Node) -> fx.Node | None:
 
 
 def _masked_write(node: fx.Node) -> fx.Node | None:
-    """Return ``x[mask] = value`` as ``where``; ``None`` if the value has one row for each selected element."""
+    """Return ``x[mask] = value`` as ``where``; ``None`` if ``where`` can't express it: other indices, or a row per selected element."""
     x, indices, value, *rest = args_of(node)
     used = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(used) != 1 or meta(used[0][1])["val"].dtype != torch.bool or any(rest) or node.kwargs.get("accumulate"):
