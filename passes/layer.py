@@ -112,7 +112,7 @@ def local_layer(
     cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
-    the input gradients; ``strategy`` must suit such a schedule (``Strategy.under``)."""
+    the input gradients; if there are any, ``strategy`` must come from ``Strategy.under``."""
     assert not deferred or strategy.options == strategy.options.replace(**UNDER_SPLIT), strategy
     graph_sharding = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, graph_sharding)

@@ -1,9 +1,9 @@
 """Turns a module that can't be traced into an opaque op, if every rank can run the module and get the same result.
 
 Export fails inside a module if its control flow or a shape depends on the data, if it computes derivatives in forward, or if it calls a
-user's ``autograd.Function``. If the module takes and returns tensors with shapes that don't depend on values, draws no random numbers and
-keeps no state, it becomes one op (``autopar.capture.opaque``), and the model is exported again. A copy of the model runs on the batch to
-observe the shape of the module's result; if batch or model has no values, the module stays refused.
+user's ``autograd.Function``. The module becomes one op (``autopar.capture.opaque``), and the model is exported again, if the module takes
+and returns tensors with shapes that don't depend on values, draws no random numbers, keeps no state, has only plain attributes, and gives
+every trainable parameter a gradient. A copy of the model runs on the batch to observe this; if batch or model has no values, export fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _call(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any,
 
 
 def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """Return the tensor arguments of a call; ``None`` unless they are the first arguments and all others have their default values."""
+    """Return the tensor arguments of a call; ``None`` unless they are the first arguments (at least one), and all others are positional
+    and have plain default values."""
     signature = inspect.signature(forward)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -71,7 +72,8 @@ def _tensors(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def find_opaque(
     error: NotTraceableError, model: nn.Module, opaque_ops: dict[str, str], run: Callable[[nn.Module], object]
 ) -> tuple[dict[str, str], str]:
-    """Return ``opaque_ops`` with the innermost module around ``error`` that may become opaque, and similar ones of its class; and a note.
+    """Return ``opaque_ops`` plus the innermost module around ``error`` that may become opaque and, unless it is torch's own, the others of
+    its class that may; and a note.
 
     ``run`` runs a copy of the model on the batch's values. Raises ``error`` if no module around it may become opaque.
     """

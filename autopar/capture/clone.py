@@ -29,8 +29,8 @@ LOSS = "<loss_fn>"
 class FakeModel:
     """Fake-tensor copies of a model and its loss function.
 
-    ``buffers`` has the values of buffers and attribute tensors, on the CPU in the copies' dtypes, by each name (none for those on meta);
-    ``mode`` is the fake-tensor mode, ``external_state`` the external state that the copies share with the originals.
+    ``buffers`` has the values of buffers and attribute tensors by name, as ``stored_tensors`` yields them, on the CPU in the copies' dtypes
+    (none for those on meta); ``mode`` is the fake-tensor mode (on meta: no mode); ``external_state`` is shared with the originals.
     """
 
     module: nn.Module
@@ -54,10 +54,10 @@ def fake_model(
 
     Modules keep their mode (``train`` or ``eval``). The fake tensors claim to be on the CPU, so that a forward can mix them with tensors
     of the default device; with ``meta`` they are on meta, which is several times faster. Tensors in plain attributes become buffers, so
-    that export sees them. ``dtype`` casts floating tensors, but never running statistics to a narrower dtype, in which their small updates
-    would be rounded off. The parameters in ``without`` become ``None``. transformers' key/value cache is switched off unless ``cache`` is
-    set, and its mixtures of experts use their grouped implementation: the others have data-dependent shapes, or copy the experts'
-    matrices for every token.
+    that export sees them, except those computed from parameters. ``dtype`` casts floating tensors, but never running statistics to a
+    narrower dtype, in which their small updates would be rounded off. The parameters in ``without`` become ``None``. Models of transformers
+    don't use their key/value cache unless ``cache`` is set, and use the grouped implementation of mixtures of experts: the others have
+    data-dependent shapes, or copy the experts' matrices for every token.
     """
     mode = contextlib.nullcontext() if meta else fake_tensors()
     device = "meta" if meta else "cpu"
@@ -111,7 +111,7 @@ def fake_model(
 
 
 def _configure(module: nn.Module, cache: bool) -> None:
-    """Select implementations that can be captured in a transformers model, and replace gradient hooks."""
+    """Replace gradient hooks and, in a transformers model, select implementations that can be captured."""
     for config in () if cache else configs_with_cache(module):
         config.use_cache = False
     choose_experts(module, _EXPERTS_IMPLEMENTATION)
@@ -125,7 +125,7 @@ def configs_with_cache(module: nn.Module) -> list[Any]:
 
 
 def choose_experts(module: nn.Module, implementation: str) -> None:
-    """Choose transformers' implementation of mixtures of experts; only ``"eager"`` runs in float64."""
+    """Choose transformers' implementation of mixtures of experts; ``"grouped_mm"`` doesn't run in float64."""
     for child in module.modules():
         config: Any = getattr(child, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
@@ -135,7 +135,8 @@ def choose_experts(module: nn.Module, implementation: str) -> None:
 def stored_tensors(root: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield the module path, name and tensor of every buffer and of every tensor in a plain attribute.
 
-    A module with several paths appears once for each: code may look up a buffer by any of its names.
+    A module with several paths appears once for each: code may look up a buffer by any of them. Of a buffer's names in one module only the
+    first appears.
     """
     for path, module in root.named_modules(remove_duplicate=False):
         yield from ((path, name, tensor) for name, tensor in module.named_buffers(recurse=False))

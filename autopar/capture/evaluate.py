@@ -1,7 +1,7 @@
 """Evaluates constant nodes, which depend on neither inputs nor parameters, on the CPU at full size.
 
-Equal rows along dim 0 are stored once, with stride 0, as in the result of ``expand``, and pointwise ops compute them once: a table that
-1,024 rows of a batch share costs as much as one row. Rows are equal if their bits are, whether or not a size equals the batch's.
+Equal rows along dim 0 become one row with stride 0, as in the result of ``expand``, and pointwise and row-wise ops compute it once: a table
+that 1,024 rows of a batch share is computed as one row. Rows are compared bit by bit, and dim 0 need not have the batch's size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ops.operands import argument, shape_of, val
 from passes.clean.nodes import note
 
 BUDGET_BYTES = 2**28
-"""Maximum size of an op's result in bytes, with a dim of stride 0 counted as one element."""
+"""Maximum bytes of the result that an op computes; dims of stride 0 that it computes once count as one element."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,7 +52,7 @@ class Evaluator:
         return value
 
     def ancestors(self, node: fx.Node) -> list[fx.Node]:
-        """Return ``node`` and the constant nodes that it depends on and that have no value yet, in topological order."""
+        """Return ``node`` and the nodes that it depends on, without those evaluated before, in topological order."""
         ordered: dict[fx.Node, None] = {}
         stack = [(node, False)]
         while stack:
@@ -157,7 +157,7 @@ _DIM_ARGUMENTS = {
 
 
 def by_rows(node: fx.Node) -> bool:
-    """Return whether the op acts on each row along dim 0 independently."""
+    """Return whether the op acts on each row along dim 0 independently; ``False`` for pointwise and unknown ops."""
     name, sizes = op_name(node).removeprefix("aten."), shape_of(node)
     shapes = [shape_of(operand) for operand in node.all_input_nodes]
     if not sizes or any(own[:1] != sizes[:1] for own in shapes):

@@ -1,4 +1,4 @@
-"""Runs a model with float64 everywhere, to compare two programs to the last digits.
+"""Runs a model in float64 in spite of its casts, to compare two programs to the last digits.
 
 Some model code casts to float32 (norms, rotary tables, logits before a loss). There a "float64" model rounds to 24 bits, and a sum that is
 split over ranks differs in the eighth digit: too much to tell rounding from a wrong gradient.
@@ -17,7 +17,8 @@ _CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 
 
 class Float64Everywhere(TorchFunctionMode):
-    """A context that replaces narrower floating dtypes by float64, for ``capture(..., precision="float64")`` and for eager runs."""
+    """A context in which torch functions get float64 in place of float32, bfloat16 and float16, for ``capture(...,
+    precision="float64")`` and for eager runs. Results in torch's default dtype, as of ``torch.ones(2)``, stay as they are."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

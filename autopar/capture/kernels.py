@@ -21,7 +21,7 @@ from passes.clean.nodes import add, calls, evaluate, flat, note, replace
 
 
 def make_opaque_without_meta_kernel(gm: fx.GraphModule) -> None:
-    """Replace each op without a meta kernel by an opaque one. Raises ``CaptureError`` if the op takes a list of tensors, or no tensor."""
+    """Make each aten op without a meta kernel opaque. Raises ``CaptureError`` if the op takes a list of tensors, or no tensor."""
     for node in calls(gm):
         if op_name(node).startswith("aten."):
             try:

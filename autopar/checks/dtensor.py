@@ -1,9 +1,9 @@
 """Compares autopar's rules with DTensor's: for every sample call, the accepted placements on an axis of two ranks, and the result's type.
 
 For operands placed as ``R``, ``P`` or ``S(dim)``, both determine whether the op can run on them directly, and the type of its result. For
-DTensor, the call runs on DTensors over the fake process group (so that composite ops decompose as in DTensor), and redistribution of inputs
-raises an error. If the two differ, execution decides: the call runs on two simulated ranks, and a type is right if the ranks' results,
-combined by this type, equal the unsharded result.
+DTensor, the call runs on DTensors over the fake process group (so that composite ops decompose as usual), and redistribution of inputs
+raises an error. Execution checks each type that either claims: the call runs on two simulated ranks, and a type is right if the ranks'
+results, combined by this type, equal the unsharded result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.localise import apply
 
 RANKS = 2
 MAX_PLACEMENTS = 64
-"""Maximum combinations of placements compared per call; of more, only those that autopar's rules accept."""
+"""Maximum combinations of placements per call; if there are more, only those that autopar's rules accept are compared."""
 
 SKIPPED = frozenset((OpKind.VALUE_INDEPENDENT, OpKind.ATTENTION))
 """Kinds of ops that aren't compared. DTensor has rules for attention's CUDA kernels; for the CPU ones it searches placements of the
@@ -39,7 +39,7 @@ decomposition, which takes many minutes per call."""
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """A placement of a call's operands: the result's type by autopar's rule and by DTensor (``None`` if it refuses the placement), and
-    whether execution confirms each type (``None``: not executed)."""
+    whether execution confirms each type (``None`` without a type, and in ``theirs_confirmed`` if the types are equal)."""
 
     op: str
     operands: tuple[SpmdType, ...]
@@ -57,7 +57,8 @@ class Agreement:
 
 
 def compare(samples: Iterable[Sample]) -> Iterator[Agreement]:
-    """Yield the comparisons of the samples of aten ops that aren't ``SKIPPED``. Initialises a fake process group if there is none."""
+    """Yield the comparisons of the samples of aten ops that aren't ``SKIPPED``, except those with lists of tensors as operands. Runs in a
+    fake process group if none is initialised."""
     starts_group = not dist.is_initialized()
     if starts_group:
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=fake_store())
@@ -108,7 +109,8 @@ def _placements(value: Value) -> list[SpmdType]:
 
 
 def _dtensor_result(node: fx.Node, values: Sequence[Value], operands: Sequence[SpmdType], mesh: Any) -> SpmdType | None:
-    """Return the type of the result on DTensors with these placements; ``None`` if DTensor would redistribute them or has no rule."""
+    """Return the type of the (first) result on DTensors with these placements; ``None`` if DTensor would redistribute them, has no rule, or
+    returns a placement that autopar has no type for."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     places = {"R": Replicate(), "P": Partial()}
@@ -150,7 +152,8 @@ def _is_confirmed(
     result: SpmdType | None,
     mine: Candidate | None,
 ) -> bool | None:
-    """Return whether the ranks' results combine by ``result`` to the unsharded one; forward only: DTensor has no types of gradients."""
+    """Return whether the ranks' results combine by ``result`` to the unsharded one (``None`` without a ``result``); forward only, as
+    DTensor has no types of gradients."""
     if result is None:
         return None
     candidate = mine or Candidate(operands, result, extent=RANKS)

@@ -2,8 +2,8 @@
 
 For each span of layers i..j-1 the method computes, layer by layer, the Pareto front of the candidates that run the span as one stage. Then
 it enumerates combinations of such stages, and prunes with a lower bound of the step. A label has the costs of one choice of candidates: the
-stage's seconds by part, the once-per-step seconds, and the memory. If each device has one stage, labels that exceed its limit are dropped,
-and the others then no longer need their memory; otherwise the limit is checked when a device's stages are combined.
+stage's seconds by part, the once-per-step seconds, and the memory. Unless the schedule is ``multi_stage``, labels above the device's limit
+are dropped, and the fronts don't contain the memory; otherwise the limit is checked when a device's stages are combined.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.search.pareto import Array, Indices, undominated
 from autopar.search.tables import Instance, Regime
 
 LABELS = 4_000  # maximum per stage and layer: beyond it the method gives up
-NODES = 200_000  # maximum number of combinations of stages
+NODES = 200_000  # maximum number of combinations of stages, partial ones included
 
 
 class TooManyLabelsError(Exception):
@@ -30,7 +30,7 @@ class TooManyLabelsError(Exception):
 
 @dataclass(frozen=True)
 class _StageFront:
-    """The Pareto front of stages with the same layers: each stage's label, and the candidates of its layers."""
+    """The Pareto front of one span of layers: the label of each point, and the candidate of each layer."""
 
     labels: list[list[float]]
     picks: list[list[int]]
@@ -60,7 +60,7 @@ def solve_labels(instance: Instance, cutoff_s: float, deadline: float) -> tuple[
 
 
 def _regimes(instance: Instance) -> list[Regime]:
-    """Return the regime of each stage: the properties, besides its layers, on which its labels depend. If devices have several stages,
+    """Return the regime of each stage: the properties, besides its layers, on which its labels depend. Under a ``multi_stage`` schedule
     memory is checked later, so that regimes differ only in pipeline buffers and in the kind of device (``place``)."""
     schedule, place = instance.schedule, instance.placement.place
     if not schedule.multi_stage:
@@ -69,8 +69,8 @@ def _regimes(instance: Instance) -> list[Regime]:
 
 
 def _always_fits(instance: Instance) -> bool:
-    """Return whether every solution fits: any device has memory for all layers with their largest candidates, with the most microbatches
-    in flight of any stage and the most pipeline buffers of any device."""
+    """Return whether every solution surely fits: any device has memory for all layers with their largest candidates, with the most
+    microbatches in flight of any stage and the most pipeline buffers of any device."""
     schedule, devices = instance.schedule, range(instance.schedule.pipeline)
     most = max(float(peak_moments(schedule, d)[0].max()) for d in devices)
     buffers = max(device_buffers(schedule, d) for d in devices)
@@ -83,9 +83,10 @@ def _always_fits(instance: Instance) -> bool:
 
 
 class _Labels:
-    """The labels of stages that begin with layer ``first``. A label's columns are the seconds of each part, the once-per-step seconds, and
+    """The labels of stages that begin with layer ``first``. A label's columns are the seconds of each part and the once-per-step seconds
+    (without a pipeline: their sum, then zeros), and
 
-    - for devices with one stage: live bytes, transient bytes, and bytes in host memory and on NVMe if any candidate offloads,
+    - unless the schedule is ``multi_stage``: live bytes, transient bytes, and bytes in each offload tier that a candidate uses,
     - otherwise: bytes of weights, saved bytes, waiting bytes, transient bytes; zeros if every solution fits (``always_fits``).
     """
 
@@ -114,7 +115,7 @@ class _Labels:
         instance, place, n = self.instance, self.place, self.in_flight
         table = instance.table(self.first)
         label, picks = self._columns(self.first), np.arange(len(table), dtype=np.int32)[:, None]
-        joinable = table.segment - 1  # layers that may still join the last one's segment
+        joinable = table.segment - 1  # how many layers may still join the last one's segment
         if self.one_stage:
             label[:, self.live] += n * (table.at(place).kept - table.at(place).saved)
         found: _Spans = {}
@@ -198,7 +199,7 @@ class _Enumeration:
         self.found: Solution | None = None
         if schedule.multi_stage:
             self.paths = textbook_paths(schedule)
-            # seconds of the layers from i on, on the average device
+            # least seconds per step of the layers from i on, on the average device
             rest = np.append(np.cumsum(instance.least("time")[::-1])[::-1], 0.0)
             self.rest = rest * schedule.microbatches / schedule.pipeline
 
@@ -242,7 +243,7 @@ class _Enumeration:
         return max(steps if one_stage else self.schedule.by_device(steps))
 
     def _lower_bound(self, done: int) -> float:
-        """Return a lower bound of the step, with the minimum seconds of the layers from ``done`` on."""
+        """Return a lower bound of the step; only for ``multi_stage`` does it count the minimum seconds of the layers from ``done`` on."""
         if not self.schedule.multi_stage:
             return lower_bound(self.schedule, self._column(0), self._column(1)) + self._once_per_step()
         parts = np.array(self.labels)[:, : self.parts]

@@ -1,5 +1,5 @@
 """Handles views: finds the operand whose memory a result shares, replays a view on another base, and turns a write through a view into a
-new base.
+new value of the base.
 
 An op's name does not tell whether its result is a view: ``reshape``, ``contiguous``, ``to`` or dropout in evaluation share their
 operand's memory for some strides and arguments, and copy it for others. So this module runs the op on meta tensors with the operands'
@@ -53,8 +53,8 @@ class View:
 
 
 def origins(call: fx.Node) -> list[tuple[fx.Node, View | None] | None]:
-    """Return for each result of ``call`` the operand whose memory it shares, with the result as a view of the operand (``None`` if the
-    result is the operand itself); ``None`` for a result in new memory."""
+    """Return for each result of ``call``: ``None`` if it is in new memory, else the operand whose memory it shares, and the view (``None``
+    if the result is the operand itself). The list is empty if ``call`` isn't a torch op or has no operands."""
     value = meta(call).get("val")
     several = isinstance(value, tuple | list)
     operands = _operands(call)
@@ -155,8 +155,8 @@ def split_ranges(call: fx.Node) -> list[tuple[int, int, int]] | None:
 
 
 def replay(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """Create the view again, as a view of ``value``, before ``anchor``. Return ``None`` if it depends on strides, which ``value`` may not
-    have."""
+    """Create the view again, as a view of ``value``, before ``anchor``. Return ``None`` if it depends on strides, which may differ in
+    ``value``."""
     call = view.call
     if view.name in ("aten.as_strided", "aten._reshape_alias"):
         return None
@@ -182,7 +182,8 @@ def _replay_call(view: View, value: fx.Node, anchor: fx.Node) -> fx.Node:
 
 
 def scatter(view: View, source: fx.Node, new: fx.Node, anchor: fx.Node) -> fx.Node | None:
-    """Return ``source`` with ``new`` in the elements that ``view`` shows; ``None`` if these elements are unknown or overlap."""
+    """Return ``source`` with ``new`` in the elements that ``view`` shows; ``None`` if these are unknown, overlap, or are converted (to
+    another dtype, or by a lazy conjugation or negation)."""
     name, call, sizes = view.name, view.call, shape_of(source)
     kind = facts(call).kind
     if view.value.dtype != meta(source)["val"].dtype or view.value.is_conj() or view.value.is_neg():

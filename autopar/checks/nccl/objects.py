@@ -42,7 +42,7 @@ class Objects:
         return self._folder is not None
 
     def send(self, group: RecordingGroup, kind: str, value: Any) -> Callable[[], list[Any]]:
-        """Send this rank's object; return a function that waits for all members' objects, in the group's order."""
+        """Send this rank's object; return a function that waits for all members' objects and returns them in the group's order."""
         members, name = group.communicator.members, group.communicator.name
         self._calls[name] += 1
         if self._folder is None:
@@ -105,7 +105,7 @@ class Objects:
         ) -> None:
             root = _root(src, group_src, group)
             found, pg = exchange("scatter_object_list", scatter_object_input_list, group, root)
-            if found[root] is not None:  # else the rank is recorded alone, and isn't the root, which has the objects
+            if found[root] is not None:  # None: recorded alone, and not the root, which has the objects
                 scatter_object_output_list[0] = found[root][pg.rank()]
 
         return {
@@ -115,7 +115,7 @@ class Objects:
 
 
 def _root(rank: int | None, group_rank: int | None, group: Any) -> int:
-    """Return the root's rank in the group, from its global or group rank (0 if neither is given)."""
+    """Return the root's rank in the group, from its global or group rank (global rank 0 if neither is given)."""
     if group_rank is not None:
         return group_rank
     pg: Any = group or dist.group.WORLD
