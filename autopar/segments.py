@@ -1,10 +1,10 @@
 """Groups layers into segments that are recomputed together.
 
 A run is a sequence of consecutive layers of one stage and class, with equal strategies, in which each layer passes its only output to the
-next. If the strategy combines N layers (``Options.segment_layers``), a run is cut into segments of N layers; the last may be shorter. A
-segment saves its first layer's input, and its backward recomputes the segment, so that the activations of all its layers are in memory at
-once. For n layers, segments of about sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost",
-arXiv:1604.06174).
+next; a class whose adjacent layers may not share a segment (see ``Graph.chains``) has runs of one layer. If the strategy combines N layers
+(``Options.segment_layers``), a run is cut into segments of N layers; the last may be shorter. A segment saves its first layer's input, and
+its backward recomputes the segment, so that the activations of all its layers are in memory at once. For n layers, segments of about
+sqrt(n) need least memory (Chen et al., "Training deep nets with sublinear memory cost", arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.plan import Strategy
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
-    """Return all layers as one range per segment. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
+    """Return the segments, as ranges that cover all layers. ``bounds`` are (0, first layer of stage 1, ..., number of layers)."""
     found = []
     for run in _runs(graph, strategies, bounds):
         segment = strategies[run[0]].options.segment_layers

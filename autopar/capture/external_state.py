@@ -1,12 +1,13 @@
 """Restores Python state that the model's code writes outside of the model: globals, attributes of classes and functions, closures,
 default arguments, caches.
 
-Capture runs copies of a model, which share this state: a trace would leave fake tensors in it for the next run. So changes that involve
-tensors are undone after each run. A trace reports its changes, and ``state.check_again`` decides whether a later call would compute
+Capture runs copies of a model, which share this state: a trace would leave fake tensors in it for the next run. So a run's changes are
+undone if any of them involves tensors. A trace reports its changes, and ``state.check_again`` decides whether a later call would compute
 something else.
 
 The search starts at the model's classes and follows every class, function, container, object and Python module to which the code refers.
-In installed packages, it includes only the globals of Python modules that define a class of the model or the loss.
+Of installed Python modules, it searches only those that define a class of the model or the loss; of the standard library, torch and
+NumPy, none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from autopar.capture.storage import items
 
 _MAX_ITEMS, _MAX_CONTAINERS = 10_000, 50_000
-"""A container with more items counts as data and isn't searched; at most this many containers are searched, nearest first."""
+"""Containers with more than ``_MAX_ITEMS`` items count as data and aren't searched; about ``_MAX_CONTAINERS`` are, nearest first."""
 _NOT_USER_PACKAGES = frozenset(
     (*sys.stdlib_module_names, "torch", "numpy", "autopar", "passes", "pytest", "_pytest")
 ) - {"__main__"}
@@ -74,11 +75,11 @@ class StateChange:
     keys: tuple[Any, ...]
 
     def named(self) -> dict[str, tuple[Any, Any]]:
-        """Return the changes by name, with the values before (or ``None``) and after."""
+        """Return the changes by name, with the values before and after (``None`` if missing)."""
         return {_dotted_name(self.before.name, k): (self.before.content.get(k), self.after.get(k)) for k in self.keys}
 
     def names_with_tensors(self) -> list[str]:
-        """Return the names of the changes in which the old or the new value has tensors."""
+        """Return the names of the changes in which the old or the new value has tensors; of several names of one object, the first."""
         seen: set[int] = set()
         return [name for name, values in self.named().items() if any(_holds_tensors(value, seen) for value in values)]
 
@@ -103,8 +104,8 @@ class ExternalState:
     def restored(self) -> Iterator[Run]:
         """On exit, remove tensors that were stored since entry.
 
-        If any change involves tensors, all changes are undone, because a flag may tell that a tensor exists. Otherwise the changes stay
-        (counters, for example), because other threads may write to the same namespaces.
+        If any change involves tensors, all changes are undone, because a flag may record that a tensor exists. Otherwise the changes stay
+        (counters, for example), because other threads may write to the same namespaces. Function caches with new tensors are cleared.
         """
         before = [Place(name, container, _content(container)) for name, container in self._containers]
         cached = [_cached_tensors(cache) for cache in self._caches]
@@ -187,7 +188,7 @@ class _Search:
             self._queue.append((vars(sys.modules[name]), name))
 
     def _is_searched(self, name: str) -> bool:
-        """Return whether the globals of the Python module ``name`` are searched."""
+        """Return whether the globals, classes and functions of the Python module ``name`` are searched."""
         if _package(name) in _NOT_USER_PACKAGES or name not in sys.modules:
             return False
         return name in self._defining or _is_not_installed(sys.modules[name])
@@ -220,7 +221,7 @@ class _Search:
 
 
 def _has_user_attributes(kind: type) -> bool:
-    """Return whether attributes of the class's instances are searched: for modules, and for classes outside of ``_NOT_USER_PACKAGES``."""
+    """Return whether the attributes of a class's instances are searched: not in ``_NOT_USER_PACKAGES``, with three exceptions."""
     return (
         issubclass(kind, nn.Module | types.SimpleNamespace | threading.local)
         or _package(str(kind.__module__)) not in _NOT_USER_PACKAGES
@@ -356,7 +357,7 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 
 def _cached_tensors(cache: Callable[..., Any]) -> set[int]:
-    """Return the ids of the tensors in a function's cache."""
+    """Return the ids of the tensors in a function's cache, up to five references deep."""
     found: set[int] = set()
     waiting, seen = [(cache, 0)], set[int]()
     while waiting:

@@ -3,8 +3,9 @@
 A trace has no values. So the model first runs on the batch, and every read of a tensor's value is recorded: the source line and the value.
 During the trace the reads return the same values in the same order, and the graph also returns the tensors that were read. Such a tensor
 must depend on the batch only: the prelude, a graph that runs once per step on the global batch, computes it, and a program refuses a batch
-with another value (``autopar.program.guards``). If a tensor depends on a parameter, a written buffer or a random number, its guard is
-dropped with a note if the opposite value makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused.
+with another value (``autopar.program.guards``). If a tensor depends on a parameter, a buffer or a random number, its guard is dropped with
+a note if it is a boolean and the opposite makes the model raise (``assert h.isfinite().all()``); otherwise the model is refused, unless
+the tensor depends on the batch and unwritten buffers only.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RecordedRead:
 @dataclass
 class RecordedReads:
     """The reads of a forward, in order. ``read_tensors`` are the tensors that the current trace has read. ``fails_if_flipped(index)`` runs
-    the model with the opposite of one value, and returns whether the model raises before it reads another boolean."""
+    the model with the opposite of one boolean, and returns whether the model's code raises before it reads another boolean."""
 
     recorded: list[RecordedRead]
     read_tensors: list[Tensor] = field(default_factory=list)
@@ -117,7 +118,7 @@ class _RecordReads(TorchFunctionMode):
 
 
 class _FlipRead(TorchFunctionMode):
-    """A context that flips the value of read number ``index``; sets ``decides_again`` if another boolean read follows."""
+    """A context that flips read number ``index`` if it is a boolean; sets ``decides_again`` if another boolean read follows."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
 
     The graph's outputs after the loss are the tensors that were read, one for each guard; those of dropped guards are removed. Raises
     ``NotTraceableError`` if a value depends on a parameter or a random number and its opposite doesn't make the model raise, and
-    ``CaptureError`` if export read fewer values.
+    ``CaptureError`` if export read fewer values. ``batch_guards`` refuses those that depend on a written buffer.
     """
     graph_meta(gm)["guards"] = tuple(Guard(read.line, read.value) for read in reads.recorded) if reads else ()
     if reads is not None and len(reads.read_tensors) != len(reads.recorded):
@@ -202,7 +203,10 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
 
 
 def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
-    """Return the guards that depend on the batch (others always hold) with their nodes, and add notes; ``mark_main`` must have run."""
+    """Return the guards that depend on the batch (others always hold) with their nodes, and add notes; ``mark_main`` must have run.
+
+    Raises ``NotTraceableError`` if a value depends on a written buffer.
+    """
     found = []
     for guard, node in zip(graph_meta(gm).get("guards", ()), _guard_nodes(gm), strict=True):
         if meta(node)["main"]:
@@ -220,10 +224,7 @@ def batch_guards(gm: fx.GraphModule) -> list[tuple[Guard, fx.Node]]:
 
 
 def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
-    """Compare the values that the model read with the prelude's values for the batch, and return the graph with the latter in its guards.
-
-    Raises ``CaptureError`` if they differ.
-    """
+    """Return the graph. Raises ``CaptureError`` unless the prelude computes from the batch the values that the model read."""
     if not graph.guards:
         return graph
     assert graph.prelude is not None

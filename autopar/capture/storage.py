@@ -1,8 +1,8 @@
 """Handles tensors of a model that share memory without being the same object: ``head.weight.data = embedding.weight.data``.
 
-Updating one of them changes the other. Two parameters over the same elements are treated as one parameter with two names. Any other
-overlap with a trainable parameter (a slice, a transpose, the parameter's ``.data`` in a buffer) is refused, because a program's tensors
-have separate memory. Disjoint views of one storage are allowed.
+Updating one of them changes the other. Two parameters over the same elements, both trainable or both frozen, are treated as one parameter
+with two names. Any other overlap with a trainable parameter (a slice, a transpose, the parameter's ``.data`` in a buffer) is refused,
+because a program's tensors have separate memory. Disjoint views of one storage are allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_SEARCHED = (nn.Module, type, types.FunctionType, types.ModuleType, types.Me
 
 
 def identity(tensor: Tensor) -> Any:
-    """Return a key of a tensor. Two different tensors have equal keys only if they are parameters with the same elements in memory."""
+    """Return a key of a tensor. Only parameters over the same elements, with equal strides and ``requires_grad``, have equal keys."""
     if not isinstance(tensor, nn.Parameter) or not has_storage(tensor) or not tensor.numel():
         return id(tensor)
     return memory(tensor), *place_in_memory(tensor)
@@ -47,6 +47,7 @@ def refuse_overlaps(model: nn.Module, loss_fn: Any = None, read: Collection[str]
     """Raise ``CaptureError`` if a trainable parameter overlaps a tensor that isn't the same parameter.
 
     A tensor in a plain attribute counts only if its name is in ``read``: hooks leave tensors there that forward replaces before reading.
+    Tensors in an attribute's containers always count.
     """
     by_storage: dict[int, dict[Any, tuple[str, str, Tensor]]] = {}
     named = [("", model), *([("the loss function's ", loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
@@ -108,7 +109,7 @@ def items(value: Any) -> list[Any]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have a common element."""
+    """Return whether two tensors of one storage have a common element (for different element sizes: whether their byte ranges overlap)."""
     (start, end), (others_start, others_end) = byte_range(one), byte_range(other)
     low, high = max(start, others_start), min(end, others_end)
     if low >= high:
@@ -136,7 +137,7 @@ def _overlap_error(name: str, parameter: Tensor, kind: str, other: str, tensor: 
 
 
 def unshared(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the parameters, with copies of those that share memory or have hooks."""
+    """Return the parameters, with copies of those that share a storage or have gradient hooks."""
     shared = Counter(memory(parameter) for parameter in parameters.values() if has_storage(parameter))
     return {
         name: parameter.detach().clone().requires_grad_(parameter.requires_grad)
@@ -154,8 +155,8 @@ def computed(module: nn.Module) -> dict[str, Tensor]:
 
 
 def copied(modules: list[nn.Module]) -> list[nn.Module]:
-    """Deep-copy modules, keeping shared memory, which ``copy.deepcopy`` separates. Copies of computed tensors, which ``copy.deepcopy``
-    refuses, are constants."""
+    """Deep-copy modules, keeping the shared memory of parameters, which ``copy.deepcopy`` separates. Copies of ``computed`` tensors, which
+    ``copy.deepcopy`` refuses, are detached."""
     memo: dict[int, Any] = {id(t): t.detach().clone() for module in modules for t in computed(module).values()}
     first: dict[Any, nn.Parameter] = {}
     for parameter in (parameter for module in modules for parameter in module.parameters()):
@@ -173,7 +174,7 @@ def copied(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """Move tensors to the CPU and cast floating and complex ones to ``dtype``, in place, keeping shared memory."""
+    """Move tensors (not those on meta) to the CPU and cast floating and complex ones to ``dtype``, in place, keeping shared memory."""
     made: dict[int, Tensor] = {}
     for tensor in tensors:
         wanted = _cast_dtype(tensor, dtype)

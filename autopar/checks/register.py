@@ -13,18 +13,19 @@ from autopar.rules.notation import Operand, parse
 from autopar.rules.table import TABLE
 
 _SIZES = (6, 12)
-"""Sizes of letters in a generated call: divisible by 2 and 3, and not all equal, so that swapped letters are noticed."""
+"""Sizes of letters in a generated call, in turn: divisible by 2 and 3; swapping letters of different sizes changes a shape."""
 
 
 def register_rule(op: str, line: str, *arguments: Any, **keywords: Any) -> RuleReport:
     """Add a sharding rule for ``op`` (``"mylib::op"`` or ``"mylib::op.overload"``), after executing it on 2 and 3 shards.
 
     ``line`` is in the notation of ``autopar.rules.notation``, one operand per tensor argument. The op is called with float64 operands
-    generated from the line (sizes 6 and 12); pass ``arguments`` (and ``keywords``) if it needs numbers, integers or other sizes. The op
-    must be in ``torch.ops``, and differentiable if its result is.
+    generated from the line (sizes 6 and 12); pass ``arguments`` (and ``keywords``) if it needs numbers, integers or other sizes. Shardings
+    of dims that aren't divisible by 2 (or 3) are not executed on 2 (or 3) shards. The rule applies to all overloads of the op, which must
+    be in ``torch.ops``, and support backward if its result requires a gradient.
 
-    Returns a report of the executions. Raises ``RuleError`` and leaves the table unchanged if the op is unknown, the line is invalid, or a
-    shard's result or gradient differs from the unsharded op's.
+    Returns a report of the executions. Raises ``RuleError`` and leaves the table unchanged if the op is unknown, the line is invalid, the
+    call fails, or a shard's result or gradient differs from the unsharded op's.
     """
     parsed = parse(line)
     target = _target(op)

@@ -1,4 +1,4 @@
-"""The memory of parameters that several layers share: a device stores them, their gradients and their optimizer state once."""
+"""The memory of parameters that several layers share: a stage stores them, their gradients and their optimizer state once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def duplicated_state_bytes(
 
 
 def stored_already(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Return by layer the shared parameters that an earlier layer has, too; layers without any are left out."""
+    """Return by layer its parameters that an earlier layer of the graph has, too (a pipeline of one stage stores them once)."""
     found: dict[int, tuple[str, ...]] = {}
     for name, uses in graph.shared_parameters.items():
         for layer in uses[1:]:
@@ -55,7 +55,7 @@ def stored_once(
     strategy: Strategy,
     microbatches: int,
 ) -> LayerPrice:
-    """Return a layer's price without the states of the parameters ``names``, which its device stores for another layer."""
+    """Return a layer's price without the states of the parameters ``names``, which its stage stores for another layer."""
     for name in names:
         p, g, o = pricer.tied(layer, name, mesh, strategy, microbatches)
         price = replace(

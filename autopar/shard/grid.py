@@ -1,5 +1,5 @@
-"""Restricts roles inside a layer, beyond the types at its border: tensor parallelism on grids of devices (2D, 2.5D, 3D), and expert
-parallelism.
+"""Restricts the layouts inside a layer for roles that fix more than the types at its border: tensor parallelism on grids of devices (2D,
+2.5D, 3D), and expert parallelism.
 
 Without restriction, the optimum on one axis is Megatron's layout if that is legal. On a grid, each axis splits one dim of every product
 ``y = x w``, the sum over ``k`` of ``x[rows, k] w[k, columns]``, and leaves the other dims to the other axes. The roles do this as follows:
@@ -65,7 +65,7 @@ def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
 
 
 def stored(role: Role, shape: tuple[int, ...], size: int, of_experts: bool) -> list[SpmdType] | None:
-    """Return the types in which a parameter may be stored; ``None`` for no restriction. ``of_experts``: dim 0 is the experts."""
+    """Return the types in which a parameter may be stored; ``None`` for no restriction. ``of_experts``: dim 0 indexes the experts."""
     if role is Role.EXPERT:
         return [S(0)] if of_experts and shape[0] % size == 0 else [I]
     if role is not Role.TENSOR_WEIGHTS:

@@ -14,10 +14,11 @@ from autopar.validate.run import RowOutcome, ValidationReport, of_groups
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The scores of a set of rows. ``spearman`` and ``regret`` compare the layouts within each group, and are means over groups.
+    """The scores of a set of rows. ``spearman`` and ``regret`` compare the layouts within each group, and are means over groups. Both
+    ignore layouts without a measured or a predicted time, such as failed runs.
 
     ``regret`` is the measured time of the layout with the shortest predicted time (among those predicted to be feasible, if any) over the
-    shortest measured time, minus one. Errors are relative to the measurement.
+    shortest measured time, minus one; of equal predictions, the faster layout counts. Errors are relative to the measurement.
     """
 
     n_rows: int
@@ -77,7 +78,7 @@ def _timed(outcomes: Iterable[RowOutcome]) -> list[tuple[float, float, bool]]:
 
 def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
     """Return Spearman's rank correlation of predicted and measured speed, with average ranks for ties. Return ``None`` for fewer than three
-    rows, or if all predictions or all measurements are equal."""
+    rows with both times, or if all predictions or all measurements are equal."""
     pairs = _timed(outcomes)
     if len(pairs) < 3:
         return None
@@ -88,7 +89,7 @@ def spearman(outcomes: Sequence[RowOutcome]) -> float | None:
 
 
 def regret(outcomes: Sequence[RowOutcome]) -> float | None:
-    """Return the regret of the layout with the shortest predicted time (see ``Score``); ``None`` for fewer than two rows."""
+    """Return the regret (see ``Score``); ``None`` for fewer than two rows with both times."""
     pairs = _timed(outcomes)
     if len(pairs) < 2:
         return None

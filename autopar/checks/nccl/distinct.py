@@ -1,4 +1,4 @@
-"""Checks large plans by a sample of ranks: all ranks at one pipeline position run the same operations in different groups.
+"""Checks large plans by a sample of ranks: all ranks at one pipeline position issue the same operations, on different groups.
 
 A rank's trace is rewritten in terms of the mesh: a communicator becomes its axes and pipeline positions, a peer its distance. If the
 rewritten traces at each position are equal except for host syncs, one trace represents the position (of a middle position only one is
@@ -65,7 +65,7 @@ class Grid:
 def by_position(trace: RankTrace, grid: Grid) -> RankTrace:
     """Rewrite the trace in terms of the mesh, with the pipeline position as its rank.
 
-    Raises ``ValueError`` for a communicator whose ranks aren't a product of axes.
+    Raises ``ValueError`` for a communicator whose ranks aren't a Cartesian product of coordinates.
     """
     groups = _renamed_groups(trace, grid)
     here = trace.rank
@@ -124,7 +124,8 @@ def _in_mesh_terms(operation: Operation, group: Communicator, here: int, grid: G
 
 
 def check(traces: Mapping[int, RankTrace], grid: Grid) -> list[CollectiveFinding]:
-    """Return the findings of a plan whose ``grid.samples()`` were recorded. Row counts of uneven all-to-alls aren't compared.
+    """Return the findings of a plan whose ``grid.samples()`` were recorded. Row counts of uneven all-to-alls aren't compared; races and
+    side threads are reported for each position's first rank only.
 
     Raises ``ValueError`` like ``by_position``.
     """

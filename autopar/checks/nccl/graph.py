@@ -2,7 +2,8 @@
 
 Nodes are the start and the end of every operation on every rank, waits and host syncs; edges lead to a node from those that must happen
 before it. An operation starts when the host has issued it, its stream's earlier waits are over, and its communicator's previous operation
-has ended. It ends when it has started on all members. Nodes on a cycle, and those after one, never happen: a deadlock.
+has ended. It ends when it has started on all members (a send or receive: on its peer). A batch of sends and receives is one operation; gloo
+runs each transfer separately, in any order. Nodes on a cycle, and those after one, never happen: a deadlock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class NcclMode:
 
     ``pairs``: sends and receives outside of a batch use a communicator of the two ranks (torch without ``device_id``), otherwise the
     group's. ``connect``: the host waits for all members at a communicator's ``"first use"`` or ``"creation"``. ``in_order``: operations of
-    a device run in the order of issue. ``host_waits``: ``wait`` blocks the host.
+    a device run in the order of issue. ``host_waits``: ``wait`` blocks the host, and sends and receives run in any order (gloo).
     """
 
     name: str
@@ -52,9 +53,10 @@ MODES = (
     NcclMode("gloo", host_waits=True),
 )
 _HOST_KINDS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-"""Operations that block the host."""
+"""Operations whose ``wait`` blocks the host."""
 
-Key = tuple[Any, ...]  # identifies a communicator: (name,), or for two ranks of a group (name, "pair", rank, rank)
+Key = tuple[Any, ...]
+"""A communicator: ``(name,)``, or ``(name, "pair", rank, rank)``; a transfer over gloo: ``(name, "alone", index)``."""
 
 
 @dataclass(frozen=True, slots=True)
