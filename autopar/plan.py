@@ -166,19 +166,23 @@ class Strategy:
         """The strategy for a layer without experts, in which expert axes are data-parallel."""
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
 
-    def data_axes(
-        self, mesh: tuple[Axis, ...], of_experts: bool = False
-    ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    @property
+    def distributes_experts(self) -> bool:
+        """Whether experts are distributed over an axis."""
+        return any(role.distributes_experts for role in self.roles)
+
+    def data_axes(self, mesh: tuple[Axis, ...], of_experts: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """Return the axes on which the layer's parameters are replicated, or those of its experts, outermost first: those that have copies
         of ZeRO's shards, and those over which ZeRO shards."""
         equal = self._replicated(mesh)
         at = copy_counts([axis.size for axis, _ in equal]).index(self.replicate)
-        found = [[axis for axis, role in part if not (of_experts and role.distributes_experts)] for part in (equal[:at], equal[at:])]
+        found = [
+            [axis for axis, role in part if not (of_experts and role.distributes_experts)]
+            for part in (equal[:at], equal[at:])
+        ]
         return tuple(found[0]), tuple(found[1])
 
-    def replicas(
-        self, mesh: tuple[Axis, ...], of_experts: bool = False
-    ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    def replicas(self, mesh: tuple[Axis, ...], of_experts: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
         """Return the data axes, whose ranks have different samples, and the other axes on which the layer's parameters are replicated, or
         those of its experts."""
         axes = [(a, role) for a, role in self._replicated(mesh) if not (of_experts and role.distributes_experts)]

@@ -151,8 +151,8 @@ class ShardedGroup(ParameterGroup):
 
 
 class LayerPart(nn.Module):
-    """Runs the forward pass of a layer, whose other parameters are sharded over other axes: FSDP2 shards all parameters of a module over one
-    mesh. It becomes a submodule of the layer, and ``owners``, the submodules that have this part's parameters, become its own."""
+    """Runs the forward pass of a layer whose other parameters are sharded over other axes: FSDP2 shards all parameters of a module over one
+    mesh. It becomes a submodule of the layer; ``owners``, the submodules that have this part's parameters, become its own submodules."""
 
     def __init__(self, layer: nn.Module, owners: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from autopar.plan import Role
 from autopar.rules import Candidate
-from autopar.types import I, P, S, SpmdType
+from autopar.types import P, S, SpmdType
 
 
 def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:

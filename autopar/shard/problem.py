@@ -28,7 +28,7 @@ from torch import fx
 from autopar.flow import gradient_flow, output_nodes, parameter_nodes, placeholders, returned_nodes
 from autopar.graph import LayerClass, Value
 from autopar.ops.cost import op_cost
-from autopar.ops.experts import Experts
+from autopar.ops.experts import of_experts
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
@@ -287,7 +287,7 @@ class Problem:
             return [S(0)]
         if kind in (1, 2, 3):
             return [R, I]
-        if role.distributes_experts and any(isinstance(reader.target, Experts) for reader in node.users):
+        if role.distributes_experts and of_experts(node):
             return [S(0)] if shape[0] % self.size == 0 else []
         if role.replicates_parameters:
             return [R]
