@@ -29,7 +29,7 @@ class Role(Enum):
     TENSOR_ROWS = "tensor+rows"  # activations sharded along their last dim; products reduce-scatter partial sums
     ULYSSES = "ulysses"  # activations sharded along the sequence, attention along the heads
     RING = "ring"  # activations sharded along the sequence, keys and values rotate
-    EXPERT = "expert"  # activations sharded along the batch, experts distributed
+    EXPERT = "expert"  # activations sharded along the batch, experts distributed, other parameters replicated
     IDLE = "idle"  # every rank of the axis does the same work
 
     # prices are cached by strategy, and hashing the names of roles took a tenth of a search
@@ -37,8 +37,14 @@ class Role(Enum):
 
     @property
     def replicates_parameters(self) -> bool:
-        """Whether every parameter of the layer has type R on the axis: ZeRO may shard it there, and the loss is a partial sum."""
-        return self in (Role.DATA, Role.ULYSSES, Role.RING)
+        """Whether the layer's parameters, except those of distributed experts, have type R on the axis: ZeRO may shard them there, and the
+        loss is a partial sum."""
+        return self in (Role.DATA, Role.ULYSSES, Role.RING, Role.EXPERT)
+
+    @property
+    def distributes_experts(self) -> bool:
+        """Whether each rank of the axis has some of the layer's experts, to which an all-to-all sends the tokens."""
+        return self is Role.EXPERT
 
     @property
     def shards_parameters(self) -> bool:
@@ -116,8 +122,9 @@ class Strategy:
     """How one layer is parallelised: the role of each mesh axis (in the mesh's order), the ZeRO stage over its data axes, and a value of
     every technique (``autopar.techniques``), by default the technique's default.
 
-    ZeRO shards over the axes on which the layer's parameters are equal. With ``replicate`` (hybrid sharding, HSDP) it shards over the
-    innermost of these axes alone; the sizes of the others multiply to ``replicate``, the number of copies of the sharded state.
+    ZeRO shards a parameter over the axes on which it is replicated: experts over fewer axes than the layer's other parameters. With
+    ``replicate`` (hybrid sharding, HSDP) it shards over the innermost of these axes alone; the sizes of the others multiply to
+    ``replicate``, the number of copies of the sharded state.
     """
 
     roles: tuple[Role, ...]
@@ -159,17 +166,30 @@ class Strategy:
         """The strategy for a layer without experts, in which expert axes are data-parallel."""
         return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
 
-    def data_axes(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-        """Return the axes on which the layer's parameters are equal, outermost first: those that replicate ZeRO's shards, and those over
-        which ZeRO shards."""
-        axes = tuple(axis for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters)
-        at = copy_counts([axis.size for axis in axes]).index(self.replicate)
-        return axes[:at], axes[at:]
+    @property
+    def distributes_experts(self) -> bool:
+        """Whether experts are distributed over an axis."""
+        return any(role.distributes_experts for role in self.roles)
 
-    def replicas(self, mesh: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-        """Return the data axes, whose ranks have different samples, and the other axes on which the layer's parameters are equal."""
-        axes = [(axis, role) for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters]
+    def data_axes(self, mesh: tuple[Axis, ...], of_experts: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """Return the axes on which the layer's parameters are replicated, or those of its experts, outermost first: those that have copies
+        of ZeRO's shards, and those over which ZeRO shards."""
+        equal = self._replicated(mesh)
+        at = copy_counts([axis.size for axis, _ in equal]).index(self.replicate)
+        found = [
+            [axis for axis, role in part if not (of_experts and role.distributes_experts)]
+            for part in (equal[:at], equal[at:])
+        ]
+        return tuple(found[0]), tuple(found[1])
+
+    def replicas(self, mesh: tuple[Axis, ...], of_experts: bool = False) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+        """Return the data axes, whose ranks have different samples, and the other axes on which the layer's parameters are replicated, or
+        those of its experts."""
+        axes = [(a, role) for a, role in self._replicated(mesh) if not (of_experts and role.distributes_experts)]
         return tuple(a for a, r in axes if r is Role.DATA), tuple(a for a, r in axes if r is not Role.DATA)
+
+    def _replicated(self, mesh: tuple[Axis, ...]) -> list[tuple[Axis, Role]]:
+        return [(axis, role) for axis, role in zip(mesh, self.roles, strict=True) if role.replicates_parameters]
 
     def degree(self, mesh: tuple[Axis, ...], *roles: Role) -> int:
         """Return the product of the sizes of the axes whose role is one of ``roles``."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
+from autopar.ops.operands import operands
 from autopar.program import kernels_experts
 
 
@@ -50,6 +51,11 @@ class Experts:
     def parameters(self) -> list[fx.Node]:
         """The body's placeholders for the experts' parameters."""
         return [node for node in self.body.graph.nodes if node.op == "placeholder"][2:]
+
+
+def of_experts(parameter: fx.Node) -> bool:
+    """Return whether a placeholder is a parameter of a mixture's experts, with the experts as dim 0."""
+    return any(isinstance(user.target, Experts) and parameter in operands(user)[3:] for user in parameter.users)
 
 
 def misaligned_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:

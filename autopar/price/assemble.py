@@ -17,7 +17,7 @@ from autopar.plan import Strategy
 from autopar.price.host import OffloadedStateBytes, exposed_copy_s
 from autopar.price.live_memory import LayerMemory, PrefetchContext
 from autopar.price.microbatch import Microbatch, Pass, SavedActivations
-from autopar.price.replicas import ReplicaCosts, run_counts
+from autopar.price.replicas import ReplicaCosts, Share, run_counts
 from autopar.price.state import Precision, padded, state_bytes
 from autopar.price.trainer import TrainerModel
 
@@ -34,7 +34,7 @@ def assemble(
     """Return the price of a layer: its microbatch, with ZeRO over the data axes, the optimizer and offloading. The layers that ``context``
     describes are assumed to have the same strategy."""
     sized, kept, forward, backward = microbatch.sized, microbatch.kept, microbatch.forward, microbatch.backward
-    data, zero = replicas.size, strategy.zero if replicas.size > 1 else 0
+    zero = strategy.zero if replicas.size > 1 else 0
     trainable, states = sized.counts.trainable, OffloadedStateBytes.of(strategy, cluster, precision)
     seconds = replicas.seconds[min(zero, 2)]
     in_forward, in_backward, _ = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept))
@@ -44,10 +44,10 @@ def assemble(
     forward_wire_s = _exposed_s(forward, trainer)
     backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.recomputed, trainer)
     forward_compute_s = max(forward.compute_s + copies_s[0], forward.host_s - forward_wire_s)
-    accumulate_s = _accumulate_s(replicas, trainable / (data if each_time else 1), precision, cluster)
+    accumulate_s = _accumulate_s(replicas, replicas.sharded(zero if each_time else 0), precision, cluster)
     device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.recomputed.compute_s
     backward_compute_s = max(device_s, backward.host_s + kept.recomputed.host_s - backward_wire_s)
-    waits_s = _waits_s(microbatch, strategy, data if zero >= 2 else 1, cluster, forward_compute_s, backward_compute_s)
+    waits_s = _waits_s(microbatch, replicas, strategy, zero, cluster, forward_compute_s, backward_compute_s)
     forward_wire_s, backward_wire_s = forward_wire_s + waits_s[0], backward_wire_s + waits_s[1]
     forward_exposed = exposed(in_forward.gather * seconds.gather, forward_compute_s)
     back_s = in_backward.reduce * seconds.reduce + in_backward.gather * seconds.gather
@@ -55,7 +55,7 @@ def assemble(
     if kept.copied_bytes:
         forward_exposed += exposed_copy_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += exposed_copy_s(kept.copied_bytes, backward_compute_s, cluster)
-    updated = trainable / (data if zero else 1)
+    updated = replicas.sharded(zero)
     step_s = states.update_s(updated, sized.counts.count, zero, precision, cluster)
     if zero < 2:
         step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
@@ -129,16 +129,20 @@ def backward_gathers(kept: SavedActivations) -> float:
 
 
 def _waits_s(
-    microbatch: Microbatch, strategy: Strategy, shards: int, cluster: Cluster, forward_s: float, backward_s: float
+    microbatch: Microbatch,
+    replicas: ReplicaCosts,
+    strategy: Strategy,
+    zero: int,
+    cluster: Cluster,
+    forward_s: float,
+    backward_s: float,
 ) -> tuple[float, float, float]:
     """Return the seconds that collectives wait for stragglers, if such waits were measured: in the forward, in the backward, and (if
-    gradients are reduced once per step) the additional wait in the last microbatch's backward.
-
-    ``shards`` is the size of the group that gathers the layer's parameters and reduces its gradients; 1 if there is none.
-    """
+    gradients are reduced once per step) the additional wait in the last microbatch's backward."""
     if cluster.collective_times is None:
         return 0.0, 0.0, 0.0
-    shard_group = (shards,) if shards > 1 else ()
+    # the groups that gather the layer's parameters and reduce its gradients
+    shard_group = tuple(share.size for share in replicas.shares if share.size > 1) if zero >= 2 else ()
     again = microbatch.kept.layers > 1  # one more gather, except for the segment's last layer
     gather_groups = shard_group * (1 + again if strategy.zero == 3 else 0)
     back = microbatch.backward.group_sizes + gather_groups + microbatch.kept.recomputed.group_sizes
@@ -162,29 +166,47 @@ def _bytes(
     context: PrefetchContext,
 ) -> tuple[int, int, int, int, int]:
     """Return the bytes of parameters, gradients, optimizer state, saved activations of one microbatch, and transients."""
-    sized, kept, data = microbatch.sized, microbatch.kept, replicas.size
-    parameters, trainable = sized.counts.parameters, sized.counts.trainable
-    flat = zero < 2 and (data > 1 or precision.master or states.device is not None)
-    elements = parameters, trainable
-    if flat:
-        elements = padded(elements, sized.padding, data if zero else 1, precision.width)
-    stored, gradients, optimizer = state_bytes(
-        *elements, data, zero, precision, states.device, strategy.options.unsharded_gradients
-    )
+    sized, kept = microbatch.sized, microbatch.kept
+    stored = gradients = optimizer = unsharded = 0
+    for share in replicas.shares:
+        bytes_ = _state_bytes(share, zero, strategy, precision, states)
+        stored, gradients, optimizer = stored + bytes_[0], gradients + bytes_[1], optimizer + bytes_[2]
+        unsharded += bytes_[1] if zero >= 2 and share.size == 1 else 0
     if replicas.staleness:  # this step's gradients, and the reductions in flight, including this step's
         gradients *= 2 + replicas.staleness
+    # under ZeRO 2 and 3, those that FSDP gathers
+    shares = [share for share in replicas.shares if zero < 2 or share.size > 1]
+    trainable = sum(share.counts.trainable for share in shares)
+    shard = sum(share.counts.trainable / share.size for share in shares)
     layer = LayerMemory(
         microbatch.passes.peaks,
         kept,
         sized.plain_bytes,
-        parameters,
+        sum(share.counts.parameters for share in shares),
         trainable,
         sized.largest,
         replicas.microbatches,
         context,
     )
     all_gradients, transient = trainer.live_bytes(
-        layer, gradients, data, zero, strategy.options.unsharded_gradients, precision
+        layer,
+        gradients - unsharded,
+        trainable / shard if shard else 1,
+        zero,
+        strategy.options.unsharded_gradients,
+        precision,
     )
+    all_gradients += unsharded
     saved = math.ceil(kept.saved_bytes) if kept.layers == 1 else int(kept.saved_bytes)
     return stored, math.ceil(all_gradients), optimizer, saved, math.ceil(transient)
+
+
+def _state_bytes(
+    share: Share, zero: int, strategy: Strategy, precision: Precision, states: OffloadedStateBytes
+) -> tuple[int, int, int]:
+    """Return the bytes of some of the layer's parameters, of their gradients and of their optimizer state."""
+    data, zero = share.size, zero if share.size > 1 else 0
+    elements = share.counts.parameters, share.counts.trainable
+    if zero < 2 and (data > 1 or precision.master or states.device is not None):  # in flat buffers
+        elements = padded(elements, share.counts.padding, data if zero else 1, precision.width)
+    return state_bytes(*elements, data, zero, precision, states.device, strategy.options.unsharded_gradients)

@@ -9,7 +9,7 @@ from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
 from autopar.price.assemble import backward_gathers
 from autopar.price.collective_pairs import CollectivePair
-from autopar.price.collectives import RankGroup, group, group_time_s
+from autopar.price.collectives import RankGroup, group_time_s
 from autopar.price.layer import Runs, pair_sizes
 from autopar.price.microbatch import Microbatch, SavedActivations
 from autopar.price.replicas import Replicas, run_counts
@@ -74,7 +74,7 @@ def replica_costs(
     replicas: Replicas, microbatches: int, strategy: Strategy, kept: SavedActivations
 ) -> Iterator[CollectiveCost]:
     """Yield the collectives between a layer's replicas."""
-    zero = strategy.zero if group(replicas.axes[1], replicas.cluster).size > 1 else 0
+    zero = strategy.zero if replicas.size > 1 else 0
     forward, backward, once = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept))
     for one in replicas.collectives[min(zero, 2)]:
         in_passes = getattr(forward, one.kind) + getattr(backward, one.kind)

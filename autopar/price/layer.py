@@ -27,7 +27,7 @@ from autopar.price.collective_pairs import CollectivePair, pairs_of_layer
 from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
 from autopar.price.microbatch import Pass, PeakMemory
 from autopar.price.selective import Flags
-from autopar.price.state import ALIGNMENT_BYTES, ParameterCount, Precision
+from autopar.price.state import ALIGNMENT_BYTES, NO_PARAMETERS, ParameterCount, Precision
 from autopar.price.table import AxisFlags, ClassTable, ShapeRows
 from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
@@ -90,9 +90,10 @@ class SizedClass:
     input_bytes: float
     output_bytes: float
     counts: ParameterCount
+    dense: ParameterCount  # without the parameters of experts
+    experts: ParameterCount
     trainable: float  # ``counts.trainable``, not rounded up
     largest: float  # the largest trainable parameter, in elements
-    padding: tuple[int, int]  # elements of flat buffers between parameters, and between trainable ones
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def local(self, whole: Floats, part: str) -> Floats:
@@ -244,8 +245,19 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision
     saved = _local(cuts, table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
     parameters = _local(cuts, table.parameter_numel, "parameter")
-    trainable = float(parameters[table.trainable].sum())
     padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // precision.width)
+
+    def count(which: Flags) -> ParameterCount:
+        trainable = which & table.trainable
+        return ParameterCount(
+            math.ceil(parameters[which].sum()),
+            math.ceil(parameters[trainable].sum()),
+            int(which.sum()),
+            (int(padding[which].sum()), int(padding[trainable].sum())),
+        )
+
+    every = count(np.ones_like(table.of_experts))
+    has_experts = table.of_experts.any()
     return SizedClass(
         bound=bound,
         cluster=cluster,
@@ -258,10 +270,11 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision
         deferred_bytes=float(_local(cuts, table.slot_deferred, "slot").sum()),
         input_bytes=float(_local(cuts, inputs, "activation").sum()),
         output_bytes=float(_local(cuts, table.output_bytes, "output").sum()),
-        counts=ParameterCount(math.ceil(parameters.sum()), math.ceil(trainable), len(table.parameters)),
-        trainable=trainable,
+        counts=every,
+        dense=count(~table.of_experts) if has_experts else every,
+        experts=count(table.of_experts) if has_experts else NO_PARAMETERS,
+        trainable=float(parameters[table.trainable].sum()),
         largest=float(parameters[table.trainable].max(initial=0.0)),
-        padding=(int(padding.sum()), int(padding[table.trainable].sum())),
     )
 
 

@@ -61,7 +61,7 @@ class LayerMemory:
     context: PrefetchContext = PrefetchContext()
 
 
-def replicated_transient(layer: LayerMemory, data: int, zero: int, precision: Precision, cpu: bool) -> float:
+def replicated_transient(layer: LayerMemory, data: float, zero: int, precision: Precision, cpu: bool) -> float:
     """Return a layer's transient bytes under ZeRO 0 and 1. Reductions of two layers' gradients at a time overlap the backward of earlier
     layers; then the optimizer runs.
 
@@ -80,7 +80,7 @@ def replicated_transient(layer: LayerMemory, data: int, zero: int, precision: Pr
 
 
 def sharded_bytes(
-    layer: LayerMemory, data: int, zero: int, unsharded_gradients: bool, precision: Precision, cpu: bool
+    layer: LayerMemory, data: float, zero: int, unsharded_gradients: bool, precision: Precision, cpu: bool
 ) -> tuple[float, float]:
     """Return a layer's bytes of gradients and transient bytes under ZeRO 2 and 3; ``unsharded_gradients``: gradients are reduced once per
     step."""

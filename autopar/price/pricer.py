@@ -25,9 +25,9 @@ from autopar.price.host import OffloadedStateBytes
 from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
-from autopar.price.replicas import ReplicaCosts, Replicas
+from autopar.price.replicas import ReplicaCosts, Replicas, layer_costs
 from autopar.price.saved_activations import saved_activations
-from autopar.price.state import state_bytes
+from autopar.price.state import ParameterCount, state_bytes
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.rules.padding import padding, round_up
 from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
@@ -40,9 +40,9 @@ from passes.pad import pad_class
 from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
-Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool], PrefetchContext]]
-"""The layers before and after a layer, by distance; and cached ``PrefetchContext`` by options and by whether the ZeRO stage is 2 or
-more."""
+Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool, bool], PrefetchContext]]
+"""The layers before and after a layer, by distance; and cached ``PrefetchContext`` by options, by whether the ZeRO stage is 2 or
+more, and by whether experts are never gathered."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the index of a mesh (``Pricer._mesh_index``), the roles of its axes, and the microbatches per step."""
@@ -266,7 +266,7 @@ class Pricer:
         parts = microbatch.passes.parts * self.graph.parts(microbatches)
         runs = self._with_microbatches(mesh, strategy.roles, parts)
         replicas = pricer._replicas(mesh, strategy, microbatch.sized, cluster)
-        own = replica_costs(replicas, per_copy, strategy, microbatch.kept)
+        own = [one for part in replicas for one in replica_costs(part, per_copy, strategy, microbatch.kept)]
         return (*layer_collectives(microbatch, runs, cluster, per_copy), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
@@ -412,17 +412,20 @@ class Pricer:
             # if microbatches count as separate batches (Graph.accumulated), the graph has the FLOPs of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             replicas = self._replicas(mesh, strategy, sized, cluster)
-            self._replica_costs[key] = replicas.costs(microbatches // self.copies, flops)
+            self._replica_costs[key] = layer_costs(replicas, microbatches // self.copies, flops)
         return self._replica_costs[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass, cluster: Cluster) -> Replicas:
-        """Return the devices that hold the same parameters of a layer."""
-        averaged = SYNC.averaging_steps(self.sync)
-        axes: tuple[Mesh, ...] = strategy.replicas(mesh) if averaged else strategy.data_axes(mesh)
+    def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass, cluster: Cluster) -> list[Replicas]:
+        """Return the devices that hold the same parameters of a layer. Distributed experts are on fewer devices than the others."""
+        axes_of = strategy.replicas if SYNC.averaging_steps(self.sync) else strategy.data_axes
+        mirror: tuple[Mesh, ...] = ()
         if self.copies > 1:
             far = max(math.prod(axis.size for axis in mesh), self.cluster.count // 2)
-            axes = (*axes, (Axis("mirror", self.copies, far),))
-        return Replicas(sized.counts, axes, cluster, self.precision, self.trainer, self.sync)
+            mirror = ((Axis("mirror", self.copies, far),),)
+        parts = [(sized.counts, axes_of(mesh))]
+        if strategy.distributes_experts:
+            parts = [(sized.dense, axes_of(mesh)), (sized.experts, axes_of(mesh, of_experts=True))]
+        return [Replicas(n, (*axes, *mirror), cluster, self.precision, self.trainer, self.sync) for n, axes in parts]
 
     def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
         """Return the sizes of the layers that may run before and after a layer of the class, in the same roles: their parameters may be
@@ -430,17 +433,25 @@ class Pricer:
         if strategy.zero == 0:
             return NO_PREFETCH
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
-        key = strategy.options, strategy.zero >= 2
+        experts_stay = strategy.distributes_experts and not strategy.data_axes(mesh, of_experts=True)[1]
+        key = strategy.options, strategy.zero >= 2, experts_stay
         if key not in known:
             if strategy.options.segment_layers > 1:
                 adjacent = adjacent[:1]  # programs prefetch one layer if several are recomputed as one
+
+            def gathered(layers: list[SizedClass]) -> list[ParameterCount]:
+                return [sized.dense if experts_stay else sized.counts for sized in layers]
+
+            def largest(layers: list[SizedClass]) -> int:
+                return max((each.parameters for each in gathered(layers)), default=0)
+
             later = adjacent[0][1]
             known[key] = PrefetchContext(
-                sum(_largest(earlier) for earlier, _ in adjacent),
-                sum(_largest(after) for _, after in adjacent),
-                max((sized.counts.trainable for sized in later), default=0),
+                sum(largest(earlier) for earlier, _ in adjacent),
+                sum(largest(after) for _, after in adjacent),
+                max((each.trainable for each in gathered(later)), default=0),
                 min((self._saved_bytes(sized, strategy) for sized in later), default=0.0),
-                sum(_largest(earlier) for earlier, _ in adjacent[:-1]),
+                sum(largest(earlier) for earlier, _ in adjacent[:-1]),
             )
         return known[key]
 
@@ -581,8 +592,3 @@ def _without_name_and_limit(cluster: Cluster) -> Cluster:
 def _pair_s(pair: CollectivePair, axes: Mesh, cluster: Cluster) -> float:
     """Return the seconds of both collectives of a pair, forward plus backward."""
     return collective_s(pair, pair.forward, axes, cluster) + collective_s(pair, pair.backward, axes, cluster)
-
-
-def _largest(layers: list[SizedClass]) -> int:
-    """Return the parameters of the largest layer; 0 without layers."""
-    return max((sized.counts.parameters for sized in layers), default=0)

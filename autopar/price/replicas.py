@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.devices import Cluster
@@ -53,26 +54,45 @@ class PerKind:
 
 NONE = PerKind()
 
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Parameters of a layer with the number of devices over which ZeRO shards them."""
+
+    counts: ParameterCount
+    size: int
+
+
 Axes = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCosts:
-    """The seconds of all collectives that synchronise a layer's replicas. ``size`` is the number of devices over which ZeRO shards it.
+    """The seconds of all collectives that synchronise a layer's replicas.
 
-    ``seconds`` has an entry without ZeRO, one for stage 1, and one for stages 2 and 3. ``copies_s`` are the seconds, under stages 2 and 3,
-    of copies between flat buffers and parameters, around a gather and around a reduction. ``staleness`` is the number of steps after which
-    a reduction without ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops`` are those of one microbatch,
-    see ``LayerPrice``.
+    ``shares`` are the layer's parameters by the axes on which they are replicated: all of them or, if experts are distributed, the experts
+    and the others. ``seconds`` has an entry without ZeRO, one for stage 1, and one for stages 2 and 3. ``copies_s`` are the seconds, under
+    stages 2 and 3, of copies between flat buffers and parameters, around a gather and around a reduction. ``staleness`` is the number of
+    steps after which a reduction without ZeRO is awaited. ``has_copies``: a stage has copies on other pipeline ranks. ``flops`` are those
+    of one microbatch, see ``LayerPrice``.
     """
 
-    size: int
+    shares: tuple[Share, ...]
     microbatches: int
     flops: float
     seconds: tuple[PerKind, ...]
     copies_s: tuple[float, float]
     staleness: int = 0
     has_copies: bool = False
+
+    @property
+    def size(self) -> int:
+        """The largest number of devices over which ZeRO shards parameters."""
+        return max(share.size for share in self.shares)
+
+    def sharded(self, zero: int) -> float:
+        """Return the trainable elements that one device updates."""
+        return sum(share.counts.trainable / (share.size if zero else 1) for share in self.shares)
 
     def step_s(self, zero: int, forward_s: float, backward_s: float, trainer: TrainerModel, slowdown: float) -> float:
         """Return the seconds that collectives add to a step under ZeRO 0 and 1, if the layer's passes take ``forward_s`` and
@@ -144,6 +164,11 @@ class Replicas:
         count, around = self.tensors.count, one.around_layer
         return self.trainer.data_collective_s(one.collective, one.bytes, count, one.members, self.cluster, around)
 
+    @property
+    def size(self) -> int:
+        """The number of devices over which ZeRO shards the parameters."""
+        return group(self.axes[1], self.cluster).size
+
     def costs(self, microbatches: int, flops: float) -> ReplicaCosts:
         """Return the costs of all collectives, for ``microbatches`` per step of ``flops`` each."""
 
@@ -156,7 +181,7 @@ class Replicas:
         precision, trainable = self.precision, self.tensors.trainable
         gathered, gradients = self.tensors.parameters * precision.width, trainable * precision.width
         return ReplicaCosts(
-            size=group(self.axes[1], self.cluster).size,
+            shares=(Share(self.tensors, self.size),),
             microbatches=microbatches,
             flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
@@ -164,6 +189,33 @@ class Replicas:
             staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,
             has_copies=len(self.axes) > 2,
         )
+
+
+def layer_costs(parts: Sequence[Replicas], microbatches: int, flops: float) -> ReplicaCosts:
+    """Return the costs of all collectives of a layer whose parameters are in ``parts``."""
+    costs = [part.costs(microbatches, flops) for part in parts]
+    if len(costs) == 1:
+        return costs[0]
+    sharded = [cost for cost in costs if cost.size > 1]
+    return dataclasses.replace(
+        costs[0],
+        shares=tuple(share for cost in costs for share in cost.shares),
+        seconds=tuple(map(_summed, zip(*(_by_stage(cost) for cost in costs), strict=True))),
+        copies_s=(sum(cost.copies_s[0] for cost in sharded), sum(cost.copies_s[1] for cost in sharded)),
+        staleness=max(cost.staleness for cost in costs),
+    )
+
+
+def _by_stage(costs: ReplicaCosts) -> tuple[PerKind, ...]:
+    """Return the seconds without ZeRO, under stage 1, and under stages 2 and 3. Parameters that ZeRO can't shard have none."""
+    if costs.size > 1:
+        return costs.seconds
+    plain = costs.seconds[0]
+    return plain, plain, PerKind(mirror=plain.reduce + plain.mirror)
+
+
+def _summed(parts: Iterable[PerKind]) -> PerKind:
+    return PerKind(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -75,11 +75,16 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """A layer's parameters on one device: all elements, trainable elements, and the number of tensors."""
+    """Parameters of a layer on one device: all elements, trainable elements, and the number of tensors; and the elements of ``padding``
+    between them in flat buffers, for all parameters and for the trainable ones."""
 
     parameters: int
     trainable: int
     count: int
+    padding: tuple[int, int] = (0, 0)
+
+
+NO_PARAMETERS = ParameterCount(0, 0, 0)
 
 
 def state_bytes(

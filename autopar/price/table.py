@@ -18,6 +18,7 @@ from autopar.devices.measured import Floats
 from autopar.flow import parameter_nodes
 from autopar.graph import LayerClass
 from autopar.ops import cost
+from autopar.ops.experts import of_experts
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
@@ -65,6 +66,7 @@ class ClassTable:
     parameters: tuple[str, ...]
     parameter_numel: Floats
     trainable: Flags
+    of_experts: Flags  # parameters of experts
     value_shape: dict[str, tuple[int, ...]]
     value_bytes: dict[str, int]
     value_gradient: dict[str, bool]
@@ -158,6 +160,7 @@ def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED
         parameters=parameters,
         parameter_numel=np.array([value.numel for value in cls.parameters], dtype=float),
         trainable=np.array([value.requires_grad for value in cls.parameters], dtype=bool),
+        of_experts=np.array([of_experts(node) for node in parameter_nodes(cls)], dtype=bool),
         value_shape={name: tuple(ts[0].shape) for name, ts in values.items() if ts},
         value_bytes={name: sum(map(size, ts)) for name, ts in values.items()},
         value_gradient=run.requires_grad,

@@ -118,7 +118,13 @@ class TrainerModel:
         return size
 
     def live_bytes(
-        self, share: LayerMemory, gradients: int, data: int, zero: int, unsharded_gradients: bool, precision: Precision
+        self,
+        share: LayerMemory,
+        gradients: int,
+        data: float,
+        zero: int,
+        unsharded_gradients: bool,
+        precision: Precision,
     ) -> tuple[float, float]:
         """Return the layer's bytes of gradients and its transient bytes, see ``live_memory``; ``gradients`` are the bytes that persist."""
         if zero < 2:

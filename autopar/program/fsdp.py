@@ -22,7 +22,8 @@ from .world import MIRROR, Layout, LoadedProgram
 
 
 class ShardedGroup(ParameterGroup):
-    """One layer's parameters under FSDP2 over the layer's data axes: ZeRO 2 (kept gathered after forward) or 3 (resharded).
+    """Parameters of one layer under FSDP2: ZeRO 2 (kept gathered after forward) or 3 (resharded). A layer whose experts are distributed
+    has two groups, because its experts are sharded over fewer axes.
 
     Gradients are reduce-scattered in every microbatch, and their shards accumulated; or, with ``reduces_once``, unsharded gradients are
     accumulated, and FSDP reduce-scatters them in the last microbatch (``LastBackward``). ``gather_ahead`` makes the stage the FSDP root
@@ -37,13 +38,14 @@ class ShardedGroup(ParameterGroup):
         copies = tuple(axis for axis in placement.copies if axis != MIRROR)  # see ``start_sum_over_copies``
         self._mirror = world.group((MIRROR,)) if program.directions == 2 else None
         self._sums: list[dist.Work | None] = []  # the running all-reduces over the copies of the stage
-        module = stage.get_submodule(child)
-        # the parameters of a ``FlatGroup`` (ZeRO 0 or 1)
-        ignored = {param for param in module.parameters() if not param.is_meta}
         for layout in layouts:
             shape = stage.get_parameter(layout.name).shape
             values = torch.empty(shape, dtype=program.placement(layout).master_dtype, device="meta")
             set_parameter(stage, layout.name, nn.Parameter(values, layout.trainable))
+        module = stage.get_submodule(child)
+        if isinstance(module, FSDPModule):
+            module = LayerPart(module, [stage.get_submodule(layout.name.rpartition(".")[0]) for layout in layouts])
+        ignored = set(module.parameters()) - {stage.get_parameter(layout.name) for layout in layouts}
         mp_policy = MixedPrecisionPolicy()
         if master_dtype != placement.compute_dtype:
             mp_policy = MixedPrecisionPolicy(placement.compute_dtype, master_dtype, None, False)
@@ -66,7 +68,7 @@ class ShardedGroup(ParameterGroup):
         if layer.opaque and hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
             module.set_reduce_scatter_unused_params(True)  # some ranks may lack a gradient that others reduce
             if self.reduces_once:
-                module.register_forward_pre_hook(lambda layer, _: zero_missing_gradients(layer, ignored))
+                module.register_forward_pre_hook(lambda *_: zero_missing_gradients(stage, layouts))
         module.set_gradient_divide_factor(1.0)  # a sum: each rank's loss is a term of the global batch's loss
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
@@ -148,6 +150,26 @@ class ShardedGroup(ParameterGroup):
         return LastBackward(sharded, program)
 
 
+class LayerPart(nn.Module):
+    """Runs the forward pass of a layer whose other parameters are sharded over other axes: FSDP2 shards all parameters of a module over one
+    mesh. It becomes a submodule of the layer; ``owners``, the submodules that have this part's parameters, become its own submodules."""
+
+    def __init__(self, layer: nn.Module, owners: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, owner in enumerate(dict.fromkeys(owners)):
+            self.add_module(str(number), owner)
+        self._forward = layer.forward
+        layer.add_module(PART, self)
+        layer.forward = lambda *args, **kwargs: self(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+PART = "_part"
+"""The name of a ``LayerPart`` in its layer."""
+
+
 def shard_of(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, sharing its storage."""
     detached = tensor.detach()
@@ -165,11 +187,18 @@ def rows_of(param: Tensor, rows: int) -> tuple[int, int]:
 
 
 class ShardedLayer(NamedTuple):
-    """A layer under FSDP: how many layers it prefetches (``ahead``), and whether gradients flow through it (``backward``)."""
+    """A layer under FSDP, with its ``LayerPart`` if it has one: how many layers it prefetches (``ahead``), and whether gradients flow
+    through it (``backward``)."""
 
     module: FSDPModule
     ahead: int = 1
     backward: bool = True
+
+    @property
+    def modules(self) -> tuple[FSDPModule, ...]:
+        """The layer and its part, in the order in which they are gathered for a forward pass."""
+        part = getattr(self.module, PART, None)
+        return (self.module,) if part is None else (self.module, part)
 
 
 def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceMesh) -> None:
@@ -181,12 +210,17 @@ def gather_ahead(stage: nn.Module, layers: Sequence[ShardedLayer], mesh: DeviceM
     """
     all_parameters = set(stage.parameters())  # the root has none: layers shard theirs, and ``FlatGroup`` has the others
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, ignored_params=all_parameters)
-    for i, (module, ahead, _) in enumerate(layers):
-        module.set_modules_to_forward_prefetch([layer.module for layer in layers[i + 1 : i + 1 + ahead]])
-        before = [layer.module for layer in layers[:i] if layer.backward][::-1][:ahead]
+    for i, layer in enumerate(layers):
+        first, *parts = layer.modules
+        later = [module for one in layers[i + 1 : i + 1 + layer.ahead] for module in one.modules]
+        first.set_modules_to_forward_prefetch([*parts, *later])
+        earlier = [one for one in layers[:i] if one.backward][::-1][: layer.ahead]
+        before = [module for one in earlier for module in one.modules]
         # Without a list FSDP prefetches in the order of the forward calls, which under 1F1B are another microbatch's. An empty list
         # counts as none; the module itself means no prefetch, because its parameters are already gathered when FSDP reads the list.
-        module.set_modules_to_backward_prefetch(before or [module])
+        first.set_modules_to_backward_prefetch([*parts, *before] or [first])
+        for part in parts:
+            part.set_modules_to_backward_prefetch([part])
 
 
 def _layers(index: int, stage: nn.Module, program: LoadedProgram) -> list[ShardedLayer]:
@@ -268,7 +302,7 @@ class LastBackward:
         first, *others = _layers(index, groups[0].root, program)
         cast(nn.Module, first.module).register_forward_hook(lambda *_: self._release())
         if first.backward and self._followed_by_forward:
-            self._stay_gathered = [first.module, *(layer.module for layer in others[: first.ahead])]
+            self._stay_gathered = [module for layer in (first, *others[: first.ahead]) for module in layer.modules]
 
     def begin_step(self) -> None:
         """Prepare for a step; its all-gathers wait for the work that is on the compute stream now (the optimizer's update)."""
@@ -334,12 +368,13 @@ def followed_by_forward(stage: int, program: LoadedProgram) -> int:
     return 0
 
 
-def zero_missing_gradients(layer: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Give every gathered parameter of the layer a gradient of zeros, except those that FSDP ignores.
+def zero_missing_gradients(stage: nn.Module, layouts: Sequence[Layout]) -> None:
+    """Give every one of these gathered parameters a gradient of zeros.
 
     FSDP reduces only gradients of one dtype together. Sums over microbatches are in float32, but without this a parameter that gets its
     first gradient in the last microbatch would have it in 16 bits.
     """
-    for param in layer.parameters():
-        if param.requires_grad and param.grad is None and param not in ignored:
+    for layout in layouts:
+        param = stage.get_parameter(layout.name)
+        if param.requires_grad and param.grad is None:
             param.grad = torch.zeros_like(param)

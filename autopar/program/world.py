@@ -211,10 +211,11 @@ class LoadedProgram:
     def placement(self, layout: Layout) -> Placement:
         """Return where the masters, gradients and optimizer states of a parameter are.
 
-        FSDP2 shards a layer's parameters over the layer's data axes. Other parameters have ZeRO 1 at most: those that
-        several layers or stages share, those that are ``R`` on other axes, scalars, and those whose dtype is not the main dtype of the
-        layer. Tied copies all have the lowest ZeRO stage of their layers, are sharded over the axes that all of
-        these layers shard over, and have their masters in one place, so that their updates are the same.
+        FSDP2 shards a layer's parameters over the layer's data axes, except those on which the parameter itself is sharded (experts that
+        are distributed over a data axis). Other parameters have ZeRO 1 at most: those that several layers or stages share, those that are
+        ``R`` on other axes, scalars, and those whose dtype is not the main dtype of the layer. Tied copies all have the lowest ZeRO stage
+        of their layers, are sharded over the axes that all of these layers shard over, and have their masters in one place, so that their
+        updates are the same.
         """
         if layout not in self._placements:
             self._placements[layout] = self._compute_placement(layout)
@@ -227,17 +228,22 @@ class LoadedProgram:
         sizes = self.axes
         axes = tuple(axis for axis in (MIRROR, *layout.replicated) if sizes[axis] > 1)
         spread = set(axes) - {MIRROR}  # ZeRO does not shard over the copies of a stage
-        data_only = spread == {axis for axis in self.layers[layout.stage][child].data_axes if sizes[axis] > 1}
+        sharded = {axis for axis, _ in layout.sharded}
+        data = {axis for axis in self.layers[layout.stage][child].data_axes if sizes[axis] > 1}
+        # a layer's experts, if sharded apart from its other parameters, need a submodule (``fsdp.LayerPart``)
+        apart = spread != data and layout.name.rpartition(".")[0] == child
+        data_only = spread == data - sharded and not apart
         unusual = layout.original_shape == () or layout.dtype != self._main_dtype(layout.stage, child)
         explicit = child == "" or layout.shared is not None or not data_only or unusual
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
+        shards = tuple(axis for axis in axes if axis not in replicating)
         half = layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"])
         return Placement(
             layer=child,
-            zero=min(1 if explicit else 3, *(layer.zero for layer in layers)) if spread else 0,
+            zero=min(1 if explicit else 3, *(layer.zero for layer in layers)) if shards else 0,
             axes=axes,
             copies=tuple(axis for axis in axes if axis in replicating),
-            shards=tuple(axis for axis in axes if axis not in replicating),
+            shards=shards,
             master_dtype=torch.float32 if half else layout.dtype,
             compute_dtype=layout.dtype,
             place=max(layer.options.get("states", "") for layer in layers),  # "" < "host" < "nvme"

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from autopar.plan import Role
 from autopar.rules import Candidate
-from autopar.types import I, P, S, SpmdType
+from autopar.types import P, S, SpmdType
 
 
 def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
@@ -64,10 +64,8 @@ def gathers(role: Role, source: SpmdType, shape: tuple[int, ...]) -> bool:
     return role not in cuts or not source.sharded or len(shape) < 2
 
 
-def stored(role: Role, shape: tuple[int, ...], size: int, of_experts: bool) -> list[SpmdType] | None:
-    """Return the types in which a parameter may be stored; ``None`` for no restriction. ``of_experts``: dim 0 indexes the experts."""
-    if role is Role.EXPERT:
-        return [S(0)] if of_experts and shape[0] % size == 0 else [I]
+def stored(role: Role, shape: tuple[int, ...], size: int) -> list[SpmdType] | None:
+    """Return the types in which a parameter may be stored; ``None`` for no restriction."""
     if role is not Role.TENSOR_WEIGHTS:
         return None
     divisible = [d for d, extent in enumerate(shape) if extent % size == 0 and extent > 1]

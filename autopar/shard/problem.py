@@ -28,7 +28,7 @@ from torch import fx
 from autopar.flow import gradient_flow, output_nodes, parameter_nodes, placeholders, returned_nodes
 from autopar.graph import LayerClass, Value
 from autopar.ops.cost import op_cost
-from autopar.ops.experts import Experts
+from autopar.ops.experts import of_experts
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
@@ -287,11 +287,12 @@ class Problem:
             return [S(0)]
         if kind in (1, 2, 3):
             return [R, I]
+        if role.distributes_experts and of_experts(node):
+            return [S(0)] if shape[0] % self.size == 0 else []
         if role.replicates_parameters:
             return [R]
         pieces = [S(d) for d, extent in enumerate(shape) if extent > 1 and self._fits(node.name, shape, S(d))]
-        of_experts = any(isinstance(reader.target, Experts) for reader in node.users)
-        return stored(role, shape, self.size, of_experts) or [I, *pieces]
+        return stored(role, shape, self.size) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
         """Restrict the loss, whose gradient is 1 on every rank, to P and I. If ranks sum the gradients of replicated parameters, the loss

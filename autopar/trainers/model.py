@@ -155,7 +155,13 @@ class OtherTrainer(TrainerModel):
         return 0.0
 
     def live_bytes(
-        self, share: LayerMemory, gradients: int, data: int, zero: int, unsharded_gradients: bool, precision: Precision
+        self,
+        share: LayerMemory,
+        gradients: int,
+        data: float,
+        zero: int,
+        unsharded_gradients: bool,
+        precision: Precision,
     ) -> tuple[float, float]:
         transient = share.kept.working_bytes - share.kept.saved_bytes + share.peaks.activations
         # gradients of this layer and of the one whose gradients are being reduced; parameters of this layer and the next
