@@ -12,8 +12,10 @@ from tiers import slow
 from autopar.cli.pricing import price_plan
 from autopar.devices import parse
 from autopar.errors import UsageError
+from autopar.flow import parameter_nodes
 from autopar.graph import Graph
-from autopar.plan import Plan, Role
+from autopar.ops.experts import of_experts
+from autopar.plan import Plan, Role, Strategy
 from autopar.planning import write_plan
 from autopar.price import Pricer
 from autopar.search import SearchOptions, search
@@ -21,7 +23,7 @@ from autopar.search.options import pins_by_layer
 from autopar.search.problem import TENSOR_ROLES, candidates, meshes
 from autopar.shard import annotate
 from autopar.shard.plan import role_types
-from autopar.types import I, S
+from autopar.types import R, S
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture
 from autopar.verify import check_plan
@@ -84,13 +86,13 @@ class TestCandidates:
 
 
 class TestTypes:
-    def test_experts_are_distributed_and_the_rest_is_whole(self, mixtral: Graph) -> None:
+    def test_experts_are_distributed_and_the_rest_is_replicated(self, mixtral: Graph) -> None:
         types = role_types(mixtral, 1, Role.EXPERT, 8)
         assert types is not None
         parameters = [name for name in types.produced if name.endswith(("weight", "proj")) or "experts" in name]
         held = {name: types.produced[name] for name in parameters if name in _placeholders(mixtral)}
         assert {t for name, t in held.items() if "experts" in name} == {S(0)}
-        assert {t for name, t in held.items() if "experts" not in name} == {I}
+        assert {t for name, t in held.items() if "experts" not in name} == {R}
         assert set(types.kernel.values()) == {"expert_exchange"}
 
     def test_sizes_that_divide_alike_have_one_solution(self, mixtral: Graph) -> None:
@@ -101,6 +103,35 @@ class TestTypes:
 
 def _placeholders(graph: Graph) -> set[str]:
     return {node.name for node in graph.classes[graph.layers[1].cls].graph.graph.nodes if node.op == "placeholder"}
+
+
+def test_zero_shards_experts_and_other_parameters_over_the_axes_on_which_they_are_replicated(mixtral: Graph) -> None:
+    cls, pricer = mixtral.layers[1].cls, Pricer(mixtral, parse("2x8xH100-80GB"), "bfloat16")
+    (mesh,) = (m for m in meshes(16) if [axis.size for axis in m] == [2, 2, 2, 2])
+    roles = (Role.DATA, Role.EXPERT, Role.EXPERT, Role.EXPERT)
+    count = {True: 0, False: 0}
+    for value, node in zip(mixtral.classes[cls].parameters, parameter_nodes(mixtral.classes[cls]), strict=True):
+        count[of_experts(node)] += value.numel
+    assert count[True] > count[False] > 0
+    # two copies leave no axis to shard experts over
+    for zero, copies, dense_shards, expert_shards in (
+        (0, 1, 1, 1),
+        (1, 1, 16, 2),
+        (1, 2, 8, 1),
+        (3, 1, 16, 2),
+        (3, 2, 8, 1),
+    ):
+        price = pricer.layer(cls, mesh, Strategy(roles, zero, copies), 1)
+        assert price is not None
+        # two moments and a master weight in float32; under ZeRO 3 the master weights are the shards of parameters
+        bytes_of = {n: 8 if zero == 3 and n > 1 else 12 for n in (dense_shards, expert_shards)}
+        expected = (
+            bytes_of[dense_shards] * count[False] / dense_shards
+            + bytes_of[expert_shards] * count[True] / 8 / expert_shards
+        )
+        assert price.optimizer_bytes == pytest.approx(expected, rel=0.01)
+    sums = [one for one in pricer.collectives(cls, mesh, Strategy(roles, 0), 4) if one.purpose == "gradients"]
+    assert {(one.members.size, one.count) for one in sums} == {(16, 1), (2, 1)}  # of other parameters, of experts
 
 
 class TestSearch:
@@ -132,6 +163,8 @@ class TestSearch:
     ("model", "devices", "pins"),
     [
         ("mixtral", 2, {"expert": 2, "pipeline": 1}),
+        ("mixtral", 4, {"expert": 2, "data": 2, "zero": 3, "microbatches": 2}),
+        ("mixtral", 4, {"expert": 2, "data": 2, "zero": 2, "replicate": 2}),
         slow("deepseek", 4, {"expert": 2, "zero": 1, "pipeline": 2, "microbatches": 2}),
         slow("qwen3_moe", 4, {"expert": 4, "pipeline": 1, "microbatches": 2}),
     ],

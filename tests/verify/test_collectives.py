@@ -231,5 +231,5 @@ def test_sizes_are_those_of_a_run_with_values(model: str, name: str, tmp_path: P
             [agreed(o) for o in recorded.late[rank].operations if o.operands and o.operands[0].dtype == "float64"]
             for recorded in (found, whole)
         )
-        assert ours == theirs and len(ours) > 20
+        assert ours == theirs and len(ours) > 10
     assert found.findings() == ()
