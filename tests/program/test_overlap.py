@@ -126,12 +126,12 @@ def layers_of(issued: list[list[str]]) -> list[str]:
 
 
 ROOT = ("fsdp.py", r"(?m)^            if meshes:$", "            if not meshes:")
-ORDER = ("fsdp.py", r"\[::-1\]\[:ahead\]", "[:ahead]")
-NO_LIST = ("fsdp.py", r"before or \[module\]", "before")
+ORDER = ("fsdp.py", r"\[::-1\]\[: layer\.ahead\]", "[: layer.ahead]")
+NO_LIST = ("fsdp.py", r"\[\*parts, \*before\] or \[first\]", "[*parts, *before]")
 ALWAYS_LAST = ("fsdp.py", r"set_is_last_backward\(self\._begun == self\._microbatches", "set_is_last_backward(True")
 NOT_KEPT = ("fsdp.py", r"self\._begun > self\._followed_by_forward", "True")
 NO_EVENT = ("fsdp.py", r"if self\._root is not None and self\._event is not None:", "if False:")
-NOT_AHEAD = ("fsdp.py", r"layers\[i \+ 1 : i \+ 1 \+ ahead\]", "layers[:0]")
+NOT_AHEAD = ("fsdp.py", r"layers\[i \+ 1 : i \+ 1 \+ layer\.ahead\]", "layers[:0]")
 FAULTS = {"root": ROOT, "order": ORDER, "no list": NO_LIST, "not ahead": NOT_AHEAD}
 
 

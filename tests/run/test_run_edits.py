@@ -40,8 +40,8 @@ EDITS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "vocabulary: the loss is reduced over another axis": (
         "llama", {"tensor": 2, "data": 2}, "model.py", '"tensor", ignore_index', '"data", ignore_index',
     ),
-    "expert: a gradient is not reduced": (
-        "mixtral", {"expert": 2}, "model.py", r'spmd\.convert\((self\.mlp\.gate\.weight), "expert", src=spmd\.I, dst=spmd\.R\)', r"\1",
+    "expert: a router's gradient is not reduced": (
+        "mixtral", {"expert": 2}, "layouts.json", r'(mlp\.gate\.weight",(?:\n(?! *\}).*)*?"types": \{\n\s*"expert": )"R"', r'\1"I"',
     ),
     "expert: rows are not exchanged": (
         "mixtral", {"expert": 2}, "model.py", r'owners=\("expert",\)', "owners=()",
