@@ -48,7 +48,8 @@ class Role(Enum):
 
     @property
     def shards_parameters(self) -> bool:
-        return not self.replicates_parameters and self is not Role.IDLE
+        """Whether ranks of the axis may have different slices of parameters."""
+        return self.distributes_experts or not (self.replicates_parameters or self is Role.IDLE)
 
     @property
     def gathers_parameters(self) -> bool:

@@ -181,3 +181,7 @@ def test_what_is_found_is_exact(model: str, devices: int, pins: dict[str, int], 
 def test_a_loss_over_all_tokens_choices_says_where_it_is() -> None:
     why = annotate(subject("mixtral_balanced").graph).unmicrobatchable
     assert re.search(r"needs the whole batch for histc \(line \d+ of modeling_mixtral.py: .*load_balancing_loss", why)
+
+
+def test_a_degree_that_does_not_divide_the_experts_has_no_types(mixtral: Graph) -> None:
+    assert role_types(mixtral, 1, Role.EXPERT, 16) is not None and role_types(mixtral, 1, Role.EXPERT, 3) is None
