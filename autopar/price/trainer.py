@@ -126,7 +126,8 @@ class TrainerModel:
         unsharded_gradients: bool,
         precision: Precision,
     ) -> tuple[float, float]:
-        """Return the layer's bytes of gradients and its transient bytes, see ``live_memory``; ``gradients`` are the bytes that persist."""
+        """Return the layer's bytes of gradients and its transient bytes, see ``live_memory``; ``gradients`` are the bytes that persist.
+        ``data`` is the number of devices over which ZeRO shards the layer: if experts are sharded over fewer, the mean over elements."""
         if zero < 2:
             return gradients, replicated_transient(share, data, zero, precision, self.cpu)
         return sharded_bytes(share, data, zero, unsharded_gradients, precision, self.cpu)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from exactness import subject
 from test_passes_clean import Build, apply, ops
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +26,9 @@ from autopar.ops.experts import WIDTH_MULTIPLE, Experts
 from autopar.planning import plan_model
 from autopar.program import kernels_experts
 from autopar.program.mesh_axes import on_mesh
+from autopar.run.folder import import_runtime, program_modules
 from autopar.search import SearchOptions
+from autopar.search.manual import filled_plan
 from autopar.workload import Workload
 from passes import clean
 
@@ -295,3 +298,18 @@ def test_experts_of_odd_local_widths_are_computed_one_after_the_other(
     text = (tmp_path / "model.py").read_text()
     assert ("experts.looped_linear(" in text, "experts.grouped_linear(" in text) == (odd, not odd)
     assert any("multiples of 8" in note and "has widths 32 and 12" in note for note in plan.notes) == odd
+
+
+@pytest.mark.parametrize(("replicate", "zero"), [(1, 3), (2, 0)])
+def test_fsdp_shards_experts_over_the_data_axes_that_do_not_distribute_them(
+    replicate: int, zero: int, tmp_path: Path
+) -> None:
+    """With two copies of the shards no axis is left to shard experts over."""
+    graph = subject("mixtral").graph
+    emit(graph, filled_plan(graph, 4, {"expert": 2, "zero": 3, "replicate": replicate}), tmp_path)
+    with program_modules(tmp_path):
+        program = import_runtime(tmp_path).load(tmp_path)
+        places = {layout.original: program.placement(layout) for layout in program.layouts}
+    experts, query = (places[f"model.layers.0.{name}"] for name in ("mlp.experts.down_proj", "self_attn.q_proj.weight"))
+    assert (experts.zero, experts.axes, query.zero, query.axes) == (zero, ("data",), 3, ("data", "expert"))
+    assert query.shards == (("data", "expert") if replicate == 1 else ("expert",))
