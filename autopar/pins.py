@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import UsageError
-from autopar.plan import DEGREES
+from autopar.plan import DEGREES, FOLDS
 from autopar.schedules import SCHEDULES
 from autopar.techniques import ALL, LAYER, PLAN, conflicts_of
 from autopar.techniques.technique import Pin, Technique, Value
@@ -40,7 +40,15 @@ class ParallelPins:
 
     data: int | None = _pin("the data-parallel degree", "data=8")
     tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
-    expert: int | None = _pin("the degree of expert parallelism of layers that have experts", "expert=4")
+    expert: int | None = _pin(
+        "the degree of expert parallelism of layers that have experts, with the degrees over which experts are folded", "expert=4"
+    )
+    fold_experts: str | None = _pin(
+        "the degrees over whose devices experts are distributed, too: context (Ulysses and ring attention), all (tensor parallelism, too) or "
+        "none; without tensor, every expert is sliced over the tensor-parallel devices",
+        "fold_experts=all",
+        values=tuple(FOLDS),
+    )
     ulysses: int | None = _pin("the degree of Ulysses sequence parallelism", "ulysses=4")
     ring: int | None = _pin("the degree of ring attention", "ring=4")
     zero: int | None = _pin("the ZeRO stage", "lm_head.zero=3", least=0, most=3)
@@ -57,10 +65,20 @@ class ParallelPins:
         """The pinned degrees by name."""
         return {name: n for name in DEGREES if (n := self.of(name)) is not None}
 
+    def folded(self, fold: str) -> int:
+        """Return the product of the pinned degrees over which the choice ``fold`` folds experts."""
+        return math.prod(self.of(name) or 1 for name in FOLDS[fold])
+
     @property
     def group(self) -> int:
-        """The product of the pinned degrees, which must divide the devices of a stage."""
-        return math.prod(self.degrees.values())
+        """The product of the pinned degrees, which must divide the devices of a stage; experts may be folded over some of them."""
+        return math.prod((self.degrees | {"expert": self.least_expert_axis}).values())
+
+    @property
+    def least_expert_axis(self) -> int:
+        """The least size that the experts' own axis may have: their degree without those over which they are, or may be, folded."""
+        expert = self.expert or 1
+        return expert // math.gcd(expert, self.folded(self.fold_experts or "all"))
 
     def check(self, layer: str, plan: PlanPins) -> None:
         """Raise ``UsageError`` if the pins of ``layer`` contradict each other or the pins of the plan."""

@@ -29,7 +29,12 @@ class Role(Enum):
     TENSOR_ROWS = "tensor+rows"  # activations sharded along their last dim; products reduce-scatter partial sums
     ULYSSES = "ulysses"  # activations sharded along the sequence, attention along the heads
     RING = "ring"  # activations sharded along the sequence, keys and values rotate
-    EXPERT = "expert"  # activations sharded along the batch, experts distributed, other parameters replicated
+    # roles that also distribute experts; the role of everything else on the axis is ``dense``
+    EXPERT = "expert"  # data
+    TENSOR_EXPERT = "tensor+expert"
+    TENSOR_SEQUENCE_EXPERT = "tensor+sequence+expert"
+    ULYSSES_EXPERT = "ulysses+expert"
+    RING_EXPERT = "ring+expert"
     IDLE = "idle"  # every rank of the axis does the same work
 
     # prices are cached by strategy, and hashing the names of roles took a tenth of a search
@@ -39,12 +44,23 @@ class Role(Enum):
     def replicates_parameters(self) -> bool:
         """Whether the layer's parameters, except those of distributed experts, have type R on the axis: ZeRO may shard them there, and the
         loss is a partial sum."""
-        return self in (Role.DATA, Role.ULYSSES, Role.RING, Role.EXPERT)
+        return self.dense in (Role.DATA, Role.ULYSSES, Role.RING)
 
     @property
     def distributes_experts(self) -> bool:
-        """Whether each rank of the axis has some of the layer's experts, to which an all-to-all sends the tokens."""
-        return self is Role.EXPERT
+        """Whether each rank of the axis has some of the layer's experts, whole. An all-to-all sends the tokens to them, or every rank of a
+        tensor-parallel axis has all tokens."""
+        return self in _DENSE
+
+    @property
+    def dense(self) -> Role:
+        """The role of layers without experts, and of everything but the experts in a layer that has them."""
+        return _DENSE.get(self, self)
+
+    @property
+    def folded(self) -> Role:
+        """The role that also distributes experts; the role itself if there is none."""
+        return next((role for role, dense in _DENSE.items() if dense is self), self)
 
     @property
     def shards_parameters(self) -> bool:
@@ -59,13 +75,21 @@ class Role(Enum):
     @property
     def shards_batch(self) -> bool:
         """Whether activations are sharded along the batch between layers."""
-        return self in (Role.DATA, Role.EXPERT, Role.TENSOR_WEIGHTS)
+        return self.dense in (Role.DATA, Role.TENSOR_WEIGHTS)
 
     @property
     def shards_sequence(self) -> bool:
         """Whether activations are sharded along the sequence between layers."""
-        return self in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
+        return self.dense in (Role.TENSOR_SEQUENCE, Role.ULYSSES, Role.RING)
 
+
+_DENSE = {
+    Role.EXPERT: Role.DATA,
+    Role.TENSOR_EXPERT: Role.TENSOR,
+    Role.TENSOR_SEQUENCE_EXPERT: Role.TENSOR_SEQUENCE,
+    Role.ULYSSES_EXPERT: Role.ULYSSES,
+    Role.RING_EXPERT: Role.RING,
+}
 
 MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
@@ -84,16 +108,26 @@ ALLOWED = {
 
 DEGREES = {
     "data": (Role.DATA,),
-    "tensor": (Role.TENSOR, Role.TENSOR_SEQUENCE),
-    "expert": (Role.EXPERT,),
-    "ulysses": (Role.ULYSSES,),
-    "ring": (Role.RING,),
+    "tensor": tuple(role for role in Role if role.dense in (Role.TENSOR, Role.TENSOR_SEQUENCE)),
+    "expert": tuple(role for role in Role if role.distributes_experts),
+    "ulysses": (Role.ULYSSES, Role.ULYSSES_EXPERT),
+    "ring": (Role.RING, Role.RING_EXPERT),
 }
-"""The parallel degrees of a layer by name; each is the product of the sizes of the axes with one of these roles."""
+"""The parallel degrees of a layer by name; each is the product of the sizes of the axes with one of these roles. An axis over which experts
+are folded counts twice: its ranks have different experts, and shares of the attention."""
+
+FOLDS = {"none": (), "context": ("ulysses", "ring"), "all": ("ulysses", "ring", "tensor")}
+"""The degrees over whose axes experts may be folded besides their own axis, by the name of the choice."""
 
 REPLICATING = tuple(role for role in Role if role.replicates_parameters)
 BATCHES = tuple(role for role in Role if role.shards_batch)
 SEQUENCES = tuple(role for role in Role if role.shards_sequence)
+
+
+def folded(roles: Iterable[Role], fold: str) -> tuple[Role, ...]:
+    """Return the roles with experts folded over the axes of the choice ``fold`` (``FOLDS``)."""
+    over = {role for name in FOLDS[fold] for role in DEGREES[name]}
+    return tuple(role.folded if role in over else role for role in roles)
 
 
 def deviations(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
@@ -164,8 +198,8 @@ class Strategy:
 
     @property
     def dense(self) -> Strategy:
-        """The strategy for a layer without experts, in which expert axes are data-parallel."""
-        return dataclasses.replace(self, roles=tuple(Role.DATA if r is Role.EXPERT else r for r in self.roles))
+        """The strategy for a layer without experts."""
+        return dataclasses.replace(self, roles=tuple(role.dense for role in self.roles))
 
     @property
     def distributes_experts(self) -> bool:

@@ -210,12 +210,11 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
     names: list[str] = []
     for group in groups:
         used = set(roles[group[0]])
-        if used <= {Role.TENSOR, Role.TENSOR_SEQUENCE}:
+        dense = {role.dense for role in used}
+        if dense <= {Role.TENSOR, Role.TENSOR_SEQUENCE}:
             name = "tensor"
-        elif len(used) == 1:
-            name = next(iter(used)).value
-        elif used == {Role.EXPERT, Role.DATA}:  # layers without experts use the axis for data
-            name = "expert"
+        elif len(dense) == 1:  # in layers without experts, expert axes are data-parallel
+            name = "expert" if Role.EXPERT in used else dense.pop().value
         else:
             name = "inner"
         names.append(name)

@@ -17,6 +17,7 @@ from autopar.graph import Graph
 from autopar.pins import PINS, PlanPins, check_sharding, checked
 from autopar.plan import (
     BATCHES,
+    FOLDS,
     REPLICATING,
     Axis,
     LayerPlan,
@@ -29,6 +30,7 @@ from autopar.plan import (
     copy_counts,
     deviations,
     effective_sync,
+    folded,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
 from autopar.search.options import check_allowed, check_refused, check_replicas
@@ -49,6 +51,11 @@ def make_mesh(*axes: tuple[str, int]) -> tuple[Axis, ...]:
         mesh.append(Axis(name, size, stride))
         stride *= size
     return tuple(reversed(mesh))
+
+
+def pinned_mesh(pins: Mapping[str, Any]) -> tuple[Axis, ...]:
+    """Return a stage's mesh with an axis for each degree in ``pins``, which may have other keywords, too."""
+    return _mesh(PlanPins(**{name: value for name, value in pins.items() if name in PINS}))
 
 
 def grid_mesh(dimensions: int, side: int, depth: int = 1) -> tuple[Axis, ...]:
@@ -101,8 +108,8 @@ def manual_plan(
     given = PlanPins(**{name: checked(name, value) for name, value in pins.items() if value is not None})  # type: ignore[arg-type]
     count = len(graph.layers)
     pipeline, chunks, microbatches = given.pipeline or 1, given.chunks or 1, given.microbatches or 1
-    mesh = mesh or _dense_mesh(given)
-    chosen = dict.fromkeys(range(count), _common(mesh, _roles(mesh, sequence), given, compiled)) | (strategies or {})
+    mesh = mesh or _mesh(given)
+    chosen = dict.fromkeys(range(count), _common(mesh, _roles(mesh, sequence, given.fold_experts), given, compiled)) | (strategies or {})
     if len(chosen) != count:
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"
@@ -160,6 +167,7 @@ def filled_plan(
     """
     given = PlanPins(**{name: checked(name, value) for name, value in pins.items()})  # type: ignore[arg-type]
     degrees = {name: getattr(given, name) or 1 for name in ("tensor", "pipeline", "ulysses", "ring", "expert")}
+    degrees["expert"] = _expert_axis(given)
     data, odd = divmod(devices, math.prod(degrees.values()))
     if odd or not data or given.data not in (None, data):
         degrees |= {} if given.data is None else {"data": given.data}
@@ -183,16 +191,28 @@ def filled_plan(
     given = replace(given, data=data)
     given.check("every layer", given)
     check_replicas(graph, given, [data, replicas])  # layers with experts, and without
-    mesh = _dense_mesh(given)
-    dense = tuple(Role.DATA if role is Role.EXPERT else role for role in _roles(mesh, sequence))
+    mesh = _mesh(given)
+    dense = Strategy(_roles(mesh, sequence, given.fold_experts)).dense.roles
     own = {i: _common(mesh, dense, given, compiled) for i, cls in enumerate(classes) if not cls.experts}
     values = {name: value for name in PINS if (value := given.of(name)) is not None}
     return manual_plan(graph, mesh=mesh, strategies=own, sequence=sequence, allow=allow, compiled=compiled, **values)
 
 
-def _dense_mesh(given: PlanPins) -> tuple[Axis, ...]:
-    """Return the mesh with an axis for each pinned degree."""
-    return make_mesh(*((name, getattr(given, name) or 1) for name in ("data", "expert", "ring", "ulysses", "tensor")))
+def _mesh(given: PlanPins) -> tuple[Axis, ...]:
+    """Return the mesh with an axis for each pinned degree; that of the experts is without the axes over which they are folded."""
+    sizes = {name: getattr(given, name) or 1 for name in ("data", "expert", "ring", "ulysses", "tensor")}
+    return make_mesh(*(sizes | {"expert": _expert_axis(given)}).items())
+
+
+def _expert_axis(given: PlanPins) -> int:
+    """Return the size of the experts' own axis. Experts are not folded unless a pin says so."""
+    expert, folded = given.expert or 1, given.folded(given.fold_experts or "none")
+    if expert % folded:
+        raise UsageError(
+            f"expert={expert} does not divide by {folded}, the devices over which fold_experts={given.fold_experts} distributes experts",
+            f"make expert a multiple of {folded}, or choose another fold_experts: {', '.join(FOLDS)}",
+        )
+    return expert // folded
 
 
 def _supported(graph: Graph, layer: int, strategy: Strategy) -> Strategy:
@@ -239,8 +259,8 @@ def _sync(graph: Graph, mesh: tuple[Axis, ...], given: PlanPins, strategies: Col
     return effective_sync(given.of(SYNC.name) or SYNC.default, mesh, strategies)
 
 
-def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
-    """Return the role that each axis's name begins with; data if it begins with none."""
+def _roles(mesh: tuple[Axis, ...], sequence: bool, fold: str | None) -> tuple[Role, ...]:
+    """Return the role that each axis's name begins with; data if it begins with none. ``fold`` is a choice of ``FOLDS``."""
     named = {
         "tensor": Role.TENSOR_SEQUENCE if sequence else Role.TENSOR,
         "sequence": Role.TENSOR_SEQUENCE,
@@ -251,7 +271,8 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool) -> tuple[Role, ...]:
         "ring": Role.RING,
         "ulysses": Role.ULYSSES,
     }
-    return tuple(next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
+    found = (next((r for name, r in named.items() if axis.name.startswith(name)), Role.DATA) for axis in mesh)
+    return folded(found, fold or "none")
 
 
 def _stages(bounds: tuple[int, ...], size: int, schedule: Schedule) -> tuple[StagePlan, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
+from autopar.plan import DEGREES, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
 from autopar.precision import TF32
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource
 from autopar.techniques import LAYER, not_splittable_error, parts_phrase
@@ -28,7 +28,7 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
         notes.append(
             f"shared by several layers, and stored once if one device has these layers: {', '.join(sorted(shared))}"
         )
-    if any(s.degree(mesh, Role.EXPERT) > 1 for s in strategies):
+    if any(s.degree(mesh, *DEGREES["expert"]) > 1 for s in strategies):
         notes.append("the price assumes that all experts get the same number of tokens: uneven loads are slower")
     if graph.accumulated > 1:
         notes.append(

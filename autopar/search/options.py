@@ -207,13 +207,15 @@ def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
 
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
-    """Return the layer's pins; if the layer has no experts, ``expert`` becomes a factor of the data-parallel degree."""
+    """Return the layer's pins; if the layer has no experts, their axis becomes a factor of the data-parallel degree (which is not pinned if
+    experts may or may not be folded)."""
     experts = graph.classes[graph.layers[layer].cls].experts
     if pins.expert is None or experts:
         return pins
     if not any(cls.experts for cls in graph.classes.values()) and pins.expert > 1:
         raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "remove the pin")
-    return replace(pins, expert=None, data=pins.data and pins.data * pins.expert)
+    unknown = pins.fold_experts is None and pins.least_expert_axis != pins.expert
+    return replace(pins, expert=None, data=None if unknown else pins.data and pins.data * pins.least_expert_axis)
 
 
 def selects(selector: str, name: str, cls: str) -> bool:

@@ -49,7 +49,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
-from autopar.plan import Axis, Role, Strategy, copy_counts
+from autopar.plan import DEGREES, FOLDS, Axis, Role, Strategy, copy_counts, folded
 from autopar.schedules import (
     CHIMERA,
     GPIPE,
@@ -365,6 +365,7 @@ def _suffixes(
 
     A tensor degree spans at most ``MOST_NODES`` nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
     it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with tensor parallelism over exactly one node.
+    Experts may be folded over the axes of the other roles (``FOLDS``).
     """
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
     pins = {
@@ -376,6 +377,9 @@ def _suffixes(
     any_number = range(len(mesh) + 1)
     tried = {role: any_number if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
     tried[Role.EXPERT] = tried[Role.EXPERT] if experts else (0,)
+    folds = ("none",)
+    if experts and tried[Role.EXPERT] is any_number:
+        folds = tuple(FOLDS) if pinned.fold_experts is None else (pinned.fold_experts,)
     found: list[tuple[Role, ...]] = []
     for numbers in itertools.product(*tried.values(), any_number):
         counts = dict(zip(pins, numbers, strict=True))
@@ -390,11 +394,16 @@ def _suffixes(
             degrees = {each: Strategy(suffix).degree(inner, each) for each in counts}
             if any(counts[each] and degrees[each] == 1 for each in counts):
                 continue  # a mesh of one device needs no suffix
-            if counts[Role.EXPERT] and experts % degrees[Role.EXPERT]:
-                continue
-            if all(_wanted(each, degrees, pins, roles, gpus_per_node) for each in counts):
-                found.append(tuple(role if each is Role.TENSOR else each for each in suffix))
-    return tuple(found)
+            axes = tuple(role if each is Role.TENSOR else each for each in suffix)
+            for fold in folds:
+                owning = folded(axes, fold)
+                owners = Strategy(owning).degree(inner, *DEGREES["expert"])
+                if (experts and experts % owners) or (experts and pinned.expert not in (None, owners)):
+                    continue
+                fixed = pins if pinned.expert is None else pins | {Role.EXPERT: degrees[Role.EXPERT]}
+                if all(_wanted(each, degrees, fixed, roles, gpus_per_node) for each in counts):
+                    found.append(owning)
+    return tuple(dict.fromkeys(found))
 
 
 def _wanted(

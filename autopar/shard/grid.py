@@ -19,8 +19,8 @@ tensor+sequence    activations sharded by rows    Megatron's: rows are gathered,
 
 The tensor+weights axis is the innermost: other axes may shard the same dim of a parameter, and the inner slices are gathered first.
 
-Under the role expert, an all-to-all sends rows to the ranks of their experts; all other ops run as under the role data, with unsharded
-parameters.
+Roles that distribute experts over ranks with replicated parameters send rows to the ranks of their experts by an all-to-all; all other ops
+run as under the role data, Ulysses or ring, with unsharded parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def admits(role: Role, option: Candidate, weights: tuple[bool, ...]) -> bool:
         return not any(t.sharded for t in on_weights)
     if role is Role.TENSOR_HIDDEN:
         return not (option.result == P and any(t.sharded for t in on_weights))
-    if role is Role.EXPERT:
+    if role.distributes_experts and role.replicates_parameters:
         return option.kernel == "expert_exchange" or not any(t.sharded for t in on_weights)
     return True
 

@@ -67,9 +67,6 @@ _SENT_SHARE = {
     Collective.SHIFT: 1 / REFERENCE_AXIS,
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
-# roles in which every rank computes on its own tokens, as in the role data, except for an exchange inside a kernel
-_TOKEN_SHARDED_ROLES = (Role.ULYSSES, Role.RING, Role.EXPERT)
-
 
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     """Return the type of an activation at a layer's border under ``role``; ``None`` if the value lacks the role's dim.
@@ -113,7 +110,7 @@ class Problem:
         over_microbatches: bool = False,
     ) -> None:
         """``fixed`` has the types of nodes whose types are already decided. ``batched`` has the values' types under data parallelism: if
-        such a type is sharded, the value may not have it under ``ULYSSES`` and ``RING``."""
+        such a type is sharded, the value may not have it in roles that shard the sequence and replicate parameters."""
         self.cls, self.role, self.size, self.fixed, self.over_microbatches = cls, role, size, fixed, over_microbatches
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
@@ -122,7 +119,9 @@ class Problem:
         self._padding = padding(cls)
         self._inputs = placeholders(cls)
         self._weights = {node.name for node in parameter_nodes(cls)}
-        self._replicated = self._from_weights() if role in _TOKEN_SHARDED_ROLES else set()
+        # whether every rank computes on its own tokens, as in the role data, except for an exchange inside a kernel
+        self._own_tokens = role.replicates_parameters and role is not Role.DATA
+        self._replicated = self._from_weights() if self._own_tokens else set()
         # costs of activations count one row of the batch: the trade-off against parameters must not depend on the batch size
         self._row = 1.0 / max((v.shape[0] for v in (*cls.activations, *cls.inputs) if cls.batched(v)), default=1)
         self.nodes = {node.name: node for node in cls.graph.graph.nodes if node.op != "output"}
@@ -162,7 +161,7 @@ class Problem:
         small layers, where latencies outweigh compute, would get a different solution."""
         replicated = option.letter is None and not option.linear and bool(option.operands)
         wasteful = replicated and self._flow[name] and name not in self._replicated
-        return 1.0 if wasteful and self.role in _TOKEN_SHARDED_ROLES else 0.0
+        return 1.0 if wasteful and self._own_tokens else 0.0
 
     def conversion_cost(self, name: str, source: SpmdType, target: SpmdType) -> float:
         """Return the cost of converting the node's value, in units of the highest cost; infinite if there is no such conversion."""
@@ -238,14 +237,15 @@ class Problem:
         Neither role may reshard from the sequence to the batch: that would send fewer bytes, but it is data parallelism, which needs a
         large enough batch.
         """
-        if self.role not in (Role.ULYSSES, Role.RING):
+        attention = self.role.dense
+        if attention not in (Role.ULYSSES, Role.RING):
             return option.kernel != "ring_attention"
         pairs = [*zip(operands(node), option.operands, strict=True), (node, option.result)]
         if any(t.sharded and t == self._batched.get(value.name) for value, t in pairs):
             return False
         if not facts(node).is_attention:
             return True
-        if self.role is Role.RING:
+        if attention is Role.RING:
             return option.kernel == "ring_attention"
         return option.result.dim == len(shape_of(node)) - 3
 
@@ -287,11 +287,13 @@ class Problem:
             return [S(0)]
         if kind in (1, 2, 3):
             return [R, I]
-        if role.distributes_experts and of_experts(node):
+        distributable = role.folded.distributes_experts and of_experts(node)
+        if distributable and role.distributes_experts:
             return [S(0)] if shape[0] % self.size == 0 else []
         if role.replicates_parameters:
             return [R]
-        pieces = [S(d) for d, extent in enumerate(shape) if extent > 1 and self._fits(node.name, shape, S(d))]
+        least = 1 if distributable else 0  # else every expert is sliced
+        pieces = [S(d) for d, extent in enumerate(shape[least:], least) if extent > 1 and self._fits(node.name, shape, S(d))]
         return stored(role, shape, self.size) or [I, *pieces]
 
     def _loss(self, name: str) -> None:
@@ -321,7 +323,7 @@ class Problem:
                 seconds += share * collective.bytes() / REFERENCE_LINK_BYTES_PER_S
         # Sequence parallelism is meant to save activation memory. Gathering before a norm sends as many bytes as gathering after it; only
         # a cost of replicated activations, here the same per byte as for parameters, makes the latter cheaper.
-        if self.role is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
+        if self.role.dense is Role.TENSOR_SEQUENCE and self._flow[node.name] and option.result in (I, R):
             seconds += BYTE_HELD_S * _bytes(node)
         return seconds * self._row
 

@@ -44,10 +44,10 @@ def _attention(node: fx.Node, role: Role, size: int) -> str:
     if not facts(node).is_attention:
         return ""
     query, key = (shape_of(operand) for operand in operands(node)[:2])
-    if role is Role.ULYSSES:
+    if role.dense is Role.ULYSSES:
         for what, heads in (("heads", query[-3]), ("heads of keys", key[-3])):
             if heads % size:
                 return f"attention has {heads} {what}, which do not divide by {size} for {role.value}"
-    if role is Role.RING and query[-2] != key[-2]:
+    if role.dense is Role.RING and query[-2] != key[-2]:
         return f"attention has {query[-2]} queries and {key[-2]} keys, and ring attention needs equal numbers of both"
     return ""

@@ -58,7 +58,7 @@ def _solve(
         found = _optimum(Problem(cls, role, size, dict(fixed), over_microbatches=True))
         if found is not None:
             return found
-    data = solve(cls, Role.DATA, 1) if role in (Role.ULYSSES, Role.RING) else None
+    data = solve(cls, Role.DATA, 1) if role.dense in (Role.ULYSSES, Role.RING) else None
     return _optimum(Problem(cls, role, size, dict(fixed), data.produced if data is not None else None))
 
 

@@ -24,12 +24,10 @@ from autopar.schedules import (
     ZERO_BUBBLE_V,
     copies_of,
 )
-from autopar.search.manual import grid_mesh, make_mesh, manual_plan
+from autopar.search.manual import grid_mesh, make_mesh, manual_plan, pinned_mesh
 from autopar.shard import plan_shardings
 from autopar.techniques import ALL, cases_of
 from passes.stages import check_parts
-
-DEGREES = ("pipeline", "data", "expert", "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,9 @@ class PlanKind:
 
     def _batch_shards(self) -> int:
         """Return the number of shards of a microbatch's batch dim under the roles."""
-        mesh = self.options.get("mesh")
-        if mesh is None:
-            return math.prod(self.options.get(name, 1) for name in ("data", "expert"))
         return math.prod(
             axis.size
-            for axis in mesh
+            for axis in self.options.get("mesh") or pinned_mesh(self.options)
             if not axis.name.startswith(("ring", "ulysses", "tensor", "hidden", "rows", "sequence"))
         )
 
@@ -80,7 +75,7 @@ def kind(name: str, **options: Any) -> PlanKind:
     """Return a kind whose layers all have the same strategy; ``options`` are those of ``manual_plan``."""
     if "mesh" in options:
         return PlanKind(name, math.prod(axis.size for axis in options["mesh"]) * options.get("pipeline", 1), options)
-    return PlanKind(name, math.prod(options.get(degree, 1) for degree in DEGREES), options)
+    return PlanKind(name, math.prod(axis.size for axis in pinned_mesh(options)) * options.get("pipeline", 1), options)
 
 
 def kinds(devices: int) -> tuple[PlanKind, ...]:
@@ -157,6 +152,7 @@ def _combined(n: int) -> tuple[PlanKind, ...]:
         kind(f"tensor 2 x ulysses {half}", mesh=make_mesh(("tensor", 2), ("ulysses", half))),
         kind(f"data 2 x expert {half}, zero 2", data=2, expert=half, zero=2),
         kind(f"expert 2 x tensor {half}", expert=2, tensor=half),
+        *_folded(half),
         kind(f"pipeline 2 x tensor {half}", tensor=half, **pipelined),
         kind(f"pipeline 2 x expert {half}", expert=half, **pipelined),
         kind(f"pipeline 2 x ulysses {half}", ulysses=half, **pipelined),
@@ -164,6 +160,22 @@ def _combined(n: int) -> tuple[PlanKind, ...]:
         kind(f"pipeline 2 of 2 chunks x data {half}, zero 1", data=half, zero=1, **interleaved),
         kind(f"pipeline 2 of 2 chunks x tensor {half}", tensor=half, **interleaved),
         *_split(half),
+    )
+
+
+def _folded(half: int) -> tuple[PlanKind, ...]:
+    """Return kinds with experts folded over tensor, sequence and data axes."""
+    pipelined = {"pipeline": 2, "microbatches": 2, "schedule": ONE_F_ONE_B}
+    of_half, of_all = {"expert": half, "fold_experts": "all"}, {"expert": 2 * half, "fold_experts": "all"}
+    return (
+        kind(f"data 2 x tensor {half}, experts folded, zero 3", data=2, tensor=half, zero=3, **of_half),
+        kind(f"expert 2 x tensor+sequence {half}, experts folded", tensor=half, sequence=True, **of_all),
+        kind(f"expert 2 x ulysses {half}, experts folded, zero 1", ulysses=half, zero=1, **of_all),
+        kind(f"data 2 x ring {half}, experts folded, zero 2", data=2, ring=half, zero=2, **of_half),
+        kind(f"ring 2 x tensor+sequence {half}, experts folded", ring=2, tensor=half, sequence=True, **of_all),
+        kind(f"ring 2 x tensor {half}, experts over the ring", ring=2, tensor=half, expert=2, fold_experts="context"),
+        kind(f"pipeline 2 x tensor+sequence {half}, experts folded", tensor=half, sequence=True, **of_half, **pipelined),
+        kind(f"pipeline 2 x ring {half}, experts folded, zero 3", ring=half, zero=3, **of_half, **pipelined),
     )
 
 
