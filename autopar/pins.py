@@ -44,8 +44,8 @@ class ParallelPins:
         "the degree of expert parallelism of layers that have experts, with the degrees over which experts are folded", "expert=4"
     )
     fold_experts: str | None = _pin(
-        "the degrees over whose devices experts are distributed, too: context (Ulysses and ring attention), all (tensor parallelism, too) or "
-        "none; without tensor, every expert is sliced over the tensor-parallel devices",
+        "over which other degrees' devices experts are distributed, too: context (Ulysses and ring attention), all (also tensor parallelism, "
+        "which otherwise slices every expert) or none (the default where expert is pinned)",
         "fold_experts=all",
         values=tuple(FOLDS),
     )
@@ -65,23 +65,36 @@ class ParallelPins:
         """The pinned degrees by name."""
         return {name: n for name in DEGREES if (n := self.of(name)) is not None}
 
-    def folded(self, fold: str) -> int:
-        """Return the product of the pinned degrees over which the choice ``fold`` folds experts."""
-        return math.prod(self.of(name) or 1 for name in FOLDS[fold])
-
     @property
     def group(self) -> int:
-        """The product of the pinned degrees, which must divide the devices of a stage; experts may be folded over some of them."""
-        return math.prod((self.degrees | {"expert": self.least_expert_axis}).values())
+        """The product of the pinned degrees, which must divide the devices of a stage."""
+        return math.prod((self.degrees | {"expert": self.expert_axis}).values())
 
     @property
-    def least_expert_axis(self) -> int:
-        """The least size that the experts' own axis may have: their degree without those over which they are, or may be, folded."""
-        expert = self.expert or 1
-        return expert // math.gcd(expert, self.folded(self.fold_experts or "all"))
+    def folds(self) -> tuple[str, ...]:
+        """The choices of ``fold_experts`` that the pins allow."""
+        if self.fold_experts is None and self.expert is None:
+            return tuple(FOLDS)
+        return (self.fold_experts or "none",)
+
+    @property
+    def folded(self) -> int:
+        """The product of the pinned degrees over whose devices experts are distributed, too."""
+        return math.prod(self.of(name) or 1 for name in FOLDS[self.fold_experts or "none"])
+
+    @property
+    def expert_axis(self) -> int:
+        """The size of the experts' own axis: their degree without the pinned degrees over which they are folded."""
+        return (self.expert or self.folded) // self.folded
 
     def check(self, layer: str, plan: PlanPins) -> None:
         """Raise ``UsageError`` if the pins of ``layer`` contradict each other or the pins of the plan."""
+        if self.expert and self.expert % self.folded:
+            raise UsageError(
+                f"{layer} is pinned to expert={self.expert}, which does not divide by the {self.folded} devices over which "
+                f"fold_experts={self.fold_experts} distributes experts",
+                f"make expert a multiple of {self.folded}, or choose another fold_experts: {', '.join(FOLDS)}",
+            )
         for technique in LAYER:
             if not technique.admitted(self.of):
                 raise UsageError(

@@ -17,7 +17,6 @@ from autopar.graph import Graph
 from autopar.pins import PINS, PlanPins, check_sharding, checked
 from autopar.plan import (
     BATCHES,
-    FOLDS,
     REPLICATING,
     Axis,
     LayerPlan,
@@ -167,7 +166,8 @@ def filled_plan(
     """
     given = PlanPins(**{name: checked(name, value) for name, value in pins.items()})  # type: ignore[arg-type]
     degrees = {name: getattr(given, name) or 1 for name in ("tensor", "pipeline", "ulysses", "ring", "expert")}
-    degrees["expert"] = _expert_axis(given)
+    given.check("every layer", given)
+    degrees["expert"] = given.expert_axis
     data, odd = divmod(devices, math.prod(degrees.values()))
     if odd or not data or given.data not in (None, data):
         degrees |= {} if given.data is None else {"data": given.data}
@@ -189,7 +189,6 @@ def filled_plan(
             )
         given = replace(given, microbatches=count)
     given = replace(given, data=data)
-    given.check("every layer", given)
     check_replicas(graph, given, [data, replicas])  # layers with experts, and without
     mesh = _mesh(given)
     dense = Strategy(_roles(mesh, sequence, given.fold_experts)).dense.roles
@@ -201,18 +200,7 @@ def filled_plan(
 def _mesh(given: PlanPins) -> tuple[Axis, ...]:
     """Return the mesh with an axis for each pinned degree; that of the experts is without the axes over which they are folded."""
     sizes = {name: getattr(given, name) or 1 for name in ("data", "expert", "ring", "ulysses", "tensor")}
-    return make_mesh(*(sizes | {"expert": _expert_axis(given)}).items())
-
-
-def _expert_axis(given: PlanPins) -> int:
-    """Return the size of the experts' own axis. Experts are not folded unless a pin says so."""
-    expert, folded = given.expert or 1, given.folded(given.fold_experts or "none")
-    if expert % folded:
-        raise UsageError(
-            f"expert={expert} does not divide by {folded}, the devices over which fold_experts={given.fold_experts} distributes experts",
-            f"make expert a multiple of {folded}, or choose another fold_experts: {', '.join(FOLDS)}",
-        )
-    return expert // folded
+    return make_mesh(*(sizes | {"expert": given.expert_axis}).items())
 
 
 def _supported(graph: Graph, layer: int, strategy: Strategy) -> Strategy:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, checked
-from autopar.plan import ALLOWED, Role
+from autopar.plan import ALLOWED, FOLDS, Role
 from autopar.plan_schema import MAX_SEARCH_S
 from autopar.techniques import ALL, LAYER, PLAN
 
@@ -208,14 +208,14 @@ def check_refused(graph: Graph, pins: Sequence[LayerPins]) -> None:
 
 def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
     """Return the layer's pins; if the layer has no experts, their axis becomes a factor of the data-parallel degree (which is not pinned if
-    experts may or may not be folded)."""
+    experts may be folded over a degree that is not pinned)."""
     experts = graph.classes[graph.layers[layer].cls].experts
     if pins.expert is None or experts:
         return pins
     if not any(cls.experts for cls in graph.classes.values()) and pins.expert > 1:
         raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "remove the pin")
-    unknown = pins.fold_experts is None and pins.least_expert_axis != pins.expert
-    return replace(pins, expert=None, data=None if unknown else pins.data and pins.data * pins.least_expert_axis)
+    unknown = any(pins.of(name) is None for name in FOLDS[pins.fold_experts or "none"])
+    return replace(pins, expert=None, data=None if unknown else pins.data and pins.data * pins.expert_axis)
 
 
 def selects(selector: str, name: str, cls: str) -> bool:

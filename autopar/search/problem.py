@@ -49,7 +49,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
-from autopar.plan import DEGREES, FOLDS, Axis, Role, Strategy, copy_counts, folded
+from autopar.plan import DEGREES, Axis, Role, Strategy, copy_counts, folded
 from autopar.schedules import (
     CHIMERA,
     GPIPE,
@@ -379,7 +379,7 @@ def _suffixes(
     tried[Role.EXPERT] = tried[Role.EXPERT] if experts else (0,)
     folds = ("none",)
     if experts and tried[Role.EXPERT] is any_number:
-        folds = tuple(FOLDS) if pinned.fold_experts is None else (pinned.fold_experts,)
+        folds = pinned.folds
     found: list[tuple[Role, ...]] = []
     for numbers in itertools.product(*tried.values(), any_number):
         counts = dict(zip(pins, numbers, strict=True))
