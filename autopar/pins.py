@@ -41,7 +41,8 @@ class ParallelPins:
     data: int | None = _pin("the data-parallel degree", "data=8")
     tensor: int | None = _pin("the tensor-parallel degree", "layers.0-7.tensor=8")
     expert: int | None = _pin(
-        "the degree of expert parallelism of layers that have experts, with the degrees over which experts are folded", "expert=4"
+        "the degree of expert parallelism of layers that have experts, with the degrees over which experts are folded",
+        "expert=4",
     )
     fold_experts: str | None = _pin(
         "over which other degrees' devices experts are distributed, too: context (Ulysses and ring attention), all (also tensor parallelism, "

@@ -108,7 +108,9 @@ def manual_plan(
     count = len(graph.layers)
     pipeline, chunks, microbatches = given.pipeline or 1, given.chunks or 1, given.microbatches or 1
     mesh = mesh or _mesh(given)
-    chosen = dict.fromkeys(range(count), _common(mesh, _roles(mesh, sequence, given.fold_experts), given, compiled)) | (strategies or {})
+    chosen = dict.fromkeys(range(count), _common(mesh, _roles(mesh, sequence, given.fold_experts), given, compiled)) | (
+        strategies or {}
+    )
     if len(chosen) != count:
         raise UsageError(
             f"strategies are given for layers {sorted(set(chosen) - set(range(count)))}, the model has {count} layers"

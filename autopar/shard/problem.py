@@ -68,6 +68,7 @@ _SENT_SHARE = {
 }
 _BACKWARD_FACTOR = 2.0  # a matmul's backward is two matmuls
 
+
 def boundary(cls: LayerClass, role: Role, value: Value) -> SpmdType | None:
     """Return the type of an activation at a layer's border under ``role``; ``None`` if the value lacks the role's dim.
 
@@ -293,7 +294,9 @@ class Problem:
         if role.replicates_parameters:
             return [R]
         least = 1 if distributable else 0  # else every expert is sliced
-        pieces = [S(d) for d, extent in enumerate(shape[least:], least) if extent > 1 and self._fits(node.name, shape, S(d))]
+        pieces = [
+            S(d) for d, extent in enumerate(shape[least:], least) if extent > 1 and self._fits(node.name, shape, S(d))
+        ]
         return stored(role, shape, self.size) or [I, *pieces]
 
     def _loss(self, name: str) -> None:

@@ -174,7 +174,9 @@ def _folded(half: int) -> tuple[PlanKind, ...]:
         kind(f"data 2 x ring {half}, experts folded, zero 2", data=2, ring=half, zero=2, **of_half),
         kind(f"ring 2 x tensor+sequence {half}, experts folded", ring=2, tensor=half, sequence=True, **of_all),
         kind(f"ring 2 x tensor {half}, experts over the ring", ring=2, tensor=half, expert=2, fold_experts="context"),
-        kind(f"pipeline 2 x tensor+sequence {half}, experts folded", tensor=half, sequence=True, **of_half, **pipelined),
+        kind(
+            f"pipeline 2 x tensor+sequence {half}, experts folded", tensor=half, sequence=True, **of_half, **pipelined
+        ),
         kind(f"pipeline 2 x ring {half}, experts folded, zero 3", ring=half, zero=3, **of_half, **pipelined),
     )
 

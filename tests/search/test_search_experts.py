@@ -19,6 +19,7 @@ from autopar.plan import Plan, Role, Strategy
 from autopar.planning import write_plan
 from autopar.price import Pricer
 from autopar.search import SearchOptions, search
+from autopar.search.manual import filled_plan
 from autopar.search.options import pins_by_layer
 from autopar.search.problem import TENSOR_ROLES, candidates, meshes
 from autopar.shard import annotate
@@ -40,7 +41,7 @@ def mixtral() -> Graph:
 def degrees(plan: Plan, graph: Graph) -> set[tuple[bool, int]]:
     """For every layer, whether it has experts, and over how many devices they are distributed."""
     return {
-        (graph.classes[layer.cls].experts > 0, layer.strategy.degree(plan.mesh, Role.EXPERT)) for layer in plan.layers
+        (graph.classes[layer.cls].experts > 0, layer.strategy.degrees(plan.mesh)["expert"]) for layer in plan.layers
     }
 
 
@@ -83,6 +84,72 @@ class TestCandidates:
             s for s in candidates(mesh, 16, 4, SearchOptions(roles=ROLES), experts=4).every if Role.EXPERT in s.roles
         ]
         assert {s.degree(mesh, *TENSOR_ROLES) for s in both} == {1, 4}
+
+
+class TestFolded:
+    """Experts over axes that shard something else in attention (folded)."""
+
+    def tried(self, mixtral: Graph, **pins: object) -> tuple[set[tuple[Role, ...]], set[tuple[Role, ...]]]:
+        """The roles that are tried on 8 devices in nodes of 4, for the embedding and for a mixture of 8 experts."""
+        (mesh,) = meshes(8)
+        options = SearchOptions(roles=(*ROLES, Role.RING), **pins)  # type: ignore[arg-type]
+        by_layer = pins_by_layer(mixtral, options)
+        both = [candidates(mesh, 8, 4, options, by_layer[i], experts=8 * i).roles for i in (0, 1)]
+        return set(both[0]), set(both[1])
+
+    def test_they_are_tried_over_every_axis_that_shards_tokens_or_none(self, mixtral: Graph) -> None:
+        first, mixture = self.tried(mixtral)
+        data, tensor, folded = (Role.DATA,), (Role.TENSOR_SEQUENCE,) * 2, (Role.TENSOR_SEQUENCE_EXPERT,) * 2
+        assert {data + tensor, data + folded, (Role.EXPERT, *tensor), (Role.EXPERT, *folded)} <= mixture
+        assert {(Role.RING_EXPERT,) * 3, (*data * 2, Role.TENSOR_EXPERT)} <= mixture
+        assert not any(role.distributes_experts for roles in first for role in roles)
+
+    def test_pins_decide_it(self, mixtral: Graph) -> None:
+        """A degree of experts is one over their own axis unless a pin folds it."""
+        pins = {"tensor": 2, "ring": 2, "expert": 4}
+        assert {r.value for roles in self.tried(mixtral, **(pins | {"expert": 2}))[1] for r in roles} == {
+            "expert", "ring", "tensor", "tensor+sequence",
+        }  # fmt: skip
+        ring, tensor = Role.RING_EXPERT, (Role.TENSOR, Role.TENSOR_SEQUENCE)
+        over_ring = self.tried(mixtral, fold_experts="context", **pins)[1]
+        assert over_ring == {(Role.EXPERT, ring, role) for role in tensor}
+        over_all = self.tried(mixtral, fold_experts="all", **pins)[1]
+        assert over_all == {(Role.DATA, ring, role.folded) for role in tensor}
+        first, _ = self.tried(mixtral, fold_experts="all", data=1, **(pins | {"expert": 8, "ulysses": 1}))
+        assert first == {(Role.DATA, Role.RING, role) for role in tensor}  # experts' own axis is a data axis there
+        with pytest.raises(
+            UsageError, match="expert=2, which does not divide by the 4 devices over which fold_experts=all"
+        ):
+            self.tried(mixtral, fold_experts="all", **(pins | {"expert": 2}))
+
+    def test_every_expert_is_sliced_or_whole_on_a_tensor_parallel_axis(self, mixtral: Graph) -> None:
+        for role in (Role.TENSOR, Role.TENSOR_SEQUENCE):
+            sliced, whole = role_types(mixtral, 1, role, 8), role_types(mixtral, 1, role.folded, 8)
+            assert sliced is not None and whole is not None
+            names = {name for name in _placeholders(mixtral) if "experts" in name}
+            assert names and all((sliced.produced[name].dim or 0) > 0 for name in names)
+            assert {whole.produced[name] for name in names} == {S(0)}
+
+    def test_one_exchange_spans_all_axes_that_distribute_experts(self, mixtral: Graph) -> None:
+        cls, pricer = mixtral.layers[1].cls, Pricer(mixtral, parse("2x8xH100-80GB"), "bfloat16")
+        (mesh,) = (m for m in meshes(16) if [axis.size for axis in m] == [2, 2, 2, 2])
+        tensor = (Role.TENSOR_SEQUENCE,) * 3
+        sizes = []
+        for roles in (
+            (Role.EXPERT, *tensor),
+            (Role.DATA, *(r.folded for r in tensor)),
+            (Role.EXPERT, *(r.folded for r in tensor)),
+        ):
+            found = pricer.collectives(cls, mesh, Strategy(roles), 1)
+            sizes.append({one.members.size for one in found if one.collective.value == "all_to_all"})
+        assert sizes == [{2}, {8}, {16}]
+
+    def test_a_plan_written_by_hand_folds_them(self, mixtral: Graph) -> None:
+        plan = filled_plan(mixtral, 16, {"tensor": 4, "expert": 8, "fold_experts": "all", "zero": 1}, sequence=True)
+        assert [(axis.name, axis.size) for axis in plan.mesh] == [("data", 2), ("expert", 2), ("tensor", 4)]
+        first, mixture = (plan.layers[i].strategy.degrees(plan.mesh) for i in (0, 1))
+        assert mixture == {"data": 2, "tensor": 4, "expert": 8, "sequence": 4} and first["data"] == 4
+        assert Plan.from_json(plan.to_json()) == plan
 
 
 class TestTypes:
@@ -165,6 +232,7 @@ class TestSearch:
         ("mixtral", 2, {"expert": 2, "pipeline": 1}),
         ("mixtral", 4, {"expert": 2, "data": 2, "zero": 3, "microbatches": 2}),
         ("mixtral", 4, {"expert": 2, "data": 2, "zero": 2, "replicate": 2}),
+        ("mixtral", 4, {"expert": 4, "tensor": 2, "fold_experts": "all", "zero": 3, "pipeline": 1, "microbatches": 2}),
         slow("deepseek", 4, {"expert": 2, "zero": 1, "pipeline": 2, "microbatches": 2}),
         slow("qwen3_moe", 4, {"expert": 4, "pipeline": 1, "microbatches": 2}),
     ],
