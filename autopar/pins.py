@@ -45,8 +45,8 @@ class ParallelPins:
         "expert=4",
     )
     fold_experts: str | None = _pin(
-        "over which other degrees' devices experts are distributed, too: context (Ulysses and ring attention), all (also tensor parallelism, "
-        "which otherwise slices every expert) or none (the default where expert is pinned)",
+        "over which other degrees' devices experts are distributed, too: context (Ulysses and ring attention), all (also tensor "
+        "parallelism, which otherwise slices every expert) or none (the default where expert is pinned)",
         "fold_experts=all",
         values=tuple(FOLDS),
     )

@@ -377,7 +377,7 @@ def _suffixes(
     any_number = range(len(mesh) + 1)
     tried = {role: any_number if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
     tried[Role.EXPERT] = tried[Role.EXPERT] if experts else (0,)
-    folds = ("none",)
+    folds: tuple[str, ...] = ("none",)
     if experts and tried[Role.EXPERT] is any_number:
         folds = pinned.folds
     found: list[tuple[Role, ...]] = []
