@@ -156,8 +156,13 @@ class LayerClass:
     @property
     def experts(self) -> int:
         """The number of experts of the layer's mixtures (their greatest common divisor if they differ); 0 without mixtures."""
-        mixtures = [node.target for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
-        return math.gcd(*(mixture.count for mixture in mixtures))
+        return math.gcd(*(count for count, _ in self.mixtures))
+
+    @property
+    def mixtures(self) -> tuple[tuple[int, int], ...]:
+        """The number of experts of each mixture of the layer, and the number of its router's choices for all tokens together."""
+        nodes = [node for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
+        return tuple((node.target.count, math.prod(node.args[1].meta["val"].shape)) for node in nodes)
 
     def batched(self, value: Value) -> bool:
         """Return whether dim 0 of a border value is the batch dim; false for a table that depends on parameters alone."""

@@ -28,8 +28,7 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
         notes.append(
             f"shared by several layers, and stored once if one device has these layers: {', '.join(sorted(shared))}"
         )
-    if any(s.degree(mesh, *DEGREES["expert"]) > 1 for s in strategies):
-        notes.append("the price assumes that all experts get the same number of tokens: uneven loads are slower")
+    notes += _expert_notes(graph, graph.parts(config.schedule.microbatches), strategies, mesh)
     if graph.accumulated > 1:
         notes.append(
             f"not exact, as microbatch_statistics allows: each of {graph.accumulated} microbatches has its own statistics and loss; the "
@@ -55,6 +54,26 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
             having.setdefault(strategy.options[technique], []).append(layer.name)
         notes += [note for value, names in having.items() if (note := technique.note(names, len(strategies), value))]
     return tuple(notes)
+
+
+def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh: Mesh) -> list[str]:
+    """Return a note for each number of experts, tokens and degree: how many experts a device has, and how many tokens each of them gets from
+    one of ``parts`` microbatches."""
+    found: dict[str, int] = {}
+    for layer, strategy in zip(graph.layers, strategies, strict=True):
+        degree = strategy.degree(mesh, *DEGREES["expert"])
+        # these axes have other tokens and the same experts
+        copies = strategy.degree(mesh, Role.DATA, Role.ULYSSES, Role.RING)
+        sliced = strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
+        for count, choices in graph.classes[layer.cls].mixtures:
+            tokens = choices / parts / copies / count
+            slices = f", sliced over {sliced} devices" if sliced > 1 else ""
+            text = f"each device has {count // degree} of {count} experts{slices} (expert {degree}), and each expert {tokens:,.0f} "
+            text += "tokens of a microbatch on average"
+            found[text] = found.get(text, 0) + 1
+    even = "; the price assumes that all experts get the same number of tokens: uneven loads are slower"
+    uneven = any(s.degree(mesh, *DEGREES["expert"]) > 1 for s in strategies)
+    return [f"in {n} layers {text}{even if uneven else ''}" for text, n in found.items()]
 
 
 def sync_notes(sync: str) -> tuple[str, ...]:

@@ -209,7 +209,7 @@ class TestSearch:
         assert {degree for has, degree in degrees(plan, mixtral) if has} != {1}
         assert {degree for has, degree in degrees(plan, mixtral) if not has} == {1}
         assert plan.prediction.step_time_s < 0.8 * without.prediction.step_time_s
-        assert any("same number of tokens" in note for note in plan.notes)
+        assert any("of 64 experts (expert " in note and "same number of tokens" in note for note in plan.notes)
         assert Plan.from_json(plan.to_json()) == plan
 
     def test_a_written_plan_with_experts_has_a_price(self, mixtral: Graph) -> None:
