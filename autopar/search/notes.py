@@ -57,8 +57,8 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
 
 
 def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh: Mesh) -> list[str]:
-    """Return a note for each number of experts, tokens and degree: how many experts a device has, and how many tokens each of them gets from
-    one of ``parts`` microbatches."""
+    """Return a note for each number of experts, tokens and degree: how many experts a device has, and how many tokens of one
+    of ``parts`` microbatches each of them gets."""
     found: dict[str, int] = {}
     for layer, strategy in zip(graph.layers, strategies, strict=True):
         degree = strategy.degree(mesh, *DEGREES["expert"])
