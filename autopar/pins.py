@@ -50,6 +50,11 @@ class ParallelPins:
         "fold_experts=all",
         values=tuple(FOLDS),
     )
+    dispatch: str | None = _pin(
+        "how tokens reach experts on other nodes: direct, or relayed (once to each node with any of their experts, and on from there)",
+        "dispatch=relayed",
+        values=("direct", "relayed"),
+    )
     ulysses: int | None = _pin("the degree of Ulysses sequence parallelism", "ulysses=4")
     ring: int | None = _pin("the degree of ring attention", "ring=4")
     zero: int | None = _pin("the ZeRO stage", "lm_head.zero=3", least=0, most=3)

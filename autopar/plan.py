@@ -31,6 +31,9 @@ class Role(Enum):
     RING = "ring"  # activations sharded along the sequence, keys and values rotate
     # roles that also distribute experts; the role of everything else on the axis is ``dense``
     EXPERT = "expert"  # data
+    EXPERT_RELAYED = (
+        "expert+relayed"  # data; a token is sent once, to a relay that passes it on to the experts on inner axes
+    )
     TENSOR_EXPERT = "tensor+expert"
     TENSOR_SEQUENCE_EXPERT = "tensor+sequence+expert"
     ULYSSES_EXPERT = "ulysses+expert"
@@ -85,6 +88,7 @@ class Role(Enum):
 
 _DENSE = {
     Role.EXPERT: Role.DATA,
+    Role.EXPERT_RELAYED: Role.DATA,
     Role.TENSOR_EXPERT: Role.TENSOR,
     Role.TENSOR_SEQUENCE_EXPERT: Role.TENSOR_SEQUENCE,
     Role.ULYSSES_EXPERT: Role.ULYSSES,

@@ -34,7 +34,8 @@ from autopar.search import (
 from autopar.search.notes import odd_experts, unsplit_layers
 from autopar.search.numerics import Numerics, allowed_numerics, best_plan
 from autopar.search.options import SequencePin
-from autopar.search.problem import LONG_SEQUENCE, MOST_NODES, SEQUENCE_ROLES, divisors
+from autopar.search.problem import divisors
+from autopar.search.strategies import LONG_SEQUENCE, MOST_NODES, SEQUENCE_ROLES
 from autopar.workload import Recapture, Workload, sequence_length, with_numerics
 
 

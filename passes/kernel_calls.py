@@ -20,7 +20,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, operands, shape_of
 from autopar.plan import Axis
 from autopar.program import custom, kernels, kernels_norm, kernels_ring, kernels_rnn, kernels_vocab
-from autopar.rules.traffic import MICROBATCHABLE_KERNELS
+from autopar.rules.traffic import DISPATCHES, MICROBATCHABLE_KERNELS
 from autopar.sharding import Sharding
 from autopar.types import I, P, R, SpmdType
 from passes.collectives import MICROBATCH
@@ -171,10 +171,15 @@ def _statistics(request: KernelRequest) -> KernelCall:
 
 
 def _experts(request: KernelRequest) -> KernelCall:
-    """Return the kernel of a mixture of experts, with the axes that distribute the experts, and those whose ranks exchange tokens."""
+    """Return the kernel of a mixture of experts, with the axes that distribute the experts, and those whose ranks exchange tokens, in one
+    hop or in two."""
+    sent = {
+        name: tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == name) for name in DISPATCHES
+    }
     axes = {
         "owners": request.axes,
-        "exchange": tuple(a for a, k in zip(request.axes, request.kernels, strict=True) if k == "expert_exchange"),
+        "exchange": sent["expert_exchange"],
+        "relay": sent["expert_relay"],
         "partial_axes": request.partial,
     }
     target: Any = request.node.target
@@ -192,8 +197,7 @@ BY_KERNEL: dict[str, Entry] = {
     "batch_statistics": _statistics,
     "local_batch_norm": lambda request: (kernels_norm.local_batch_norm, request.node.args, dict(request.node.kwargs)),
     "ring_attention": _ring_attention,
-    "expert_exchange": _experts,
-    "expert_share": _experts,
+    **dict.fromkeys((*DISPATCHES, "expert_share"), _experts),
     "masked_embedding": _masked_embedding,
     "step_statistics": _statistics,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,

@@ -29,6 +29,7 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
 from autopar.program import kernels_overlap
+from autopar.rules.traffic import DISPATCHES
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques.overlap import HALVES, TENSOR
 from autopar.types import I, R, S
@@ -319,7 +320,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
         if (rows or one.value not in position) and _is_async(one):
             first[one.value, one.target] = position.get(one.readers[0][0], len(nodes))
     producers = {read: position.get(read[0], -1) for read in first}
-    experts = tuple(i for i, n in enumerate(nodes) if any(t.kernel.get(n.name) == "expert_exchange" for t in types))
+    experts = tuple(i for i, n in enumerate(nodes) if any(t.kernel.get(n.name) in DISPATCHES for t in types))
     shared = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
     turns: set[int] = set()
     for read, at in sorted(first.items(), key=lambda item: item[1]):

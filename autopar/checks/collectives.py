@@ -26,6 +26,7 @@ from torch import fx
 from autopar.errors import ProgramError
 from autopar.flow import gradient_flow, placeholders
 from autopar.ops.cost import tensors
+from autopar.ops.experts import Experts
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.plan import Axis
@@ -143,7 +144,8 @@ def _collectives_of_pair(
     pair: CollectivePair, axes: tuple[Axis, ...], weights: tuple[str, ...] = ()
 ) -> Iterator[IssuedCollective]:
     names = tuple(axes[i].name for i in pair.axes if axes[i].name != MICROBATCH)
-    size = round(pair.bytes / math.prod(axes[i].size for i in pair.sharded))
+    members = math.prod(axes[i].size for i in pair.axes)
+    size = round(pair.routed_bytes(members) / math.prod(axes[i].size for i in pair.sharded))
     return _issued(pair.value, names, (pair.forward, pair.backward), size, weights)
 
 
@@ -196,23 +198,28 @@ def _conversion(
 def _kernel(node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]) -> Iterator[IssuedCollective]:
     """Yield the collectives of a call of a kernel, over the axes among the call's arguments."""
     assert callable(node.target)
-    kernel = "expert_exchange" if node.kwargs.get("exchange") else node.target.__name__
-    traffic = kernel_traffic(kernel, original)
-    if not traffic:
-        return
-    axis: Any = node.kwargs.get("exchange")
-    if axis is None:
-        axis = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("axis", ())
-    if not axis:
-        return
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    over: Any = {node.target.__name__: given.get("axis", ())}
+    if isinstance(node.target, Experts):
+        over = {"expert_exchange": node.kwargs.get("exchange", ()), "expert_relay": node.kwargs.get("relay", ())}
+    for kernel, axis in over.items():
+        if axis:
+            yield from _inside(kernel, (axis,) if isinstance(axis, str) else tuple(axis), node, original, axes)
+
+
+def _inside(
+    kernel: str, names: tuple[str, ...], node: fx.Node, original: fx.Node, axes: tuple[Axis, ...]
+) -> Iterator[IssuedCollective]:
+    """Yield the collectives of ``kernel`` over the axes ``names``, as ``node`` runs it in the place of ``original``."""
     local = {_origin(operand).name: operand for operand in node.all_input_nodes} | {original.name: node}
-    for one in traffic:
+    members = math.prod(axis.size for axis in axes if axis.name in names)
+    for one in kernel_traffic(kernel, original):
         value = local[one.value.name]
         tensor = tensors(meta(value)["val"])[0]
         pairs = list(zip(axes, meta(value)["types"], strict=True))
         slices = math.prod(a.size for a, t in pairs if t.sharded and a.name in names)
         size = tensor.numel() * slices * (one.itemsize or tensor.element_size()) * one.scale
+        size *= 1 if one.routing is None else one.routing.reached(members)
         yield from _issued(one.value.name, names, (one.forward, one.backward), round(size))
 
 

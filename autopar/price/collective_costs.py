@@ -63,7 +63,7 @@ def pair_costs(
     """Yield the two collectives of a pair: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times."""
     sizes = pair_sizes((pair.axes, pair.sharded), runs, cluster)
     axes = tuple(axis for i in pair.axes for axis in runs[i] if axis.stride)
-    size = pair.bytes / sizes.parts * (sizes.members.size if pair.per_rank else 1)
+    size = pair.bytes_of_group(sizes.parts, sizes.members.size)
     for collective, count in ((pair.forward, forwards), (pair.backward, backwards)):
         if collective.sends and sizes.members.size > 1:
             seconds = group_time_s(collective, size, sizes.members, cluster)

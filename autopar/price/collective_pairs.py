@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.graph import LayerClass
 from autopar.ops.operands import shape_of
+from autopar.rules.traffic import Routing
 from autopar.sharding import AxisTypes
 from autopar.types import Collective, SpmdType
 from passes.communication import conversions, kernel_exchanges
@@ -20,7 +21,8 @@ class CollectivePair:
     """A collective of the forward pass and its dual in the backward pass, over ``axes`` on ``value``, which has ``bytes`` globally;
     ``sharded`` are the other axes that shard the value.
 
-    With ``per_rank``, ``bytes`` are each rank's contribution to a gather. ``overlapped_op`` is the op whose arithmetic overlaps the
+    With ``per_rank``, ``bytes`` are each rank's contribution to a gather; with ``routing``, each row is sent to all ranks that it reaches.
+    ``overlapped_op`` is the op whose arithmetic overlaps the
     collectives, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collectives; empty for a
     conversion between ops. ``overlapped_products`` are the products whose weight gradients are computed while the backward collective runs,
     if the strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last step.
@@ -33,10 +35,19 @@ class CollectivePair:
     forward: Collective
     backward: Collective
     per_rank: bool = False
+    routing: Routing | None = None
     overlapped_op: str = ""
     op: str = ""
     overlapped_products: tuple[str, ...] = ()
     target: tuple[SpmdType, ...] = ()
+
+    def bytes_of_group(self, parts: int, size: int) -> float:
+        """Return the bytes of the value in a group of ``size`` ranks, if the other axes divide the value into ``parts``."""
+        return self.routed_bytes(size) / parts * (size if self.per_rank else 1)
+
+    def routed_bytes(self, size: int) -> float:
+        """Return the bytes of the value, each row counted once for each of ``size`` ranks that it reaches."""
+        return self.bytes if self.routing is None else self.bytes * self.routing.reached(size)
 
 
 def pairs_of_conversion(value: str, value_bytes: float, steps: Iterable[ConversionStep]) -> list[CollectivePair]:
@@ -76,6 +87,7 @@ def pairs_of_layer(
                 forward=collective.forward,
                 backward=collective.backward,
                 per_rank=collective.per_rank,
+                routing=collective.routing,
                 overlapped_op=exchange.op if collective.overlapped else "",
                 op=exchange.op,
             )

@@ -288,5 +288,4 @@ def collective_s(pair: CollectivePair, collective: Collective, axes: tuple[Axis,
 def _collective_s(pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster) -> float:
     if not collective.sends:
         return 0.0
-    whole = pair.bytes / sizes.parts * (sizes.members.size if pair.per_rank else 1)
-    return group_time_s(collective, whole, sizes.members, cluster)
+    return group_time_s(collective, pair.bytes_of_group(sizes.parts, sizes.members.size), sizes.members, cluster)

@@ -8,10 +8,13 @@ and each mesh axis may use a different one:
 * each rank has the same tokens, and different experts (or a slice of each): it computes their terms of the result (P);
 * each rank has different tokens, and different experts: rows are sent to the owners of their experts and back by two all-to-alls, with
   sizes that the router decides (dropless, as in Gale et al. 2022, arXiv:2211.15841; expert parallelism: Lepikhin et al. 2020,
-  arXiv:2006.16668). Several such axes are flattened into one.
+  arXiv:2006.16668). Several such axes are flattened into one;
+* the same in two hops, if some of these axes are slower than others: a token's row is sent once to each coordinate on the slow axes that
+  has any of its experts, and its rank there (the relay) sends it to their owners over the fast axes, adds up what they return, and sends
+  one row back (node-limited dispatch: DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 
-Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a layer, and
-not at all if every rank has all experts, and the body calls neither ``looped_linear`` nor ``of_rows``.
+Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a layer (twice
+for two hops), and not at all if every rank has all experts, and the body calls neither ``looped_linear`` nor ``of_rows``.
 """
 
 from __future__ import annotations
@@ -126,15 +129,17 @@ def experts(
     count: int,
     owners: Sequence[Axis] = (),
     exchange: Sequence[Axis] = (),
+    relay: Sequence[Axis] = (),
     partial_axes: Sequence[Axis] = (),
 ) -> Tensor:
     """Return ``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x [..., h]`` and ``index``, ``weights`` ``[..., k]``: ``[..., h]``.
 
     ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that shard the experts, outermost first.
-    ``exchange`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them. ``partial_axes`` are the axes
-    on which the result is a partial sum (P): the other ``owners``, and the axes that shard another dim of the parameters.
+    ``exchange`` and ``relay`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them, over ``relay`` in
+    a hop of its own. ``partial_axes`` are the axes on which the result is a partial sum (P): the other ``owners``, and the axes that shard
+    another dim of the parameters.
     """
-    axes = {"owners": owners, "exchange": exchange, "partial_axes": partial_axes}
+    axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
     steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, **axes)
     while True:
         try:
@@ -156,14 +161,20 @@ def in_steps(
     """Run ``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else.
     ``tokens`` (``x``, ``index``, ``weights``) and ``axes`` (by keyword) are arguments of ``experts``; ``send`` exchanges the rows."""
     x, index, weights = tokens
-    owners, exchange, partial_axes = (axes.get(name, ()) for name in ("owners", "exchange", "partial_axes"))
+    owners, exchange, relay, partial_axes = (
+        axes.get(name, ()) for name in ("owners", "exchange", "relay", "partial_axes")
+    )
     if spmd.is_type_checking():
         if send is not _send_and_wait:  # at a yield, the caller's ops would be checked under ``spmd.local``
             return experts(x, index, weights, parameters, body, count, **axes)
         sharding = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
     exchange = [axis for axis in exchange if _size(axis) > 1]
+    relay = [axis for axis in relay if _size(axis) > 1]
     with spmd.local():
+        if relay:
+            place = _coordinates(count, owners, exchange, relay, ids_on=index.device)
+            (x, index, weights), sent_back = yield from _send_to_relays(tokens, place, relay, send)
         choices = index.shape[-1]
         ids = index.reshape(-1)
         ids, counts = _local_expert_ids(ids, count, owners, exchange)
@@ -179,6 +190,8 @@ def in_steps(
             rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
+        if relay:
+            out = yield from sent_back(out)
         out = _as_partial(out, [axis for axis in partial_axes if _size(axis) > 1])
     return _declare(out, sharding) if spmd.is_type_checking() else out
 
@@ -236,6 +249,49 @@ def _local_expert_ids(
     number = torch.full((count,), count, dtype=torch.long, device=ids.device)
     mine = torch.arange(expert.numel(), device=ids.device)
     return number.index_copy(0, expert.flatten(), mine)[ids], counts.flatten()
+
+
+def _coordinates(
+    count: int, owners: Sequence[Axis], exchange: Sequence[Axis], relay: Sequence[Axis], ids_on: torch.device
+) -> Tensor:
+    """Return the coordinate of each expert's owner on the axes ``relay`` (flattened); their size for experts that this rank sends no rows
+    to, because it has another coordinate on an axis that rows are not exchanged over."""
+    several = [_size(axis) for axis in owners]
+    place = torch.zeros([1] * len(owners), dtype=torch.long, device=ids_on)
+    ours = torch.ones_like(place, dtype=torch.bool)
+    for dim, axis in enumerate(owners):
+        here = torch.arange(several[dim], device=ids_on).view([-1 if d == dim else 1 for d in range(len(owners))])
+        if axis in relay:
+            place = place * several[dim] + here
+        elif axis not in exchange:
+            ours = ours & (here == _slice_start([axis], 1, ids_on))
+    place = torch.where(ours, place, prod(_size(axis) for axis in relay))
+    return place.unsqueeze(-1).expand(*several, count // prod(several)).flatten()
+
+
+def _send_to_relays(
+    tokens: tuple[Tensor, Tensor, Tensor], place: Tensor, relay: Sequence[Axis], send: Send
+) -> Generator[None, None, tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Generator[None, None, Tensor]]]]:
+    """Send each token once to every rank of ``relay`` that has any of its experts (``place [count]``, their ranks).
+
+    Return the rows, choices and weights that arrived, and a generator that sends the relays' results back and adds up each token's.
+    """
+    shape, n = tokens[0].shape, prod(_size(axis) for axis in relay)
+    x, index, weights = (t.reshape(-1, t.shape[-1]) for t in tokens)
+    reached = index.new_zeros(len(index), n + 1).scatter(1, place[index], 1)[:, :n].t()
+    sent, received, _, _ = _exchange_counts(reached.sum(1), relay, len(index) * min(n, index.shape[1]))
+    order = reached.flatten().argsort(descending=True, stable=True)[: sum(sent)]  # by rank, then by token
+    token = order % len(index)
+    arrived = send(x[token], relay, sent, received)
+    index, weights = (_RowExchange.apply(t[token], relay, sent, received) for t in (index, weights))
+    yield
+
+    def sent_back(rows: Tensor) -> Generator[None, None, Tensor]:
+        returned = send(rows, relay, received, sent)
+        yield
+        return _restore(returned(), order, n * len(x)).view(n, *shape).sum(0)
+
+    return (arrived(), index, weights), sent_back
 
 
 class RowCounts(NamedTuple):

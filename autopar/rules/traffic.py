@@ -21,13 +21,34 @@ MICROBATCHABLE_KERNELS = frozenset(("step_statistics", "local_batch_norm"))
 """Kernels that may run on one microbatch at a time, and so don't rule out microbatches."""
 
 
+DISPATCHES = ("expert_exchange", "expert_relay")
+"""Kernels that send tokens to the owners of their experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A router that chooses ``choices`` of ``experts`` for each token."""
+
+    experts: int
+    choices: int
+
+    def reached(self, ranks: int) -> float:
+        """Return the expected number of ranks with any of a token's experts, if each of ``ranks`` has equally many experts and all choices
+        are equally likely: a router that is limited to a few nodes reaches fewer."""
+        missed = 1.0
+        for i in range(self.choices):
+            missed *= max(0.0, self.experts - self.experts / ranks - i) / (self.experts - i)
+        return ranks * (1 - missed)
+
+
 @dataclass(frozen=True, slots=True)
 class KernelCollective:
     """Communication over the axes on which a kernel runs.
 
     Its bytes are ``scale`` times the global size of ``value``, at ``itemsize`` bytes per element (``None``: the value's); the caller
     divides them by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With
-    ``per_rank`` the bytes are each rank's contribution to an all-gather. ``overlapped``: the kernel overlaps the communication with its
+    ``per_rank`` the bytes are each rank's contribution to an all-gather. With ``routing`` a row is sent to each rank that it reaches.
+    ``overlapped``: the kernel overlaps the communication with its
     compute.
     """
 
@@ -37,6 +58,7 @@ class KernelCollective:
     scale: float = 1.0
     itemsize: int | None = None
     per_rank: bool = False
+    routing: Routing | None = None
     overlapped: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
@@ -100,8 +122,26 @@ def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     )
 
 
+def _expert_relay(node: fx.Node) -> tuple[KernelCollective, ...]:
+    """Return the all-to-alls of row counts, then of each token's row, choices and weights to the ranks with any of its experts, and of
+    the results back."""
+    tokens, index, weights = operands(node)[:3]
+    assert isinstance(node.target, Experts)
+    shape = shape_of(index)
+    routing = Routing(node.target.count, shape[-1])
+    both = Collective.ALL_TO_ALL, Collective.ALL_TO_ALL
+    return (
+        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=1 / math.prod(shape)),
+        KernelCollective(tokens, *both, routing=routing),
+        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, routing=routing),
+        KernelCollective(weights, *both, routing=routing),
+        KernelCollective(tokens, *both, routing=routing),
+    )
+
+
 _TRAFFIC: dict[str, Callable[[fx.Node], tuple[KernelCollective, ...]]] = {
     "expert_exchange": _expert_exchange,
+    "expert_relay": _expert_relay,
     "vocab_parallel_cross_entropy_sum": _vocabulary_loss,
     "loss_in_slices": lambda node: _vocabulary_loss(node, 2),
     "ring_attention": _ring,

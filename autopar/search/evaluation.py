@@ -214,7 +214,8 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
         if dense <= {Role.TENSOR, Role.TENSOR_SEQUENCE}:
             name = "tensor"
         elif len(dense) == 1:  # in layers without experts, expert axes are data-parallel
-            name = "expert" if Role.EXPERT in used else dense.pop().value
+            owning = Role.DATA in dense and any(role.distributes_experts for role in used)
+            name = "expert" if owning else dense.pop().value
         else:
             name = "inner"
         names.append(name)

@@ -97,7 +97,7 @@ def manual_plan(
 
     Without ``mesh`` a stage's mesh is ("data", "expert", "ring", "ulysses", "tensor"), outermost first, without axes of size 1 (but at
     least ("data", 1)). With ``mesh`` these five degrees are ignored: the start of an axis's name determines its role (``tensor0``,
-    ``ring``, ``sequence``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``); other axes are data-parallel.
+    ``ring``, ``sequence``, ``relay``; ``weights``, ``hidden`` and ``rows`` of ``grid_mesh``); other axes are data-parallel.
 
     Raises:
         UsageError: the pins are invalid, the cuts don't give the number of stages, the pipeline does not admit the schedule, or
@@ -227,6 +227,11 @@ def _common(mesh: tuple[Axis, ...], roles: tuple[Role, ...], given: PlanPins, co
                 f"write {', '.join(technique.values)}",
             )
     given.check("every layer", given)
+    if given.dispatch == "relayed":
+        raise UsageError(
+            "dispatch=relayed depends on the nodes, and a manual plan knows none",
+            "leave it to a search, or give a mesh with an axis named relay",
+        )
     if (given.replicate or 1) > 1 and not given.zero:
         raise UsageError(
             f"replicate={given.replicate} copies the state that ZeRO shards, and ZeRO is 0",
@@ -258,6 +263,7 @@ def _roles(mesh: tuple[Axis, ...], sequence: bool, fold: str | None) -> tuple[Ro
         "hidden": Role.TENSOR_HIDDEN,
         "rows": Role.TENSOR_ROWS,
         "expert": Role.EXPERT,
+        "relay": Role.EXPERT_RELAYED,
         "ring": Role.RING,
         "ulysses": Role.ULYSSES,
     }

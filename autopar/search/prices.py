@@ -13,18 +13,9 @@ from autopar.pins import LayerPins
 from autopar.plan import Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
-from autopar.search.problem import (
-    Candidates,
-    Configuration,
-    Devices,
-    PriceSource,
-    SequencePin,
-    candidates,
-    context_of,
-    for_sequence,
-    tied_groups,
-)
+from autopar.search.problem import Configuration, Devices, PriceSource, SequencePin, tied_groups
 from autopar.search.shared_parameters import stored_already, stored_once
+from autopar.search.strategies import Candidates, candidates, context_of, for_sequence
 from autopar.search.tables import Instance, Roles, StagePlaces, Table, TransferTimes, make_table
 from autopar.techniques import LAYER
 from autopar.techniques.technique import Technique

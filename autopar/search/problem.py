@@ -1,4 +1,4 @@
-"""The inputs of the search: the interfaces of pricer and cluster, the candidates, and the configurations.
+"""The inputs of the search: the interfaces of pricer and cluster, and the configurations.
 
 The problem, for one configuration (mesh of a stage, pipeline degree ``P``, microbatches ``m``, schedule):
 
@@ -38,18 +38,15 @@ planned only if it is pinned or if there are fewer microbatches than stages; oth
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice, Tried
 from autopar.pins import LayerPins
-from autopar.plan import DEGREES, Axis, Role, Strategy, copy_counts, folded
+from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import (
     CHIMERA,
     GPIPE,
@@ -65,19 +62,11 @@ from autopar.schedules import (
 )
 from autopar.search.manual import make_mesh
 from autopar.search.options import SearchOptions, SequencePin
-from autopar.techniques import LAYER, PLAN, UNDER_SPLIT, Options, conflict
-from autopar.techniques.technique import Context
 
 Mesh = tuple[Axis, ...]
 
-TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
-SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
-MOST_NODES = 4
-"""Maximum number of nodes that a degree of tensor parallelism, or of sequence parallelism in all layers, spans without a pin."""
 MOST_CHUNKS = 8
 """Maximum number of chunks per device that is tried without a pin."""
-LONG_SEQUENCE = 16384
-"""Minimum sequence length in tokens at which the search decides sequence parallelism per layer: attention then outweighs communication."""
 
 
 class PriceSource(Protocol):
@@ -237,210 +226,6 @@ def _distinct_orders(factors: list[int]) -> list[tuple[int, ...]]:
         rest.remove(first)
         found += [(first, *order) for order in _distinct_orders(rest)]
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """The strategies to try for a layer, listed on demand. ``roles`` has every assignment of roles to the mesh's axes, ``options`` the
-    combinations of techniques under each ZeRO stage."""
-
-    mesh: Mesh
-    gpus_per_node: int
-    pins: LayerPins
-    roles: tuple[tuple[Role, ...], ...]
-    options: tuple[tuple[Options, ...], ...]
-
-    def under(self, schedule: Schedule) -> Candidates:
-        """Return the candidates for a pipeline of this schedule (``Strategy.under``)."""
-        if not schedule.split:
-            return self
-        return replace(self, options=tuple(tuple(o.replace(**UNDER_SPLIT) for o in under) for under in self.options))
-
-    @cached_property
-    def every(self) -> tuple[Strategy, ...]:
-        """All candidates."""
-        return tuple(
-            Strategy(roles, zero, copies, options)
-            for roles in self.roles
-            for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins)
-            for options in self.options[zero]
-        )
-
-    @cached_property
-    def quickest(self) -> tuple[Strategy, ...]:
-        """A few strategies, perhaps none of them a candidate, one of which takes no longer for a microbatch than the fastest candidate:
-        each candidate does the work of one of them, or more."""
-        stages = (0, 1, 2, 3) if self.pins.zero is None else (self.pins.zero,)
-        low, high = (
-            dict.fromkeys(o.quickest for z in stages for o in self.options[z] if (z >= 2) == is_high)
-            for is_high in (False, True)
-        )
-        return tuple(
-            Strategy(roles, zero, 1, options)
-            for roles in self.roles
-            for zero, under in ((1, low), (3, high))
-            for options in under
-        )
-
-
-def candidates(
-    mesh: Mesh,
-    batch: int,
-    gpus_per_node: int,
-    options: SearchOptions,
-    pins: LayerPins | None = None,
-    experts: int = 0,
-    context: Context | None = None,
-) -> Candidates:
-    """Return the candidates for a layer on ``mesh`` that ``pins`` (default: the pins of every layer) allow, for a microbatch of ``batch``
-    samples. ``context`` has the facts of the layer that techniques read (default: those of a layer in a step of one microbatch).
-
-    Data parallelism takes the longest prefix of the axes whose size divides the batch (or is the pinned degree), other roles a suffix; axes
-    in between are idle. Because data is a prefix in every layer, the batch dim is gathered from its innermost axis outwards, and each slice
-    stays contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
-    """
-    pins = options.common if pins is None else pins
-    if any(t.mode(options.of(t.name) or t.default).max_zero == 0 for t in PLAN):
-        pins = replace(pins, zero=0)
-    sizes = [axis.size for axis in mesh]
-    context = context_of(options) if context is None else context
-    found: list[tuple[Role, ...]] = []
-    roles = TENSOR_ROLES if options.roles is None else options.roles
-    for suffix in _suffixes(mesh, gpus_per_node, roles, pins, experts):
-        outer = len(sizes) - len(suffix)
-        degrees = [math.prod(sizes[:j]) for j in range(outer + 1)]
-        prefixes = [j for j, n in enumerate(degrees) if batch % n == 0 and pins.data in (None, n)]
-        if owning := suffix.count(Role.EXPERT):  # ranks of the expert axes take different samples, too
-            owners = math.prod(sizes[outer : outer + owning])
-            prefixes = [j for j in prefixes if j == outer and batch % (degrees[j] * owners) == 0]
-        if prefixes:
-            prefix = prefixes[-1]
-            found.append((Role.DATA,) * prefix + (Role.IDLE,) * (outer - prefix) + suffix)
-    return Candidates(
-        mesh, gpus_per_node, pins, tuple(found), tuple(_options(pins, context, zero) for zero in range(4))
-    )
-
-
-def context_of(options: SearchOptions, **known: Any) -> Context:
-    """Return the facts of a layer that techniques need: those from ``options``, and ``known``."""
-    return Context(allow=options.allow, compiled=options.compiled, nvme=options.nvme, **known)
-
-
-def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
-    """Return whether schedules that split the backward pass are tried without a pin. They are not if a pin requires a technique that they
-    exclude, if layers may be offloaded (such plans have no exact search) or, unless the model is ``small``, if they exclude a technique
-    that gains more (``Technique.outweighs_split``)."""
-    allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
-    for technique, values in allowed.items():
-        wanted = not small and technique.outweighs_split and technique.under_split not in values
-        if wanted or any(technique.mode(value).offload_tier for value in values):
-            return False
-    return all(pins.of(name) in (None, value) for name, value in UNDER_SPLIT.items())
-
-
-@lru_cache(1024)
-def _options(pins: LayerPins, context: Context, zero: int) -> tuple[Options, ...]:
-    """Return the combinations of techniques' values to try for a layer under a ZeRO stage: pins, conflicts and ``is_tried_with`` decide."""
-    allowed: list[tuple[str, ...]] = []
-    for technique in LAYER:
-        values = technique.allowed(pins.of, context)
-        allowed.append(tuple(v for v in values if technique.mode(v).min_zero <= zero) or (technique.default,))
-    names = [technique.name for technique in LAYER]
-    every = [dict(zip(names, values, strict=True)) for values in itertools.product(*allowed)]
-    found = [Options(**each) for each in every if not any(conflict(t, each[t.name], each) for t in LAYER)]
-    for technique in LAYER:
-        if pins.of(technique.name) is None:
-            tried = [options for options in found if technique.is_tried_with(options[technique], options)]
-            values_tried = {options[technique] for options in tried}
-            found = [options for options in found if options in tried or options[technique] not in values_tried]
-    return tuple(found)
-
-
-@lru_cache(1024)
-def _suffixes(
-    mesh: Mesh, gpus_per_node: int, roles: tuple[Role, ...], pinned: LayerPins, experts: int
-) -> tuple[tuple[Role, ...], ...]:
-    """Return the roles to try for the innermost axes, besides data. Their order, from the outermost axis inwards, is experts, ring
-    attention, then Ulysses and tensor parallelism.
-
-    A tensor degree spans at most ``MOST_NODES`` nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
-    it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with tensor parallelism over exactly one node.
-    Experts may be folded over the axes of the other roles (``FOLDS``).
-    """
-    tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
-    pins = {
-        Role.EXPERT: pinned.expert,
-        Role.RING: pinned.ring,
-        Role.ULYSSES: pinned.ulysses,
-        Role.TENSOR: pinned.tensor,
-    }
-    any_number = range(len(mesh) + 1)
-    tried = {role: any_number if role in roles or pins[role] is not None else (0,) for role in list(pins)[:-1]}
-    tried[Role.EXPERT] = tried[Role.EXPERT] if experts else (0,)
-    folds: tuple[str, ...] = ("none",)
-    if experts and tried[Role.EXPERT] is any_number:
-        folds = pinned.folds
-    found: list[tuple[Role, ...]] = []
-    for numbers in itertools.product(*tried.values(), any_number):
-        counts = dict(zip(pins, numbers, strict=True))
-        tensor = counts[Role.TENSOR]
-        if sum(numbers) > len(mesh):
-            continue
-        for role in tensor_roles if tensor else (Role.TENSOR,):
-            # Ulysses exchanges the heads that tensor parallelism leaves, so its axes are inner ones; outer ones if both shard the sequence
-            inside = [Role.TENSOR, Role.ULYSSES] if role is Role.TENSOR else [Role.ULYSSES, Role.TENSOR]
-            suffix = tuple(each for each in (Role.EXPERT, Role.RING, *inside) for _ in range(counts[each]))
-            inner = mesh[len(mesh) - len(suffix) :]
-            degrees = {each: Strategy(suffix).degree(inner, each) for each in counts}
-            if any(counts[each] and degrees[each] == 1 for each in counts):
-                continue  # a mesh of one device needs no suffix
-            axes = tuple(role if each is Role.TENSOR else each for each in suffix)
-            for fold in folds:
-                owning = folded(axes, fold)
-                owners = Strategy(owning).degree(inner, *DEGREES["expert"])
-                if (experts and experts % owners) or (experts and pinned.expert not in (None, owners)):
-                    continue
-                fixed = pins if pinned.expert is None else pins | {Role.EXPERT: degrees[Role.EXPERT]}
-                if all(_wanted(each, degrees, fixed, roles, gpus_per_node) for each in counts):
-                    found.append(owning)
-    return tuple(dict.fromkeys(found))
-
-
-def _wanted(
-    role: Role, degrees: dict[Role, int], pins: dict[Role, int | None], roles: tuple[Role, ...], gpus_per_node: int
-) -> bool:
-    """Return whether a role may have its degree, given the degrees of the other roles."""
-    degree, pin = degrees[role], pins[role]
-    if pin is not None:
-        return degree == pin
-    if role is Role.TENSOR:
-        return degree <= MOST_NODES * gpus_per_node
-    others = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
-    over_node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
-    return degree == 1 or (role in roles and others in ([], over_node))
-
-
-def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:
-    """Yield ZeRO stages with numbers of copies of the shards (HSDP): from one up to the number at which each copy is within one node. More
-    copies would save little, because the links inside a node are equally fast."""
-    axes = [axis for axis, role in zip(mesh, roles, strict=True) if role.replicates_parameters]
-    total = math.prod(axis.size for axis in axes)
-    counts = copy_counts([axis.size for axis in axes])
-    across = [n for n, axis in zip(counts, axes, strict=False) if axis.size * axis.stride > gpus_per_node]
-    tried = {1, *across, *counts[len(across) : len(across) + 1]} if pins.replicate is None else {pins.replicate}
-    for zero in ((0, 1, 2, 3) if pins.zero is None else (pins.zero,)) if total > 1 else (0,):
-        if zero:
-            yield from ((zero, n) for n in sorted(tried) if n in counts)
-        elif 1 in tried:
-            yield 0, 1
-
-
-def for_sequence(options: SearchOptions, length: int) -> SearchOptions:
-    """Return the options with the roles for a sequence of ``length``: below ``LONG_SEQUENCE``, sequence roles would only slow the
-    search."""
-    if options.roles is not None:
-        return options
-    return replace(options, roles=(*TENSOR_ROLES, Role.EXPERT, *(SEQUENCE_ROLES if length >= LONG_SEQUENCE else ())))
 
 
 def configurations(

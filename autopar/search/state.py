@@ -23,7 +23,8 @@ from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices
-from autopar.search.problem import Configuration, PriceSource, SequencePin, context_of, may_split
+from autopar.search.problem import Configuration, PriceSource, SequencePin
+from autopar.search.strategies import context_of, may_split
 from autopar.search.tables import Instance
 
 NEARLY_CLOSED = 0.05

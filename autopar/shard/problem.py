@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -220,7 +221,11 @@ class Problem:
             found = tuple(option for option in found if option.kernel is None)
         weights = tuple(operand.name in self._weights for operand in operands(node))
         found = tuple(option for option in found if admits(self.role, option, weights))
-        return [option for option in found if self._divides(node, option) and self._role_allows(node, option)]
+        found = tuple(option for option in found if self._divides(node, option) and self._role_allows(node, option))
+        if self.role is Role.EXPERT_RELAYED:
+            relayed = {"expert_exchange": "expert_relay"}
+            return [replace(option, kernel=relayed.get(option.kernel or "", option.kernel)) for option in found]
+        return list(found)
 
     def _from_weights(self) -> set[str]:
         """Return the values that depend only on parameters. Roles with unsharded parameters don't shard them: gathering the activations

@@ -54,6 +54,7 @@ class Overlap(Technique):
         yield f"expert {n}, in halves", {"expert": n} | halves
         if n % 2 == 0 and n >= 4:
             half = n // 2
+            yield f"expert 2 x {half}, relayed, in halves", {"mesh": [("relay", 2), ("expert", half)]} | halves
             full = {"data": 2, "tensor": half, "zero": 3, ACTIVATIONS.name: ACTIVATIONS.value_with(recomputes="all")}
             yield f"data 2 x tensor {half}, zero 3{{}}, in halves", full | halves
             pipeline = {"tensor": half, "sequence": True, "pipeline": 2, "microbatches": 2, "schedule": "1f1b"}

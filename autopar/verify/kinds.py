@@ -178,6 +178,14 @@ def _folded(half: int) -> tuple[PlanKind, ...]:
             f"pipeline 2 x tensor+sequence {half}, experts folded", tensor=half, sequence=True, **of_half, **pipelined
         ),
         kind(f"pipeline 2 x ring {half}, experts folded, zero 3", ring=half, zero=3, **of_half, **pipelined),
+        kind(f"expert 2 x {half}, relayed, zero 1", mesh=make_mesh(("relay", 2), ("expert", half)), zero=1),
+        kind(
+            f"expert 2 x tensor+sequence {half}, experts folded, relayed",
+            mesh=make_mesh(("relay", 2), ("tensor", half)),
+            sequence=True,
+            fold_experts="all",
+        ),
+        kind(f"expert 2 x tensor {half}, relayed", mesh=make_mesh(("relay", 2), ("tensor", half))),
     )
 
 

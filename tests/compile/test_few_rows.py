@@ -11,7 +11,7 @@ from autopar.devices import parse
 from autopar.graph import Graph
 from autopar.planning import find_plan
 from autopar.search import SearchOptions, make_mesh
-from autopar.search.problem import candidates
+from autopar.search.strategies import candidates
 
 CLUSTER = parse("4x8xH100-80GB")
 

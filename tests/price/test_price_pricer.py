@@ -21,7 +21,7 @@ from autopar.price.layer import collective_s
 from autopar.price.live_memory import PrefetchContext
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, manual_plan, reprice, search
-from autopar.search.problem import candidates, context_of
+from autopar.search.strategies import candidates, context_of
 from autopar.sharding import Sharding
 from autopar.techniques.sync import ALL_REDUCE
 from autopar.types import Collective, I, P, R, S, SpmdType

@@ -37,7 +37,7 @@ from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
 from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import candidates
+from autopar.search.strategies import candidates
 from autopar.shard import annotate
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8

@@ -25,7 +25,7 @@ from autopar.program.recomputing import as_one
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, manual_plan, search
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import candidates, context_of
+from autopar.search.strategies import candidates, context_of
 from autopar.search.timeline import kept
 from autopar.segments import segments, shortened
 from autopar.shard import plan_shardings

@@ -37,7 +37,8 @@ from autopar.price import Pricer
 from autopar.schedules import Schedule, default_schedule
 from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
-from autopar.search.problem import candidates, context_of, divisors, meshes, tied_groups
+from autopar.search.problem import divisors, meshes, tied_groups
+from autopar.search.strategies import candidates, context_of
 from autopar.shard import annotate
 from autopar.zoo import build
 

@@ -21,10 +21,11 @@ from autopar.price import Pricer
 from autopar.search import SearchOptions, search
 from autopar.search.manual import filled_plan
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import TENSOR_ROLES, candidates, meshes
+from autopar.search.problem import meshes
+from autopar.search.strategies import TENSOR_ROLES, candidates
 from autopar.shard import annotate
 from autopar.shard.plan import role_types
-from autopar.types import R, S
+from autopar.types import Collective, R, S
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture
 from autopar.verify import check_plan
@@ -111,8 +112,10 @@ class TestFolded:
             "expert", "ring", "tensor", "tensor+sequence",
         }  # fmt: skip
         ring, tensor = Role.RING_EXPERT, (Role.TENSOR, Role.TENSOR_SEQUENCE)
-        over_ring = self.tried(mixtral, fold_experts="context", **pins)[1]
+        over_ring = self.tried(mixtral, fold_experts="context", dispatch="direct", **pins)[1]
         assert over_ring == {(Role.EXPERT, ring, role) for role in tensor}
+        relayed = self.tried(mixtral, fold_experts="context", dispatch="relayed", **pins)[1]
+        assert relayed == {(Role.EXPERT_RELAYED, ring, role) for role in tensor}
         over_all = self.tried(mixtral, fold_experts="all", **pins)[1]
         assert over_all == {(Role.DATA, ring, role.folded) for role in tensor}
         first, _ = self.tried(mixtral, fold_experts="all", data=1, **(pins | {"expert": 8, "ulysses": 1}))
@@ -143,6 +146,26 @@ class TestFolded:
             found = pricer.collectives(cls, mesh, Strategy(roles), 1)
             sizes.append({one.members.size for one in found if one.collective.value == "all_to_all"})
         assert sizes == [{2}, {8}, {16}]
+
+    def test_a_relay_gets_a_row_once_for_all_experts_of_its_node(self, mixtral: Graph) -> None:
+        cls, pricer = mixtral.layers[1].cls, Pricer(mixtral, parse("2x8xH100-80GB"), "bfloat16")
+        (mesh,) = (m for m in meshes(16) if [axis.size for axis in m] == [2, 2, 2, 2])
+        direct, relayed = (
+            [
+                one
+                for one in pricer.collectives(cls, mesh, Strategy((role, *(Role.EXPERT,) * 3)), 1)
+                if one.collective is Collective.ALL_TO_ALL and one.bytes > 1e8
+            ]
+            for role in (Role.EXPERT, Role.EXPERT_RELAYED)
+        )
+        assert {one.members.size for one in direct} == {16} and {one.members.size for one in relayed} == {2, 8}
+        tokens = 64 * 2048 * 2048 * 2  # bytes
+        # of two choices among 64 experts, both are on the same node in 31 of 63 cases
+        (far,) = {one.bytes for one in relayed if one.members.size == 2}
+        assert far == pytest.approx(tokens * (1 + 32 / 63) / 8)
+        assert (
+            {one.bytes for one in direct} == {2 * tokens} == {2 * one.bytes for one in relayed if one.members.size == 8}
+        )
 
     def test_a_plan_written_by_hand_folds_them(self, mixtral: Graph) -> None:
         plan = filled_plan(mixtral, 16, {"tensor": 4, "expert": 8, "fold_experts": "all", "zero": 1}, sequence=True)

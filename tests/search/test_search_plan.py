@@ -30,7 +30,8 @@ from autopar.schedules.step_time import (
 from autopar.search import SearchOptions, driver, evaluate, manual_plan, search
 from autopar.search.evaluation import coalesce
 from autopar.search.manual import make_mesh
-from autopar.search.problem import candidates, for_sequence, meshes
+from autopar.search.problem import meshes
+from autopar.search.strategies import candidates, for_sequence
 
 D, T, TS, IDLE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE, Role.IDLE
 

@@ -22,7 +22,7 @@ from autopar.search import SearchOptions, manual_plan
 from autopar.search.manual import make_mesh
 from autopar.search.numerics import allowed_numerics
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import candidates, context_of
+from autopar.search.strategies import candidates, context_of
 from autopar.techniques import (
     ALL,
     BY_NAME,
