@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.pins import LayerPins
-from autopar.plan import Strategy
+from autopar.plan import Role, Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
 from autopar.search.pareto import Array, Indices
 from autopar.search.problem import Configuration, Devices, PriceSource, SequencePin, tied_groups
@@ -217,8 +218,9 @@ class Prices:
         tables = self._shared.tables
         if key not in tables:
             kept, prices = [], []
+            slower = self._slower_dispatches(cls, config, every)
             for strategy in every:
-                if strategy.replicate > 1 and not copies:
+                if (strategy.replicate > 1 and not copies) or strategy.roles in slower:
                     continue
                 if any(self._is_small(cls, config, strategy, technique, most) for technique, most in small.items()):
                     continue
@@ -232,6 +234,26 @@ class Prices:
                     prices.append(at)
             tables[key] = make_table(kept, prices, tied, config.schedule.split) if kept else None
         return tables[key]
+
+    def _slower_dispatches(self, cls: str, config: Configuration, every: Sequence[Strategy]) -> set[tuple[Role, ...]]:
+        """Return the roles that send tokens to experts on other nodes the slower way, directly or through relays: nothing else differs."""
+        pricers, m = self._places(config.schedule.pipeline).pricers, config.schedule.microbatches
+        listed, slower = dict.fromkeys(strategy.roles for strategy in every), set[tuple[Role, ...]]()
+
+        def seconds(roles: tuple[Role, ...]) -> list[float]:
+            found = [pricer.layer(cls, config.mesh, Strategy(roles), m) for pricer in pricers]
+            return [np.inf if price is None else price.forward_s + price.backward_s for price in found]
+
+        for roles in listed:
+            direct = tuple(Role.EXPERT if role is Role.EXPERT_RELAYED else role for role in roles)
+            if direct == roles or direct not in listed:
+                continue
+            both = list(zip(seconds(direct), seconds(roles), strict=True))
+            if all(a <= b for a, b in both):
+                slower.add(roles)
+            elif all(a >= b for a, b in both):
+                slower.add(direct)
+        return slower
 
     def _stored_places(self, layer: int, config: Configuration) -> tuple[int, ...]:
         """Return the positions, among the layer's parameters, of those that an earlier layer of the only stage stores. With several stages
