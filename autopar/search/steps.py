@@ -32,7 +32,7 @@ MARGIN = 0.15
 """A relative difference. Without an incumbent, ``_whole_bound`` considers plans up to this far above the known bound; a configuration
 with a bound at least this far below the incumbent may get an early solution (``_textbook``)."""
 
-PROMISING = 0.05
+PROMISING = 0.12
 """If a configuration's early solution is at most this far (relative) above the incumbent, other numbers of chunks get early solutions,
 too (``_is_promising``)."""
 
