@@ -78,9 +78,9 @@ class ParallelPins:
 
     @property
     def folds(self) -> tuple[str, ...]:
-        """The choices of ``fold_experts`` that the pins allow."""
+        """The choices of ``fold_experts`` to try."""
         if self.fold_experts is None and self.expert is None:
-            return tuple(FOLDS)
+            return "none", "all"
         return (self.fold_experts or "none",)
 
     @property

@@ -178,8 +178,11 @@ class Strategy:
         assert zero in (0, 1, 2, 3), zero
         assert replicate == 1 or zero, (zero, replicate)
         assert zero >= options.min_zero, (zero, options)
-        for name, value in (("roles", roles), ("zero", zero), ("replicate", replicate), ("options", options)):
-            object.__setattr__(self, name, value)
+        put = object.__setattr__  # without a loop: a search creates a hundred thousand strategies
+        put(self, "roles", roles)
+        put(self, "zero", zero)
+        put(self, "replicate", replicate)
+        put(self, "options", options)
 
     def with_options(self, **changes: str) -> Strategy:
         """Return the strategy with other values of techniques."""

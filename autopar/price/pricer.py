@@ -40,9 +40,11 @@ from passes.pad import pad_class
 from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
-Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool, bool], PrefetchContext]]
+Adjacent = tuple[
+    list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool, bool], PrefetchContext], dict[int, bool]
+]
 """The layers before and after a layer, by distance; and cached ``PrefetchContext`` by options, by whether the ZeRO stage is 2 or
-more, and by whether experts are never gathered."""
+more, and by whether experts are never gathered; and whether they are, by the number of copies."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the index of a mesh (``Pricer._mesh_index``), the roles of its axes, and the microbatches per step."""
@@ -432,15 +434,18 @@ class Pricer:
         prefetched while it runs."""
         if strategy.zero == 0:
             return NO_PREFETCH
-        adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
-        experts_stay = strategy.distributes_experts and not strategy.data_axes(mesh, of_experts=True)[1]
-        key = strategy.options, strategy.zero >= 2, experts_stay
+        adjacent, known, stays = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
+        stay = stays.get(strategy.replicate)
+        if stay is None:  # computed once, because it takes longer than the rest
+            stay = strategy.distributes_experts and not strategy.data_axes(mesh, of_experts=True)[1]
+            stays[strategy.replicate] = stay
+        key = strategy.options, strategy.zero >= 2, stay
         if key not in known:
             if strategy.options.segment_layers > 1:
                 adjacent = adjacent[:1]  # programs prefetch one layer if several are recomputed as one
 
             def gathered(layers: list[SizedClass]) -> list[ParameterCount]:
-                return [sized.dense if experts_stay else sized.counts for sized in layers]
+                return [sized.dense if stay else sized.counts for sized in layers]
 
             def largest(layers: list[SizedClass]) -> int:
                 return max((each.parameters for each in gathered(layers)), default=0)
@@ -472,7 +477,7 @@ class Pricer:
                 return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
 
             found = [tuple(map(sized, adjacent[cls_name])) for adjacent in self._adjacent]
-            self._contexts[key] = [(earlier, later) for earlier, later in found], {}
+            self._contexts[key] = [(earlier, later) for earlier, later in found], {}, {}
         return self._contexts[key]
 
     def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> BoundClass | None:

@@ -108,9 +108,11 @@ class SearchOptions(PlanPins):
         return self.roles is not None or self.ring is not None or self.ulysses is not None
 
     def with_sequence(self, sequence: SequencePin) -> SearchOptions:
-        """Return the options with the sequence parallelism of every layer pinned."""
+        """Return the options with the sequence parallelism of every layer pinned. Experts are folded over it only if a pin says so, because
+        that would triple the candidates."""
         kind, degree = sequence
-        return replace(self, ring=degree) if kind == Role.RING.value else replace(self, ulysses=degree)
+        pinned = {kind: degree, "fold_experts": self.fold_experts or "none"}
+        return replace(self, **pinned)  # type: ignore[arg-type]
 
     def without(self, key: str) -> SearchOptions:
         """Return the options without the pin ``key``."""

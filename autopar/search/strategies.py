@@ -184,6 +184,8 @@ def _suffixes(
             axes = tuple(role if each is Role.TENSOR else each for each in suffix)
             for fold in folds:
                 owning = folded(axes, fold)
+                if Role.TENSOR_EXPERT in owning and pinned.fold_experts is None:
+                    continue
                 owners = Strategy(owning).degree(inner, *DEGREES["expert"])
                 if (experts and experts % owners) or (experts and pinned.expert not in (None, owners)):
                     continue
