@@ -7,7 +7,7 @@ copies are in memory.
 Moments are not rounded to nearest. With ``beta2=0.999`` a step changes ``exp_avg_sq`` by 0.1 % of the difference to the squared gradient,
 and neighbours in bfloat16 are 0.4 to 0.8 % apart: rounded to nearest, it could grow, but never shrink again. Here an element is rounded up
 if the 16 bits that bfloat16 drops exceed a threshold, and from step to step its threshold takes all 2**16 values, in the order of a
-low-discrepancy sequence (Roberts's R2, the plastic number's analogue of the golden ratio). So the roundings of an element have the mean of
+low-discrepancy sequence (multiples of the golden ratio, modulo 1). So the roundings of an element have the mean of
 exact arithmetic. A threshold is a function of the step and of the element's position in the user's parameter: there is no random state, and
 the rounding is the same under every plan and on all ranks that have a copy.
 """
@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 2**22
 """The most elements that are updated at a time."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WITH_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam")
-_STEP_STRIDE, _POSITION_STRIDE = 49471, 37345  # 2**16 times the two numbers of R2; odd, so that each visits all thresholds
+_STEP_STRIDE, _POSITION_STRIDE = 40503, 27147  # 2**16 times the golden ratio and the root of 2, modulo 2**16; odd numbers
 
 
 class ChunkedUpdates(torch.optim.Optimizer):
