@@ -77,7 +77,17 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
     # that are computed in five passes over integers of 64 bits
     converted = (8 if gradient < 4 else 0) + (2 * 28 + 68 if moments < 8 else 0)
     return Precision(
-        name, width, gradient, moments + 4, True, width, 4, accumulated, gradient, unscaled=unscaled, converted=converted
+        name,
+        width,
+        gradient,
+        moments + 4,
+        True,
+        width,
+        4,
+        accumulated,
+        gradient,
+        unscaled=unscaled,
+        converted=converted,
     )
 
 

@@ -61,8 +61,8 @@ def test_what_gains_is_used_and_said(wide: Plan) -> None:
 
 
 def test_what_gains_nothing_is_not_used() -> None:
-    """Where there is room, moments of 16 bits shorten the update alone: of a large batch's step not worth telling. Parameters of 32 bits
-    have nothing to give up."""
+    """Where there is room, moments of 16 bits only make the update longer, because it converts them. Parameters of 32 bits have nothing to
+    give up."""
     plan = planned((NARROW_MOMENTS,), rows=1 << 17)[1]
     assert plan.allow == () and "not exact" not in " ".join((describe(plan), *plan.notes))
     assert planned(NARROW, dtype="float32")[1].allow == ()

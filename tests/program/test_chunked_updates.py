@@ -36,7 +36,9 @@ def test_an_element_gets_every_threshold_once() -> None:
     """So over 2**16 steps its roundings have the mean of exact arithmetic; over 64 steps they are near it, at any position."""
     steps = torch.arange(2**16)
     assert thresholds_at(torch.full_like(steps, 12345), steps).unique().numel() == 2**16
-    values = 1 + torch.rand(1000, generator=torch.Generator().manual_seed(0)) / 128  # between two neighbours of bfloat16
+    values = (
+        1 + torch.rand(1000, generator=torch.Generator().manual_seed(0)) / 128
+    )  # between two neighbours of bfloat16
     rounded = torch.zeros(1000, dtype=torch.bfloat16)
     sums = torch.zeros(1000, dtype=torch.float64)
     for step in range(64):
@@ -249,7 +251,9 @@ def test_checkpoints_between_plans(
     folders = {name: written(graph, tmp_path / name, **own) for name, own in pins.items()}
 
     def run(name: str, read: str, write: str) -> Any:
-        return workers2.run("test_chunked_updates:resumed", folders[name], batch, read and str(tmp_path / read), str(tmp_path / write))
+        return workers2.run(
+            "test_chunked_updates:resumed", folders[name], batch, read and str(tmp_path / read), str(tmp_path / write)
+        )
 
     first = run("first", "", "one")
     second = run("first", "one", "two")
