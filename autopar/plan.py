@@ -394,13 +394,6 @@ class Plan:
         return tuple(i for i, stage in enumerate(self.stages) if stage.memory.total > stage.memory_limit_bytes)
 
     @property
-    def price_only(self) -> str:
-        """Why no program can be emitted for this plan, which can then only be priced; empty if one can."""
-        if any(name in self.allow for name in NARROW):
-            return f"no program is written with {' and '.join(name for name in NARROW if name in self.allow)}"
-        return ""
-
-    @property
     def devices_per_stage(self) -> int:
         return math.prod(axis.size for axis in self.mesh)
 

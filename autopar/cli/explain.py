@@ -149,7 +149,7 @@ def _families(found: Explanation, step: float) -> Table:
         if f.step_time_s is None:
             table.add_row(f.title, "-", "-", "-", f.reason)
         else:
-            how = ("this plan" if f.chosen else f.summary) + (f" (prediction only: {f.remark})" if f.remark else "")
+            how = "this plan" if f.chosen else f.summary
             table.add_row(f.title, seconds(f.step_time_s), _slower(f.step_time_s, step), size(f.memory_bytes or 0), how)
     return table
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from autopar.emit.stage import layer_path, layer_spec, own_spec
+from autopar.plan import NARROW
 from autopar.precision import FLOAT16
 from autopar.program.optimizers import cut
 from autopar.program.parameters import kind_of
@@ -26,6 +27,7 @@ def runtime_parts(program: LocalProgram, layouts: list[dict[str, Any]]) -> dict[
         "schedule": (True, _schedule(program)),
         "fsdp": ("fsdp" in kinds, "fsdp_split.SplitShardedGroup" if split else "fsdp.ShardedGroup"),
         "whole_tensors": (any(cut(layout, loaded) for layout in trained), "whole_tensors.WholeTensors"),
+        "chunked_updates": (any(name in program.plan.allow for name in NARROW), "chunked_updates.ChunkedUpdates"),
         "loss_scale": (program.plan.precision == FLOAT16, "scaling.LossScale"),
         "buffers": (any(local.cls.buffers for local in program.layers), "buffers.StageBuffers"),
     }

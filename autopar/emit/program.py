@@ -73,11 +73,10 @@ def emit(
     without it, or if it is on meta, the folder has none.
 
     Raises:
-        UsageError: the plan is invalid for the model, can only be priced, or has float16 gradients without loss scaling.
+        UsageError: the plan is invalid for the model, or has float16 gradients without loss scaling.
         ModelError: the model's constants have no values.
         ProgramError: the program can't import the class of an opaque module, or the definition of a custom op.
     """
-    _refuse_priced(plan)
     if graph.valueless:
         some = ", ".join(graph.valueless[:5])
         raise ModelError(
@@ -132,12 +131,6 @@ def _write_orders(folder: Path, plan: Plan) -> None:
     rows = (device_order(schedule, rank) for rank in range(schedule.pipeline))
     text = "\n".join(",".join(f"{stage}{kind}{microbatch}" for kind, stage, microbatch in row) for row in rows)
     (folder / ORDERS).write_text(f"{text}\n")
-
-
-def _refuse_priced(plan: Plan) -> None:
-    """Raise ``UsageError`` if the plan can be priced but not emitted."""
-    if plan.price_only:
-        raise UsageError(f"this plan can only be priced: {plan.price_only}", "plan again without it (allow)")
 
 
 def _refuse_float16(graph: Graph, plan: Plan) -> None:

@@ -32,7 +32,6 @@ class Family:
     memory_bytes: int | None
     summary: str
     reason: str = ""
-    remark: str = ""  # why the plan can't be emitted
 
     def to_json(self, best_s: float) -> dict[str, Any]:
         slower = None if self.step_time_s is None else self.step_time_s / best_s - 1
@@ -97,4 +96,4 @@ def family(study: Study, best: Plan, name: str, title: str, pins: Pins) -> Famil
     except (InfeasibleError, UsageError) as error:
         return Family(name, title, given, False, None, None, None, "", error.message)
     found = plan.prediction.step_time_s, plan.bound_s, memory_bytes(plan), describe(plan)
-    return Family(name, title, given, chosen, *found, remark=plan.price_only)
+    return Family(name, title, given, chosen, *found)

@@ -39,12 +39,13 @@ class OffloadedStateBytes(NamedTuple):
     def update_s(self, elements: float, tensors: int, zero: int, precision: Precision, cluster: Cluster) -> float:
         """Return the seconds of an optimizer step over ``elements`` elements of ``tensors`` tensors."""
         if self.device is None:  # gradients are unscaled and read; states and parameters are read and written
-            size = precision.unscaled + precision.gradient + 2 * precision.optimizer + 2 * precision.shard
+            size = precision.unscaled + precision.converted + precision.gradient
+            size += 2 * precision.optimizer + 2 * precision.shard
             return cluster.gpu.update_s(elements * size, tensors)
         master, size = precision.at_rest or precision.shard, (self.device or 0) + self.host + self.nvme
         gradient, parameter = precision.reduced, master if zero >= 2 else precision.shard
         # the gradient is written and read, states and master weight are read and written, the parameter is read, cast, and sent
-        traffic = elements * (2 * gradient + 2 * size + master + 2 * parameter)
+        traffic = elements * (2 * gradient + 2 * size + master + 2 * parameter + precision.converted)
         if cluster.host is None:
             update_s = traffic / cluster.gpu.bytes_per_s
         else:

@@ -27,6 +27,8 @@ class Precision:
     ``averaged``     a gradient in a reduction without ZeRO
     ``fresh``        a gradient of one backward pass, until it is added to the others
     ``unscaled``     memory traffic of checking a gradient for overflow, and of dividing it by the loss scale
+    ``converted``    memory traffic of an update besides reading and writing what is stored: the copies in float32 of gradients and
+                     moments in 16 bits, and the rounding of moments (``program.chunked_updates``)
     ===============  =================================================================================================
     """
 
@@ -41,6 +43,7 @@ class Precision:
     averaged: int
     fresh: int = 0
     unscaled: int = 0
+    converted: int = 0
 
     @property
     def reduced(self) -> int:
@@ -70,7 +73,22 @@ def precision(name: str, allow: Collection[str] = ()) -> Precision:
     # a wide sum is read and written, and the backward's gradient is read; with a narrow sum all three tensors are narrow
     accumulated = 2 * gradient + width if gradient > width else 3 * gradient
     unscaled = 3 * gradient if name == FLOAT16 else 0  # two reads and a write
-    return Precision(name, width, gradient, moments + 4, True, width, 4, accumulated, gradient, unscaled=unscaled)
+    # a copy of the gradient is written and read; copies of both moments are written, updated, rounded in place and read, with thresholds
+    # that are computed in five passes over integers of 64 bits
+    converted = (8 if gradient < 4 else 0) + (2 * 28 + 68 if moments < 8 else 0)
+    return Precision(
+        name,
+        width,
+        gradient,
+        moments + 4,
+        True,
+        width,
+        4,
+        accumulated,
+        gradient,
+        unscaled=unscaled,
+        converted=converted,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,7 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
         _check_model(training.program, checkpoint)
         prefix = _prefix_of(training, checkpoint)
         stored = _stored(checkpoint.metadata, prefix)
-        state = Restored(updates.optimizer, updates.masters, training.world, checkpoint.facts["optimizer"], stored)
+        state = Restored(updates, training.world, checkpoint.facts["optimizer"], stored)
         check_scheduler(updates.scheduler, checkpoint.facts.get("scheduler"))
         reads.append(plan_reads(list(_under(prefix, (*training.all_pieces(), *state.pieces))), checkpoint))
         opened.append(checkpoint)

@@ -6,6 +6,7 @@ for reductions only under HSDP (``LastBackward``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .collectives import ShardedReduceScatter, Work
-from .parameters import Master, ParameterGroup, replicated_axes, set_parameter
+from .parameters import Master, ParameterGroup, replicated_axes, set_gradient, set_parameter
 from .world import MIRROR, Layout, LoadedProgram
 
 
@@ -48,7 +49,7 @@ class ShardedGroup(ParameterGroup):
         ignored = set(module.parameters()) - {stage.get_parameter(layout.name) for layout in layouts}
         mp_policy = MixedPrecisionPolicy()
         if master_dtype != placement.compute_dtype:
-            mp_policy = MixedPrecisionPolicy(placement.compute_dtype, master_dtype, None, False)
+            mp_policy = MixedPrecisionPolicy(placement.compute_dtype, placement.gradient_dtype, None, False)
         self.mesh = world.data_mesh(copies, shards)
         fully_shard(
             module,
@@ -73,6 +74,9 @@ class ShardedGroup(ParameterGroup):
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
+            if layout.trainable and placement.gradient_dtype != master_dtype:
+                param.grad_dtype = None  # type: ignore[attr-defined]  # any: FSDP itself sets a gradient in the shard's dtype
+                param.register_post_accumulate_grad_hook(functools.partial(_narrow, placement.gradient_dtype))
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
             shard, replicated = shard_of(param), replicated_axes(layout, shards, world)
             if placement.place and layout.trainable:
@@ -100,7 +104,7 @@ class ShardedGroup(ParameterGroup):
         """Start to sum the gradients over Chimera's copies of the stage, after FSDP2 has reduced them within each copy."""
         for layout, param in self._params.items():
             if layout.trainable:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad = self._zeros(param) if param.grad is None else param.grad
                 self._sums.append(dist.all_reduce(shard_of(param.grad), group=self._mirror, async_op=True))
 
     def finish_reduction(self) -> None:
@@ -116,11 +120,14 @@ class ShardedGroup(ParameterGroup):
             shard = gradients[master.layout]
             first = rows_of(param := self._params[master.layout], param.shape[0])[0] * param.shape[1:].numel()
             piece = slice(master.first - first, master.first - first + master.tensor.numel())
-            master.holder.grad = shard if master.offloaded is None else shard.view(-1)[piece]
+            set_gradient(master.holder, shard if master.offloaded is None else shard.view(-1)[piece])
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        return torch.zeros_like(like, dtype=self.placement.gradient_dtype)
 
     def _gradient(self, layout: Layout, param: Tensor) -> Tensor:
         """Return this rank's shard of a gradient, with zeros in the padding; all zeros if there is no gradient."""
-        grad = torch.zeros_like(shard_of(param)) if param.grad is None else shard_of(param.grad)
+        grad = self._zeros(shard_of(param)) if param.grad is None else shard_of(param.grad)
         first, last = rows_of(param, param.shape[0])
         for dim, start, length in layout.local_padding(self._world.coordinates):
             inner = slice(max(start - first, 0), max(last - first, 0)) if dim == 0 else slice(start, start + length)
@@ -148,6 +155,12 @@ class ShardedGroup(ParameterGroup):
         """Return the object that tells FSDP which backward pass of a stage is the last one of a step."""
         sharded = [group for group in groups if isinstance(group, ShardedGroup)]
         return LastBackward(sharded, program)
+
+
+def _narrow(dtype: torch.dtype, param: Tensor) -> None:
+    """Convert a sharded gradient that FSDP has reduced in ``dtype``, and set in the shard's dtype; to this one FSDP adds the next ones."""
+    if isinstance(param.grad, DTensor) and param.grad.dtype != dtype:
+        param.grad = param.grad.to(dtype)
 
 
 class LayerPart(nn.Module):

@@ -106,7 +106,7 @@ class SplitShardedGroup(ShardedGroup):
         super()._allocate(program)
         own, group = self.placement, self._world.group
         copies = group(own.copies) if own.copies else None
-        self._split_gradients = SplitWeightGradients(group(own.shards), copies, own.master_dtype, self.reduces_once)
+        self._split_gradients = SplitWeightGradients(group(own.shards), copies, own.gradient_dtype, self.reduces_once)
         self.module.register_forward_pre_hook(self._register_adders)
 
     @staticmethod

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .box_exchange import MasterValues, copy_index, writes
 from .boxes import Piece, full_piece
 from .checkpoint_files import CheckpointError
-from .optimizers import class_name
+from .optimizers import Updates, class_name
 from .parameters import Master
 from .world import LoadedProgram, World
 
@@ -140,13 +140,9 @@ class Restored:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Sequence[Master],
-        world: World,
-        facts: Mapping[str, Any],
-        stored: Mapping[str, TensorStorageMetadata],
+        self, updates: Updates, world: World, facts: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]
     ) -> None:
+        optimizer = updates.optimizer
         self._optimizer, self._facts = optimizer, facts
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.pieces: list[Piece] = []
@@ -161,7 +157,7 @@ class Restored:
             for group in optimizer.param_groups
             for param in group["params"]
         }
-        for master in masters:
+        for master in updates.masters:
             state = self._states.setdefault(master.tensor, {})
             for key, kind in facts["keys"].items():
                 there = stored.get(".".join(_path(master, key)))
@@ -170,9 +166,10 @@ class Restored:
                 shape, dtype = tuple(there.size), there.properties.dtype
                 if kind == TENSOR and shape == master.layout.original_shape:
                     shape = tuple(master.tensor.shape)
-                    # state saved in the parameter's dtype gets the master's dtype; other state, such as bfloat16 moments, keeps its own
+                    # state of a user's class gets the master's dtype if it was saved in the parameter's, and otherwise keeps its own
                     if dtype == stored[f"model.{master.layout.original}"].properties.dtype:
                         dtype = master.tensor.dtype
+                    dtype = updates.state_dtype(master, key) or dtype
                 # torch's optimizers keep the number of steps on the host, unless they are capturable or fused
                 host = kind != TENSOR and key == "step" and not on_device[id(master.tensor)]
                 device = "cpu" if host or kind in _PYTHON else master.tensor.device

@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ class Updates:
     """Updates this rank's master copies with the optimizer, and the learning rates with the scheduler, if there is one.
 
     ``masters`` are the optimizer's parameters: this rank's own masters, or full tensors that it updates for several ranks, for which
-    ``gatherer`` moves gradients and values between the ranks. ``offloaded`` runs the optimizer if some masters are not on the device.
+    ``gatherer`` moves gradients and values between the ranks. ``offloaded`` runs the optimizer if some masters are not on the device,
+    ``chunked`` if gradients or moments are in bfloat16.
     """
 
     def __init__(
@@ -78,15 +79,16 @@ class Updates:
         masters: Sequence[Master],
         gatherer: TensorGatherer | None,
         offloaded: Any = None,
+        chunked: Any = None,
     ) -> None:
         self.optimizer, self.scheduler, self.masters, self._gatherer = optimizer, scheduler, masters, gatherer
-        self._offloaded = offloaded
+        self._offloaded, self._chunked = offloaded, chunked
 
     def step(self) -> None:
         """Update the masters by their gradients, then set the next step's learning rates; all ranks call this."""
         if self._gatherer is not None:
             self._gatherer.gather_gradients()
-        (self._offloaded or self.optimizer).step()
+        (self._offloaded or self._chunked or self.optimizer).step()
         if self._gatherer is not None:
             self._gatherer.scatter_values()
         if self.scheduler is not None:
@@ -96,6 +98,13 @@ class Updates:
         """Refresh the full tensors of ``WholeTensors`` after anything but ``step`` has set the masters; all ranks call this."""
         if self._gatherer is not None:
             self._gatherer.gather_values()
+
+    def state_dtype(self, master: Master, key: str) -> torch.dtype | None:
+        """Return the dtype of a state of the master's shape; ``None`` if the optimizer's class is not torch's, and may choose any."""
+        if self._chunked is not None:
+            return cast(torch.dtype, self._chunked.state_dtype(master, key))
+        parts = self.optimizer.parts if isinstance(self.optimizer, OptimizerContainer) else (self.optimizer,)
+        return master.tensor.dtype if all(map(_torch_class_name, parts)) else None
 
 
 class TensorGatherer(Protocol):
@@ -137,8 +146,10 @@ def make(
         tensors.setdefault(master.layout.original, []).append(master.tensor)
     made = user.over(tensors)
     single_chunk = not all(_torch_class_name(part) for part in user.optimizers)
-    offloaded = world.places and world.places.updates(made, masters, world.device, single_chunk)
-    return Updates(made, None if scheduler is None else scheduled(scheduler, made), masters, gatherer, offloaded)
+    chunked = program.spec.chunked_updates and program.spec.chunked_updates(made, masters, program, world)
+    offloaded = world.places and world.places.updates(chunked or made, masters, world.device, single_chunk)
+    made_scheduler = None if scheduler is None else scheduled(scheduler, made)
+    return Updates(made, made_scheduler, masters, gatherer, offloaded, chunked)
 
 
 @dataclass(frozen=True)
@@ -319,6 +330,9 @@ def _check_compatible(optimizer: torch.optim.Optimizer, names: Iterable[str], pr
         raise RefusedOptimizerError(
             f"{torch_class} cannot train a program: {_NEVER[torch_class]}", "train with AdamW, the default"
         )
+    if program.spec.chunked_updates is not None:
+        elementwise = torch_class if torch_class in _ELEMENTWISE else ""
+        program.spec.chunked_updates.check(elementwise, _name(optimizer), program.plan["allow"])
     if _is_elementwise(optimizer) or torch_class in _PER_TENSOR or getattr(optimizer, "per_tensor", False):
         return
     hint = "give its class per_tensor = True if it reads one tensor at a time, or elementwise = True if one element"

@@ -136,6 +136,13 @@ def _add(param: nn.Parameter, gradient: Tensor) -> None:
     param.grad = gradient if param.grad is None else param.grad.add_(gradient)
 
 
+def set_gradient(param: Tensor, gradient: Tensor) -> None:
+    """Set the gradient of a parameter, of any dtype."""
+    if gradient.dtype != param.dtype:
+        param.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
+    param.grad = gradient
+
+
 def replicated_axes(layout: Layout, zero_axes: Sequence[str], world: World) -> tuple[str, ...]:
     """Return the axes on which neither the parameter nor ZeRO shards a master copy: their ranks all have the same values."""
     spread = {axis for axis, _ in layout.sharded}.union(zero_axes)
@@ -198,7 +205,8 @@ class FlatGroup(ParameterGroup):
 
     ZeRO 0 all-reduces the gradients over the data axes. ZeRO 1 reduce-scatters them, the optimizer updates this rank's piece of the buffer,
     and ``Publications`` all-gathers the pieces. Under HSDP the reduce-scatter runs inside each copy of the shards, and this rank's piece is
-    then all-reduced over the copies. If masters are wider than the parameters (float32 and bfloat16), gradients add up in float32.
+    then all-reduced over the copies. If masters are wider than the parameters (float32 and bfloat16), gradients add up in
+    float32, unless ``Placement.gradient_dtype`` is narrower.
 
     With a parameter server ZeRO 0 reduces the gradients to the group's first rank, which alone has masters, updates them, and broadcasts
     the parameters. Local SGD replicas reduce gradients only inside each replica, and multiply them by the number of replicas, because a
@@ -226,7 +234,8 @@ class FlatGroup(ParameterGroup):
         self._place = placement.place if trainable and self._has_masters else ""
         self._separate = trainable and self._has_masters and (master_dtype != compute_dtype or self._place != "")
         self._values = torch.zeros(piece * self._parts, dtype=compute_dtype, device=world.device)
-        self._grads = torch.zeros(piece * self._parts if trainable else 0, dtype=master_dtype, device=world.device)
+        summed = piece * self._parts if trainable else 0
+        self._grads = torch.zeros(summed, dtype=placement.gradient_dtype, device=world.device)
         if self._place:
             self._master_values = world.places.zeros(self._place, (piece,), master_dtype)
         elif self._separate:
@@ -283,7 +292,7 @@ class FlatGroup(ParameterGroup):
         if self._place:
             self.masters += self._world.places.divided(master, self._place, self._values[low:high], grads)
         else:
-            tensor.grad = grads.view(tensor.shape)
+            set_gradient(tensor, grads.view(tensor.shape))
             self.masters.append(master)
 
     def gradients(self) -> list[Tensor]:

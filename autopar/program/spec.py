@@ -99,6 +99,7 @@ class ProgramSpec:
     places: Any = None  # stores and updates masters and optimizer states that are not on the device
     fsdp: Any = None  # stores parameters under ZeRO 2 and 3
     whole_tensors: Any = None  # gathers full tensors for optimizers that are not elementwise
+    chunked_updates: Any = None  # updates masters with gradients or moments in bfloat16
     loss_scale: Any = None  # scales the loss in float16
     buffers: Any = None  # writes the buffers that the forward pass computes
 

@@ -110,8 +110,8 @@ class Placement:
 
     ``layer`` is the path of the layer that has the parameter, empty for the stage itself. Gradients are summed over ``axes``, those larger
     than 1 on which the parameter is ``R``. ZeRO stage ``zero`` shards over ``shards``; ``copies`` are the other ``axes``: ``mirror``, and
-    the axes over which HSDP replicates. Masters and gradient sums have the dtype ``master_dtype``, the stage's arithmetic has
-    ``compute_dtype``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
+    the axes over which HSDP replicates. Masters have the dtype ``master_dtype``, gradient sums ``gradient_dtype``, the stage's
+    arithmetic ``compute_dtype``. Masters and optimizer states are in ``place``: ``"host"``, ``"nvme"``, or empty for the device's memory.
     """
 
     layer: str
@@ -120,6 +120,7 @@ class Placement:
     copies: tuple[str, ...]
     shards: tuple[str, ...]
     master_dtype: torch.dtype
+    gradient_dtype: torch.dtype
     compute_dtype: torch.dtype
     place: str
 
@@ -238,13 +239,16 @@ class LoadedProgram:
         replicating = {MIRROR, *(axis for layer in layers for axis in layer.replicate_axes)}
         shards = tuple(axis for axis in axes if axis not in replicating)
         half = layout.dtype.itemsize == 2 and layout.dtype == getattr(torch, self.plan["precision"])
+        master_dtype = torch.float32 if half else layout.dtype
+        narrow = half and "bfloat16_gradients" in self.plan.get("allow", ())
         return Placement(
             layer=child,
             zero=min(1 if explicit else 3, *(layer.zero for layer in layers)) if shards else 0,
             axes=axes,
             copies=tuple(axis for axis in axes if axis in replicating),
             shards=shards,
-            master_dtype=torch.float32 if half else layout.dtype,
+            master_dtype=master_dtype,
+            gradient_dtype=torch.bfloat16 if narrow else master_dtype,
             compute_dtype=layout.dtype,
             place=max(layer.options.get("states", "") for layer in layers),  # "" < "host" < "nvme"
         )

@@ -289,7 +289,7 @@ def make_plan(
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(TF32 if TF32 in graph.allow else precision)
     sync = effective_sync(pricer.sync, mesh, strategies)
-    plan = Plan(
+    return Plan(
         model=graph.name,
         devices=str(cluster),
         mesh=mesh,
@@ -318,9 +318,6 @@ def make_plan(
         nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in strategies) else "",
         gpus_per_node=cluster.node_size,
     )
-    if not plan.price_only:
-        return plan
-    return replace(plan, notes=(*plan.notes, f"this plan has a price only: {plan.price_only}"))
 
 
 def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[Memory]:

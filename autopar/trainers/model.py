@@ -90,6 +90,7 @@ class OtherTrainer(TrainerModel):
             accumulated=accumulated,
             averaged=emitted.width if copies else reduced,  # DDP reduces the 16-bit copy
             unscaled=0,  # their optimizers divide by the loss scale as they read the gradient
+            converted=0,  # and convert as they read and write
         )
 
     def trace(self, cls: LayerClass) -> Trace:

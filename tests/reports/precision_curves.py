@@ -3,6 +3,9 @@
 A small decoder learns to predict the bytes of Python's standard library. Every precision starts from the same values and reads the same
 batches; ``autopar.compile`` plans and emits each program for one device (a GPU if there is one), and the program trains. Each precision is
 a process of its own; on a GPU, which is faster than one process needs, they run at the same time.
+
+A mixture of experts in bfloat16 does the same with gradients and with Adam's moments in float32 and in bfloat16, in four microbatches a
+step (``--states``, which writes ``docs/evidence/precision-states.{jsonl,svg}``; the page has both).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_models import mixtral
 from places import EVIDENCE
 from torch import Tensor, nn
 
@@ -30,7 +34,7 @@ import autopar
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.errors import UsageError
 from autopar.picture import pyplot, save
-from autopar.plan import FP8
+from autopar.plan import FP8, NARROW, NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 
 WINDOW = 20
@@ -45,6 +49,7 @@ class Way:
     precision: str
     allow: tuple[str, ...] = ()
     saved: str = "exact"
+    mixture: bool = False
 
 
 REFERENCE = "float32"
@@ -52,6 +57,19 @@ WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "
 
 IN_8_BITS = tuple(Way(f"{name}, saved in 8 bits", name, saved="int8") for name in ("float32", "bfloat16"))
 """The curves of ``int8_curves``, besides those of the same precisions."""
+
+STATES_REFERENCE = "float32 states"
+STATES = tuple(
+    Way(name, "bfloat16", allow, mixture=True)
+    for name, allow in (
+        (STATES_REFERENCE, ()),
+        ("bfloat16 moments", (NARROW_MOMENTS,)),
+        ("bfloat16 gradients", (NARROW_GRADIENTS,)),
+        ("bfloat16 moments and gradients", NARROW),
+    )
+)
+"""The curves of the mixture."""
+EVERY = (*WAYS, *IN_8_BITS, *STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +88,15 @@ class Size:
         head = nn.Sequential(nn.RMSNorm(self.width), nn.Linear(self.width, 256, bias=False))
         return Stack(nn.Embedding(256, self.width), blocks, head)
 
+    def build_mixture(self) -> nn.Module:
+        """A mixture of four experts, of which two compute each byte."""
+        sizes = {"intermediate_size": 2 * self.width, "vocab_size": 256, "num_hidden_layers": self.layers}
+        model, _, _ = mixtral(hidden_size=self.width, **sizes)
+        return model
+
 
 SIZES = {"cuda": Size(512, 8, 512, 16), "cpu": Size(128, 3, 128, 8)}
+MIXTURE = Size(64, 2, 64, 16)
 
 
 def text() -> Tensor:
@@ -93,9 +118,10 @@ def train(way: Way, steps: int) -> dict[str, Any]:
     """One curve, trained in this process."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # this process is the program's one rank
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = SIZES[device]
+    size = MIXTURE if way.mixture else SIZES[device]
     torch.manual_seed(0)
-    model, data = size.build(), list(batches(size, steps))
+    model, data = size.build_mixture() if way.mixture else size.build(), list[Any](batches(size, steps))
+    loss_fn = None if way.mixture else token_loss
     options: dict[str, Any] = {
         "precision": way.precision,
         "compile": "none",  # a compilation of every precision would take longer than the training
@@ -106,10 +132,14 @@ def train(way: Way, steps: int) -> dict[str, Any]:
     }
     if way.saved != "exact":
         options |= {"saved": way.saved, "allow": {INT8}}
-    program = autopar.compile(model, 1, data[0], token_loss, **options)
+    if way.mixture:  # it shifts the labels itself
+        data = [{"input_ids": inputs, "labels": inputs} for inputs, _ in data]
+        options |= {"microbatches": 4, "lr": 1e-3}
+    program = autopar.compile(model, 1, data[0], loss_fn, **options)
     if way.allow:
+        options.pop("microbatches", None)  # the plan has them
         plan = dataclasses.replace(program.plan, allow=way.allow)
-        program = autopar.compile(model, 1, data[0], token_loss, plan=plan, **options)
+        program = autopar.compile(model, 1, data[0], loss_fn, plan=plan, **options)
     losses = program.train(data)
     return {
         "precision": way.name,
@@ -150,8 +180,8 @@ def furthest(line: dict[str, Any], reference: dict[str, Any]) -> tuple[int, floa
     return step, differences[step]
 
 
-def page(lines: list[dict[str, Any]]) -> str:
-    """The page that is made of the results."""
+def page(lines: list[dict[str, Any]], states: list[dict[str, Any]]) -> str:
+    """The page that is made of the results: of the decoder, and of the mixture."""
     (reference,) = (line for line in lines if line["precision"] == REFERENCE)
     steps = len(reference["losses"])
     last = smoothed(reference["losses"])[-1]
@@ -181,12 +211,37 @@ def page(lines: list[dict[str, Any]]) -> str:
             parts.append(
                 f"\nThe loss scale of {line['precision']} is {line['loss_scale']:,.0f} at the end: {skipped} steps were skipped."
             )
-    return "\n".join([*parts, "", "Made by `make report NAME=precision`. Do not edit."]) + "\n"
+    return "\n".join([*parts, states_page(states), "Made by `make report NAME=precision`. Do not edit."]) + "\n"
 
 
-def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """The smoothed curves, and their differences from the reference's."""
-    (reference,) = (line for line in lines if line["precision"] == REFERENCE)
+def states_page(lines: list[dict[str, Any]]) -> str:
+    """The section on gradients and moments in bfloat16."""
+    (reference,) = (line for line in lines if line["precision"] == STATES_REFERENCE)
+    last = math.fsum(reference["losses"][-WINDOW:])
+    parts = [
+        "\n## Gradients and moments in bfloat16\n",
+        f"A mixture of four experts with {reference['parameters'] / 1e6:.2f} million parameters, in bfloat16, learns the same text: "
+        f"{len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
+        f"in four microbatches ({reference['device']}, torch {reference['torch']}, Python {reference['python']}), with AdamW's "
+        "`betas=(0.9, 0.999)` and gradients clipped to a norm of 1.",
+        "Sums of gradients and Adam's moments are in float32, or in bfloat16 as `allow` names them.\n",
+        "![loss by step](precision-states.svg)\n",
+        f"| states | last loss | to float32's | mean of the last {WINDOW} | to float32's |",
+        "|---|---|---|---|---|",
+    ]
+    for line in lines:
+        losses, mean = line["losses"], math.fsum(line["losses"][-WINDOW:])
+        apart = [
+            "-" if line is reference else f"{ratio - 1:+.2%}"
+            for ratio in (losses[-1] / reference["losses"][-1], mean / last)
+        ]
+        parts.append(f"| {line['precision']} | {losses[-1]:.4f} | {apart[0]} | {mean / WINDOW:.4f} | {apart[1]} |")
+    return "\n".join(parts) + "\n"
+
+
+def draw(lines: list[dict[str, Any]], path: Path, against: str = REFERENCE) -> None:
+    """The smoothed curves, and their differences from that of ``against``."""
+    (reference,) = (line for line in lines if line["precision"] == against)
     base = smoothed(reference["losses"])
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3))
     for line in lines:
@@ -194,7 +249,7 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
         left.plot(curve, label=line["precision"], linewidth=1)
         right.plot([a - b for a, b in zip(curve, base, strict=True)], label=line["precision"], linewidth=1)
     left.set_ylabel(f"loss, mean over {WINDOW} steps")
-    right.set_ylabel(f"difference from {REFERENCE}")
+    right.set_ylabel(f"difference from {against}")
     left.legend()
     for panel in (left, right):
         panel.set_xlabel("step")
@@ -207,24 +262,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
         "--only",
-        choices=[way.name for way in (*WAYS, *IN_8_BITS)],
+        choices=[way.name for way in EVERY],
         help="print the line of one precision, write nothing",
     )
     parser.add_argument("--page", action="store_true", help="make the page anew, train nothing")
+    parser.add_argument("--states", action="store_true", help="train the mixture alone")
     asked = parser.parse_args()
     if asked.only:
-        print(json.dumps(train(next(way for way in (*WAYS, *IN_8_BITS) if way.name == asked.only), asked.steps)))
+        print(json.dumps(train(next(way for way in EVERY if way.name == asked.only), asked.steps)))
         return
-    path = EVIDENCE / "precision.jsonl"
-    if asked.page:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    else:
+    curves = {"precision": () if asked.states else WAYS, "precision-states": STATES}
+    for name, ways in curves.items() if not asked.page else ():
         with ThreadPoolExecutor(len(WAYS) if torch.cuda.is_available() else 1) as pool:
-            lines = list(pool.map(lambda way: train_apart(way, asked.steps), WAYS))
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (EVIDENCE / "precision.md").write_text(page(lines))
+            lines = list(pool.map(lambda way: train_apart(way, asked.steps), ways))
+        if lines:
+            (EVIDENCE / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [[json.loads(x) for x in (EVIDENCE / f"{name}.jsonl").read_text().splitlines()] for name in curves]
+    (EVIDENCE / "precision.md").write_text(page(*found))
     try:
-        draw(lines, EVIDENCE / "precision.svg")
+        for name, lines, against in zip(curves, found, (REFERENCE, STATES_REFERENCE), strict=True):
+            draw(lines, EVIDENCE / f"{name}.svg", against)
     except UsageError as error:  # a GPU machine may have no matplotlib; --page draws elsewhere
         print(f"no plot: {error.message}", file=sys.stderr)
 

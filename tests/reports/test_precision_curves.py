@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from precision_curves import SIZES, WAYS, WINDOW, batches, draw, furthest, page, smoothed
+from precision_curves import SIZES, STATES, WAYS, WINDOW, batches, draw, furthest, page, smoothed
 
 pytestmark = pytest.mark.slow  # a report is no part of the product
 
@@ -26,7 +26,9 @@ def test_the_largest_difference_is_that_of_the_smoothed_curves() -> None:
     assert smoothed(lines[0]["losses"])[40] == pytest.approx(sum(lines[0]["losses"][21:41]) / WINDOW)
     step, difference = furthest(lines[2], lines[0])
     assert 30 <= step < 30 + WINDOW and difference == pytest.approx(-2.0 / WINDOW)
-    text = page(lines)
+    states = [line(way.name, shift, 59) for way, shift in zip(STATES, (0.0, 0.341, -0.341, 0.0), strict=True)]
+    text = page(lines, states)
+    assert "| bfloat16 moments | 3.7510 | +10.00% | 3.5221 | +0.49% |" in text
     assert "| bfloat16 | 4.0000 | 3.4100 | +0.0500 |" in text and "| float32 | 4.0000 | 3.4100 | - | - | - |" in text
     assert "16,384 at the end: 2 steps were skipped" in text and "2.0 million parameters" in text
 

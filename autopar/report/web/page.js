@@ -160,7 +160,7 @@ function why(plan) {
     h('h3', {}, 'What more or less would be worth'), list(found.shadow_prices.map((one) => one.text)),
     table('The best plan with ...', [['', ''], ['step', 'number'], ['slower', 'number'], ['memory', 'number'], ['plan, or why there is none', 'long']],
       found.families.map((one) => [one.title, one.feasible ? seconds(one.step_time_s) : '-', one.feasible ? slower(one.slower) : '-',
-        one.feasible ? size(one.memory_bytes) : '-', one.feasible ? `${one.chosen ? 'this plan' : one.summary}${one.remark ? ` (has a price only: ${one.remark})` : ''}` : one.reason])),
+        one.feasible ? size(one.memory_bytes) : '-', one.feasible ? one.chosen ? 'this plan' : one.summary : one.reason])),
     table('The best configurations', [['', ''], ['step', 'number'], ['slower', 'number'], ['memory', 'number'], ['plan', 'long']],
       found.alternatives.map((one, i) => [`${i + 1}`, seconds(one.step_time_s), slower(one.slower), size(one.memory_bytes), one.summary])),
     found.alternatives_complete ? null : h('p', { class: 'note' }, 'There was no time to look at every configuration.'));
