@@ -170,6 +170,20 @@ def test_rows_stay_batch_and_sequence() -> None:
     assert sizes[aten.linear.default] == sizes[aten.softmax.int] == (2, 3, COUNT)
 
 
+def test_copies_of_all_rows_for_experts_are_a_dim_of_their_own() -> None:
+    """As in Llama 4, whose experts all get every token, times its score: rows stay batch and sequence until the product."""
+    b = Build()
+    x, scores, weight = b.input("x", 6, WIDTH), b.input("scores", 6, COUNT), b.parameter("w", COUNT, WIDTH, WIDTH)
+    copies = b.call(aten.repeat.default, x, [COUNT, 1])
+    own = b.call(aten.reshape.default, b.call(aten.transpose.int, scores, 0, 1), [-1, 1])
+    rows = b.call(aten.reshape.default, b.call(aten.mul.Tensor, copies, own), [COUNT, -1, WIDTH])
+    done = b.call(aten.reshape.default, b.call(aten.bmm.default, rows, weight), [-1, WIDTH])
+    total = b.call(aten.sum.dim_IntList, b.call(aten.reshape.default, done, [COUNT, -1, WIDTH]), [0])
+    steps = (clean.rows_pass, clean.reshapes_pass, clean.dead_code_pass)
+    gm = apply(b, b.module(total), *steps, exact=False)
+    assert COUNT * 6 not in {n.meta["val"].shape[0] for n in gm.graph.nodes if n.op == "call_function"}
+
+
 @pytest.mark.parametrize("op", [aten.softmax.int, aten.cumsum.default])
 def test_what_mixes_rows_keeps_them_in_one_dim(op: Any) -> None:
     b, gm = router(op, 0)
