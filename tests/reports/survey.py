@@ -218,6 +218,7 @@ class Worker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have become the leader of a group yet
         self.process.join()
         self.process = None
 
