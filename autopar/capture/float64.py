@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.grouped_product import GROUPED_PRODUCTS, in_float64
+
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 
@@ -27,7 +29,9 @@ class Float64Everywhere(TorchFunctionMode):
             func = torch.Tensor.double
         if func is torch.empty_strided:  # creates torch's fake copies of tensors, whose dtype must stay
             return func(*args, **(kwargs or {}))
-        return func(*_widened(args), **_widened(kwargs or {}))
+        args, kwargs = _widened(args), _widened(kwargs or {})
+        product = in_float64(*args, **kwargs) if func in GROUPED_PRODUCTS else None
+        return func(*args, **kwargs) if product is None else product
 
 
 def _widened(value: Any) -> Any:

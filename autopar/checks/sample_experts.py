@@ -15,7 +15,7 @@ from autopar.program.kernels_experts import grouped_linear, of_rows
 aten = torch.ops.aten
 
 
-def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Experts:
+def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6, *, weights_first: bool = False) -> Experts:
     """Return experts that compute ``down(silu(gate(x)) * up(x))`` for ``rows`` chosen rows, as in most models."""
     graph = fx.Graph()
     x, counts = _inputs(graph, rows, width, count)
@@ -24,7 +24,7 @@ def gated_experts(rows: int, width: int, inner: int = 12, count: int = 6) -> Exp
     hidden = [_apply(graph, grouped_linear, x, weight, counts) for weight in (gate, up)]
     product = _apply(graph, aten.mul.Tensor, _apply(graph, aten.silu.default, hidden[0]), hidden[1])
     graph.output(_apply(graph, grouped_linear, product, down, counts))
-    return Experts(fx.GraphModule(nn.Module(), graph), count)
+    return Experts(fx.GraphModule(nn.Module(), graph), count, weights_first=weights_first)
 
 
 def plain_experts(rows: int, width: int, count: int, inner: int = 12) -> Experts:

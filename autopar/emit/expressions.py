@@ -154,6 +154,7 @@ def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
     """Return the call of a mixture of experts, whose body is the layer's method ``meta["body"]``."""
     x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
     rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
+    rest += ", weights_first=True" if op.weights_first else ""
     more = f"[{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
     if send := meta(node).get("kernel_async_op"):
         return f"yield from kernels_experts.in_steps({send}, ({x}, {index}, {weights}), {more})"

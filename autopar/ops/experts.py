@@ -22,22 +22,29 @@ from autopar.program import kernels_experts
 
 
 class Experts:
-    """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes."""
+    """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes, and both
+    weight a token's row either before its experts (``weights_first``) or after them."""
 
-    def __init__(self, body: fx.GraphModule, count: int) -> None:
+    def __init__(self, body: fx.GraphModule, count: int, *, weights_first: bool = False) -> None:
         self.__name__ = self.__qualname__ = "experts"  # fx names the node, and ``op_name`` the op, by these
         self.__module__ = kernels_experts.__name__
-        self.body, self.count = body, count
+        self.body, self.count, self.weights_first = body, count, weights_first
         self._text = tuple(_node_descriptions(body))
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, **axes: Any) -> Tensor:
+        if self.weights_first:
+            axes = axes | {"weights_first": True}
         return kernels_experts.experts(x, index, weights, parameters, self.body, self.count, **axes)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Experts) and (self.count, self._text) == (other.count, other._text)
+        return isinstance(other, Experts) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((self.count, self._text))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.count, self.weights_first, self._text
 
     def __deepcopy__(self, memo: Any) -> Experts:
         return self  # immutable
@@ -95,7 +102,7 @@ def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
     for node in body.graph.nodes:
         if node.name in names:
             node.target = kernels_experts.looped_linear
-    return Experts(body, op.count)
+    return Experts(body, op.count, weights_first=op.weights_first)
 
 
 def _node_descriptions(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:

@@ -31,7 +31,11 @@ class OpKind(Enum):
     ATTENTION = ("aten.scaled_dot_product_attention", "kernels.attention")
     PRODUCT = (*aten_names("linear matmul mm bmm mv addmm addbmm baddbmm"), "kernels_fp8.linear")
     EINSUM = aten_names("einsum")
-    GROUPED_PRODUCT = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # as models call it
+    GROUPED_PRODUCT = (  # as models call it
+        "aten._grouped_mm",
+        "transformers.grouped_mm_fallback",
+        "autopar.grouped_product",
+    )
     EXPERTS_PRODUCT = ("kernels_experts.grouped_linear",)  # as the body of a mixture calls it
     CONVOLUTION = (*aten_names("convolution conv1d conv2d conv3d"), "kernels.convolution")
     TRANSPOSED_CONVOLUTION = aten_names("conv_transpose1d conv_transpose2d conv_transpose3d")

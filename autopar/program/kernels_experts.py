@@ -131,8 +131,10 @@ def experts(
     exchange: Sequence[Axis] = (),
     relay: Sequence[Axis] = (),
     partial_axes: Sequence[Axis] = (),
+    weights_first: bool = False,
 ) -> Tensor:
     """Return ``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x [..., h]`` and ``index``, ``weights`` ``[..., k]``: ``[..., h]``.
+    With ``weights_first`` the rows are weighted before their experts: ``sum_j expert[index[..., j]](weights[..., j] * x)``.
 
     ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that shard the experts, outermost first.
     ``exchange`` and ``relay`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them, over ``relay`` in
@@ -140,7 +142,7 @@ def experts(
     another dim of the parameters.
     """
     axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
-    steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, **axes)
+    steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, weights_first, **axes)
     while True:
         try:
             next(steps)
@@ -156,6 +158,7 @@ def in_steps(
     parameters: Sequence[Tensor],
     body: Body,
     count: int,
+    weights_first: bool = False,
     **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
     """Run ``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else.
@@ -166,7 +169,7 @@ def in_steps(
     )
     if spmd.is_type_checking():
         if send is not _send_and_wait:  # at a yield, the caller's ops would be checked under ``spmd.local``
-            return experts(x, index, weights, parameters, body, count, **axes)
+            return experts(x, index, weights, parameters, body, count, weights_first=weights_first, **axes)
         sharding = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
     exchange = [axis for axis in exchange if _size(axis) > 1]
@@ -183,12 +186,14 @@ def in_steps(
         if len(owners) > len(exchange):
             order = order[: sum(row_counts.sent if row_counts else sizes(counts, len(order)))]
         rows = x.reshape(-1, x.shape[-1])[order // choices]
+        factors = weights.reshape(-1)[order].unsqueeze(-1)
+        rows = (rows * factors).to(x.dtype) if weights_first else rows
         parameters = [_as_varying(parameter) for parameter in parameters]
         if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
             rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
-        rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
+        rows = rows if weights_first else rows * factors
         out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
         if relay:
             out = yield from sent_back(out)

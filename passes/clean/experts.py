@@ -1,16 +1,12 @@
 """Replaces each mixture of experts by one op, whose body consists of the model's nodes.
 
-transformers' grouped implementation sorts the router's choices by expert, picks each choice's row, multiplies the groups by their
-experts' matrices, weights the results, restores their order and sums the results of each token. The pass recognises this data flow; all
-nodes between the picked rows and the weighted rows are the body. Grouped products that remain afterwards (because the body is not
-row-wise) become autopar's function, which a program can include.
+``expert_flow`` recognises the flow of data around the experts; all nodes between the picked rows and the weighted rows are the body.
+Grouped products that remain afterwards (because the body is not row-wise) become autopar's function, which a program can include.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import fx, nn
 from torch.fx.node import map_arg
@@ -18,128 +14,30 @@ from torch.fx.node import map_arg
 from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, argument, dtype_of, shape_of
+from autopar.ops.operands import args_of, shape_of
 from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules import is_row_wise
+from passes.clean.expert_flow import ENDS, Region, counts_behind, find_region, put_in_place
 from passes.clean.linear import part, pieces, splittable
 from passes.clean.nodes import add, aten, calls, copy_origin, replace
-
-_RESHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
 
 
 def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace every mixture by a call of an ``Experts``; see the module's docstring."""
-    for node in calls(gm, aten.sum.dim_IntList):
-        region = _region(node)
+    for node in calls(gm, *ENDS):
+        region = find_region(node)
         body = None if region is None else _Body(region).build()
         if region is None or body is None:
             continue
         graph, parameters = _split_fused(*body)
-        op = Experts(fx.GraphModule(nn.Module(), graph, class_name="Body"), shape_of(region.counts)[0])
-        new = add(node, op, (region.x, region.index, region.weights, *parameters))
-        users = list(node.users)
-        if dtype_of(new) != dtype_of(node):  # the cast back to the tokens' dtype is part of the op
-            replace(users[0], new)
-        else:
-            node.replace_all_uses_with(new)
+        op = Experts(
+            fx.GraphModule(nn.Module(), graph, class_name="Body"), region.experts, weights_first=region.weights_first
+        )
+        put_in_place(node, add(node, op, (region.x, region.index, region.weights, *parameters)))
     for node in calls(gm):
         if facts(node).kind is OpKind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
             _replace_grouped_product(node)
     return gm
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """The parts of a mixture: its tokens, the router's choices and their weights, the picked rows, the body's result, the choices sorted by
-    expert, and the number of rows of each expert."""
-
-    x: fx.Node
-    index: fx.Node
-    weights: fx.Node
-    rows: fx.Node
-    result: fx.Node
-    ids: fx.Node
-    counts: fx.Node  # before the cumulative sum
-
-
-def _region(node: fx.Node) -> _Region | None:
-    """Return the mixture that ends with ``node``: ``sum(reshape(index(body * w[perm], [inverse]), [t, k, h]), 1)``; else ``None``."""
-    if list(argument(node, 1, "dim") or ()) != [1] or argument(node, 2, "keepdim", False):
-        return None
-    per_token = _as_call(args_of(node)[0], *_RESHAPES)
-    unsorted = _as_call(per_token and per_token.args[0], aten.index.Tensor)
-    if per_token is None or unsorted is None or len(shape_of(per_token)) != 3:
-        return None
-    weighted, inverse = args_of(unsorted)[0], _only_index(unsorted)
-    written = _as_call(inverse, aten.index_put.default)
-    product = _as_call(weighted, aten.mul.Tensor)
-    if written is None or product is None:
-        return None
-    perm: fx.Node = args_of(written)[1][0]
-    if not _is_arange(args_of(written)[2], shape_of(perm)[0]):
-        return None
-    for result, weight in (args_of(product)[:2], args_of(product)[1::-1]):
-        while isinstance(weight, fx.Node) and weight.target in _RESHAPES:
-            weight = args_of(weight)[0]
-        weight = _as_call(weight, aten.index.Tensor)
-        if weight is not None and _only_index(weight) is perm and isinstance(result, fx.Node):
-            return _completed(node, per_token, perm, weight, result)
-    return None
-
-
-def _completed(node: fx.Node, per_token: fx.Node, perm: fx.Node, weight: fx.Node, result: fx.Node) -> _Region | None:
-    """Return the region, completed from the permutation ``perm`` that sorts the choices; ``None`` if it is no mixture."""
-    order = _as_call(perm, operator.getitem)
-    sort = _as_call(order and order.args[0], aten.sort.default)
-    flat, flat_weights = _as_call(sort and sort.args[0], *_RESHAPES), _as_call(args_of(weight)[0], *_RESHAPES)
-    if order is None or sort is None or flat is None or flat_weights is None or args_of(order)[1] != 1:
-        return None
-    index, weights = args_of(flat)[0], args_of(flat_weights)[0]
-    tokens, k, _ = shape_of(per_token)
-    if shape_of(index) != (tokens, k) or shape_of(weights) != (tokens, k):
-        return None
-    picked = [u for n in perm.users if n.target is aten.floor_divide.default and n.args[1] == k for u in n.users]
-    rows = next((n for n in picked if n.target is aten.index.Tensor and len(shape_of(n)) == 2), None)
-    ids = next((n for n in sort.users if args_of(n)[1] == 0), None)
-    if rows is None or ids is None:
-        return None
-    counted = [
-        n
-        for i in (ids, *(u for u in ids.users if op_name(u) == "aten.to"))
-        for n in i.users
-        if op_name(n) == "aten.histc"
-    ]
-    x = args_of(rows)[0]
-    if len(counted) != 1 or not _counts_all(counted[0]) or len(shape_of(x)) != 2 or shape_of(x)[0] != tokens:
-        return None
-    cast = list(node.users)
-    if dtype_of(node) != dtype_of(x) and not (
-        len(cast) == 1 and op_name(cast[0]) == "aten.to" and dtype_of(cast[0]) == dtype_of(x)
-    ):
-        return None
-    return _Region(x, index, weights, rows, result, ids, counted[0])
-
-
-def _as_call(node: object, *targets: Callable[..., object]) -> fx.Node | None:
-    return node if isinstance(node, fx.Node) and node.target in targets else None
-
-
-def _only_index(node: fx.Node) -> fx.Node | None:
-    """Return the index ``i`` if ``node`` is ``x[i]``; ``None`` if it has several indices."""
-    indices = args_of(node)[1]
-    return indices[0] if len(indices) == 1 else None
-
-
-def _is_arange(node: fx.Node, extent: int) -> bool:
-    """Return whether ``node`` is ``arange(extent)``, in any form of its arguments."""
-    numbers = [a for a in node.args if isinstance(a, int)]
-    return op_name(node) == "aten.arange" and numbers in ([extent], [0, extent], [0, extent, 1])
-
-
-def _counts_all(node: fx.Node) -> bool:
-    """Return whether a histogram of integers has a bin for each of 0, 1, ..., bins - 1."""
-    bins, low, high = (argument(node, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
-    return low == 0 and high in (bins - 1, bins)
 
 
 def _is_three_dimensional(node: fx.Node) -> bool:
@@ -149,11 +47,12 @@ def _is_three_dimensional(node: fx.Node) -> bool:
 class _Body:
     """Copies the nodes between the picked rows and their results into a graph of ``(rows, counts, *parameters)``."""
 
-    def __init__(self, region: _Region) -> None:
+    def __init__(self, region: Region) -> None:
         self.region, self.graph = region, fx.Graph()
-        self.rows, self.counts = self._placeholder("rows", region.rows), self._placeholder("counts", region.counts)
-        meta(self.counts)["val"] = meta(region.counts)["val"].long()
-        self.made: dict[fx.Node, fx.Node] = {region.rows: self.rows}
+        self.rows = self._placeholder("rows", next(iter(region.rows)))
+        self.counts = self._placeholder("counts", region.counts[0])
+        meta(self.counts)["val"] = meta(region.counts[0])["val"].long()
+        self.made: dict[fx.Node, fx.Node] = dict.fromkeys(region.rows, self.rows)
         self.parameters: dict[fx.Node, fx.Node] = {}  # from the model's placeholder to the body's
         self.row_nodes: set[fx.Node] = {self.rows}  # nodes that have a dim of rows
 
@@ -172,7 +71,7 @@ class _Body:
 
     def _between(self) -> list[fx.Node]:
         """Return, in order, the nodes that the result depends on, back to the picked rows and the sorted choices."""
-        stops = {self.region.rows, self.region.ids}
+        stops = self.region.rows | self.region.ids
         found: set[fx.Node] = set()
         stack = [self.region.result]
         while stack:
@@ -206,7 +105,7 @@ class _Body:
         return node
 
     def _copy(self, node: fx.Node) -> fx.Node | None:
-        experts = shape_of(self.region.counts)[0]
+        experts = self.region.experts
         if node.op == "placeholder":
             if "parameter" not in meta(node) or shape_of(node)[:1] != (experts,):
                 return None
@@ -214,6 +113,8 @@ class _Body:
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
         if facts(node).kind is OpKind.GROUPED_PRODUCT:
+            if counts_behind(args_of(node)[2]) not in self.region.counts:
+                return None
             weight = args_of(node)[1]
             if _swaps_last(weight):  # stored as [experts, out, in], as grouped_linear requires
                 weight = self.made[args_of(weight)[0]]
@@ -225,7 +126,7 @@ class _Body:
                 if rows in self.row_nodes
                 else None
             )
-        if node.target is aten.index.Tensor and _only_index(node) is self.region.ids:
+        if node.target is aten.index.Tensor and args_of(node)[1][0] in self.region.ids:
             values = self.made[args_of(node)[0]]
             return (
                 None

@@ -24,6 +24,7 @@ from passes.clean.nodes import add, aten, calls, replace
 
 def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Push down every ``reshape`` that only merges leading dims; see the module's docstring."""
+    _separate_copies(gm)
     queue = [node for node in calls(gm, aten.reshape.default) if _merged_dims(node)]
     while queue:
         node = queue.pop(0)
@@ -32,6 +33,23 @@ def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
         if not node.users:
             gm.graph.erase_node(node)
     return gm
+
+
+def _separate_copies(gm: fx.GraphModule) -> None:
+    """Let copies of all rows one after another, ``repeat(x, [k, 1])``, be a dim of their own that a ``reshape`` merges with the rows. So is
+    a column of numbers for them, ``reshape(x, [k * n, 1])`` of ``[k, n]``."""
+    for node in calls(gm, aten.repeat.default):
+        source, times = args_of(node)
+        sizes = shape_of(source)
+        if len(sizes) < 2 or len(times) != len(sizes) or set(times[1:]) != {1}:
+            continue
+        copies = add(node, aten.expand.default, (add(node, aten.unsqueeze.default, (source, 0)), [times[0], *sizes]))
+        replace(node, add(node, aten.reshape.default, (copies, list(shape_of(node)))))
+    for node in calls(gm, aten.reshape.default):
+        sizes = shape_of(args_of(node)[0])
+        if len(sizes) > 1 and shape_of(node) == (prod(sizes), 1) and sizes[-1] != 1:
+            column = add(node, aten.unsqueeze.default, (args_of(node)[0], -1))
+            replace(node, add(node, aten.reshape.default, (column, [prod(sizes), 1])))
 
 
 def _merged_dims(node: object) -> tuple[int, ...]:

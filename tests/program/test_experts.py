@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture import Float64Everywhere
 from autopar.checks.sample_experts import gated_experts, plain_experts
 from autopar.devices import parse
 from autopar.emit import emit
@@ -97,6 +98,63 @@ def test_another_flow_of_data_is_no_mixture(change: str) -> None:
     assert not mixtures(gm) and "grouped_linear" in ops(gm)
 
 
+def summed_by_token(end: str, change: str = "") -> tuple[Build, fx.GraphModule]:
+    """torchtitan's flow: results are added to their tokens, or restored and multiplied by the weights; ``change`` spoils one step."""
+    b = Build()
+    x, weight = b.input("x", TOKENS, WIDTH), b.parameter("weight", COUNT, WIDTH, WIDTH)
+    index, weights = b.input("index", TOKENS, CHOICES, dtype=torch.int64), b.input("weights", TOKENS, CHOICES)
+    chosen = TOKENS * CHOICES
+    flat = b.call(aten.reshape.default, index, [chosen])
+    descending = {"descending": True} if change == "descending" else {}
+    perm = b.call(aten.argsort.stable, flat, stable=True, **descending)
+    token = b.call(aten.floor_divide.default, perm, CHOICES)
+    places = b.call(aten.expand.default, b.call(aten.reshape.default, token, [-1, 1]), [chosen, WIDTH])
+    rows = b.call(aten.gather.default, x, 0, places)
+    own = b.call(aten.index.Tensor, b.call(aten.reshape.default, weights, [chosen]), [perm])
+    own = b.call(aten.reshape.default, own, [-1, 1])
+    rows = b.call(aten.mul.Tensor, rows, own) if end == "weights first" else rows
+    counts = b.call(aten.histc.default, b.call(aten.to.dtype, flat, torch.float64), COUNT, 0, COUNT)
+    counts = b.call(aten.flip.default, counts, [0]) if change == "counts" else counts
+    offsets = b.call(aten.cumsum.default, counts, 0, dtype=torch.int32)
+    swapped = b.call(aten.transpose.int, weight, -2, -1)
+    done = b.call(torch.ops.autopar.grouped_product.default, rows, swapped, offsets)
+    if end == "restored":
+        back = b.call(aten.index_put.default, b.call(aten.zeros_like.default, done), [perm], done)
+        apart = b.call(aten.reshape.default, back, [-1, CHOICES, WIDTH])
+        return b, b.module(b.call(aten.bmm.default, b.call(aten.reshape.default, weights, [-1, 1, CHOICES]), apart))
+    done = b.call(aten.mul.Tensor, done, own) if end == "added" else done
+    places = b.call(aten.flip.default, places, [0]) if change == "places" else places
+    return b, b.module(b.call(aten.scatter_add.default, b.input("shared", TOKENS, WIDTH), 0, places, done))
+
+
+@pytest.mark.parametrize("end", ["added", "weights first", "restored"])
+def test_results_that_are_summed_by_token_are_a_mixture(end: str) -> None:
+    b, gm = summed_by_token(end)
+    (node,) = mixtures(apply(b, gm, clean.experts_pass, exact=False))
+    assert [operand.name for operand in node.args] == ["x", "index", "weights", "weight"]
+    assert node.target.count == COUNT and node.target.weights_first is (end == "weights first")
+
+
+@pytest.mark.parametrize("change", ["counts", "places", "descending"])
+def test_another_sum_by_token_is_no_mixture(change: str) -> None:
+    b, gm = summed_by_token("added", change)
+    assert not mixtures(clean.experts_pass(gm))
+
+
+def test_float64_has_grouped_products() -> None:
+    """torch's own takes at most float32."""
+    rows, weight = values(9, 4).requires_grad_(), values(4, 4, 3, seed=1).requires_grad_()
+    offsets = torch.tensor([5, 5, 6, 9], dtype=torch.int32)
+    with Float64Everywhere():
+        out = torch._grouped_mm(rows, weight, offs=offsets)
+    expected = torch.cat([rows[:5] @ weight[0], rows[5:6] @ weight[2], rows[6:] @ weight[3]])
+    close(out, expected)
+    g = values(9, 3, seed=2)
+    found = (torch.autograd.grad(each, (rows, weight), g) for each in (out, expected))
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs)
+
+
 def router(op: Any, *args: Any) -> tuple[Build, fx.GraphModule]:
     """``op`` between a product on flattened rows and what restores batch and sequence."""
     b = Build()
@@ -110,6 +168,20 @@ def test_rows_stay_batch_and_sequence() -> None:
     gm = apply(b, gm, clean.rows_pass, exact=False)
     sizes = {n.target: tuple(n.meta["val"].shape) for n in gm.graph.nodes if n.op == "call_function"}
     assert sizes[aten.linear.default] == sizes[aten.softmax.int] == (2, 3, COUNT)
+
+
+def test_copies_of_all_rows_for_experts_are_a_dim_of_their_own() -> None:
+    """As in Llama 4, whose experts all get every token, times its score: rows stay batch and sequence until the product."""
+    b = Build()
+    x, scores, weight = b.input("x", 6, WIDTH), b.input("scores", 6, COUNT), b.parameter("w", COUNT, WIDTH, WIDTH)
+    copies = b.call(aten.repeat.default, x, [COUNT, 1])
+    own = b.call(aten.reshape.default, b.call(aten.transpose.int, scores, 0, 1), [-1, 1])
+    rows = b.call(aten.reshape.default, b.call(aten.mul.Tensor, copies, own), [COUNT, -1, WIDTH])
+    done = b.call(aten.reshape.default, b.call(aten.bmm.default, rows, weight), [-1, WIDTH])
+    total = b.call(aten.sum.dim_IntList, b.call(aten.reshape.default, done, [COUNT, -1, WIDTH]), [0])
+    steps = (clean.rows_pass, clean.reshapes_pass, clean.dead_code_pass)
+    gm = apply(b, b.module(total), *steps, exact=False)
+    assert COUNT * 6 not in {n.meta["val"].shape[0] for n in gm.graph.nodes if n.op == "call_function"}
 
 
 @pytest.mark.parametrize("op", [aten.softmax.int, aten.cumsum.default])
@@ -211,10 +283,10 @@ def test_experts_without_rows_have_gradients_of_zero(fills: bool, monkeypatch: p
     assert not found[0][2][1].any()
 
 
-def shared_out(exchange: bool) -> None:
+def shared_out(exchange: bool, first: bool) -> None:
     """Half the experts per rank, with other tokens or the same ones, against one process that has all; expert 1 gets nothing, and
-    rank 0 owns nearly every row."""
-    op = gated_experts(24, 8, inner=6, count=4)
+    rank 0 owns nearly every row. With ``first``, rows are weighted before their experts."""
+    op = gated_experts(24, 8, inner=6, count=4, weights_first=first)
     x, weights = values(4, 3, 8), values(4, 3, 2, seed=1)
     index = torch.tensor([[0, 2], [2, 0], [0, 2]]).repeat(4, 1).view(4, 3, 2)
     index[3, :, 1] = 3
@@ -223,7 +295,7 @@ def shared_out(exchange: bool) -> None:
     whole = [t.clone().requires_grad_() for t in (x, weights, *parameters)]
     expected = op(whole[0], index, *whole[1:])
     rows = zip(x.flatten(0, 1), index.flatten(0, 1).tolist(), weights.flatten(0, 1), strict=True)
-    each = [sum(w * _expert(row, parameters, e) for w, e in zip(ws, es, strict=True)) for row, es, ws in rows]
+    each = [sum(_weighted(w, row, parameters, e, first) for w, e in zip(ws, es, strict=True)) for row, es, ws in rows]
     close(expected, torch.stack(each).view(4, 3, 8))
     g = values(4, 3, 8, seed=9)
     gradients = torch.autograd.grad(expected, whole, g)
@@ -255,14 +327,19 @@ def shared_out(exchange: bool) -> None:
         close(a, mine(b) if exchange or i >= 2 else b)
 
 
+def _weighted(weight: Tensor, row: Tensor, parameters: list[Tensor], e: int, first: bool) -> Tensor:
+    return _expert(weight * row, parameters, e) if first else weight * _expert(row, parameters, e)
+
+
 def _expert(row: Tensor, parameters: list[Tensor], e: int) -> Tensor:
     gate, up, down = (p[e] for p in parameters)
     return down @ (F.silu(gate @ row) * (up @ row))
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["weights last", "weights first"])
 @pytest.mark.parametrize("exchange", [False, True], ids=["share", "exchange"])
-def test_experts_on_two_ranks(workers2: Any, exchange: bool) -> None:
-    workers2.run("test_experts:shared_out", exchange)
+def test_experts_on_two_ranks(workers2: Any, exchange: bool, first: bool) -> None:
+    workers2.run("test_experts:shared_out", exchange, first)
 
 
 # -- widths that grouped products refuse ------------------------------------------------------------------------------

@@ -87,6 +87,10 @@ REPORTS = {
         "predicted against measured step times (a quiet machine, half an hour)",
         (("-m", "autopar", "profile"), program("measured_time")),
     ),
+    "mixtures": Report(
+        "mixtures of experts of transformers and in other code's style, on four processes (half an hour)",
+        ((*program("survey"), "--models-of", "survey_mixtures"),),
+    ),
     "mutations": Report("faults put in on purpose, and what catches them", (program("mutations"),)),
     "one-device": Report(
         "emitted programs on one device against eager PyTorch and torch.compile (a quiet machine, or --device cuda)",

@@ -1,8 +1,9 @@
 """Models that nobody here wrote, against eager PyTorch: ``python tests/reports survey`` (``make report NAME=survey``), and with
-``--models-of survey_further`` those of further packages (``make report NAME=survey-further``).
+``--models-of survey_further`` those of further packages (``make report NAME=survey-further``), with ``--models-of survey_mixtures``
+mixtures of experts (``make report NAME=mixtures``).
 
 Each is built tiny, with a batch that is always the same, captured, and compared in float64 with eager PyTorch: the captured graph on
-one device, then its programs on two processes under a few kinds of plans (``--kinds all``: every kind that ``verify`` knows). A
+one device, then its programs on a few processes under a few kinds of plans (``--kinds all``: every kind that ``verify`` knows). A
 model is worked on in a process of its own rank, which is ended where it takes longer than ``--limit`` seconds, and begun anew where
 it dies: a crash is a result like another. One JSON line per model; the page beside them is made from them. A run does what the file
 lacks for this code (``--fresh``: everything; ``--keep``: only what no code has passed). Ends with status 1 where a model is wrong.
@@ -22,6 +23,7 @@ import sys
 import time
 import traceback
 import warnings
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,17 +41,43 @@ from autopar.errors import AutoparError, LaunchError, UsageError
 from autopar.measure import EXACT, compare
 from autopar.verify import Subject, check_plan, kinds, make_subject
 
-CATALOGUES = {"survey_models": EVIDENCE / "survey.jsonl", "survey_further": EVIDENCE / "survey-further.jsonl"}
-"""By the name of the module whose ``MODELS`` are surveyed: the file of its results."""
-DEVICES = 2
-KINDS = (
-    f"data {DEVICES}, zero 3",
-    f"tensor {DEVICES}",
-    f"tensor+sequence {DEVICES}",
-    f"expert {DEVICES}",
-    f"pipeline {DEVICES}",
-    f"recompute in part, data {DEVICES}, zero 3",
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """What is done with the ``MODELS`` of a module: the file of the results, the number of processes, and the kinds of plans."""
+
+    results: Path
+    devices: int
+    kinds: tuple[str, ...]
+
+
+ON_TWO = (
+    "data 2, zero 3",
+    "tensor 2",
+    "tensor+sequence 2",
+    "expert 2",
+    "pipeline 2",
+    "recompute in part, data 2, zero 3",
 )
+OF_EXPERTS = (
+    "expert 4",
+    "data 2 x expert 2, zero 2",
+    "expert 2 x tensor 2",
+    "data 2 x tensor 2, experts folded, zero 3",
+    "expert 2 x tensor+sequence 2, experts folded",
+    "expert 2 x ulysses 2, experts folded, zero 1",
+    "data 2 x ring 2, experts folded, zero 2",
+    "ring 2 x tensor+sequence 2, experts folded",
+    "pipeline 2 x expert 2",
+    "pipeline 2 x tensor+sequence 2, experts folded",
+    "data 4, zero 3",
+)
+CATALOGUES = {
+    "survey_models": Catalogue(EVIDENCE / "survey.jsonl", 2, ON_TWO),
+    "survey_further": Catalogue(EVIDENCE / "survey-further.jsonl", 2, ON_TWO),
+    "survey_mixtures": Catalogue(EVIDENCE / "mixtures.jsonl", 4, OF_EXPERTS),
+}
+"""By the name of the module of the models."""
 LIMIT_S = 240
 
 
@@ -61,7 +89,7 @@ def models_of(catalogue: str) -> dict[str, Entry]:
     return models
 
 
-def examine(entry: Entry, name: str, wanted: list[str], pool: WorkerPool) -> dict[str, Any]:
+def examine(entry: Entry, name: str, wanted: list[str], devices: int, pool: WorkerPool) -> dict[str, Any]:
     """The line of a model: what one device and every plan gave."""
     model, batch, loss_fn = entry.make()
     start_s = time.perf_counter()
@@ -73,8 +101,9 @@ def examine(entry: Entry, name: str, wanted: list[str], pool: WorkerPool) -> dic
     parameters = sum(p.numel() for p in model.parameters())
     line: dict[str, Any] = {"parameters": parameters, "capture_s": round(time.perf_counter() - start_s, 2)}
     line["layers"] = len(subject.graph.layers)
+    line["experts"] = max(layer.experts for layer in subject.graph.classes.values())
     plans: dict[str, Any] = {"one device": _on_one_device(subject)}
-    for kind in kinds(DEVICES):
+    for kind in kinds(devices):
         if not wanted or kind.name in wanted:
             plans[kind.name] = _under(kind, subject, pool)
     return line | {"plans": plans} | verdict(plans)
@@ -143,13 +172,13 @@ def work(connection: Connection, catalogue: str, wanted: list[str]) -> None:
     os.setsid()  # so that all that it starts can be ended with it
     quiet()
     torch.set_num_threads(1)
-    models = models_of(catalogue)
-    with WorkerPool(DEVICES) as pool:
+    models, devices = models_of(catalogue), CATALOGUES[catalogue].devices
+    with WorkerPool(devices) as pool:
         while (name := connection.recv()) is not None:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    line = examine(models[name], name, wanted, pool)
+                    line = examine(models[name], name, wanted, devices, pool)
             except Exception as error:
                 line = {"outcome": "traceback", "reason": sentence(error), "at": place(error)}
             connection.send(line)
@@ -189,6 +218,7 @@ class Worker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not have become the leader of a group yet
         self.process.join()
         self.process = None
 
@@ -205,7 +235,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", metavar="NAMES", help="these kinds of plans, separated by semicolons; all")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one model")
     args = parser.parse_args(argv)
-    args.results = args.results or CATALOGUES[args.models_of]
+    args.results = args.results or CATALOGUES[args.models_of].results
     return args
 
 
@@ -226,7 +256,9 @@ def main() -> int:
     args = arguments()
     models, results = models_of(args.models_of), results_in(args.results)
     names, done = chosen(args, models), results.kept(args)
-    wanted = [] if args.kinds == "all" else args.kinds.split(";") if args.kinds else list(KINDS)
+    wanted = (
+        [] if args.kinds == "all" else args.kinds.split(";") if args.kinds else list(CATALOGUES[args.models_of].kinds)
+    )
     worker = Worker(args.models_of, wanted)
     columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -257,7 +289,7 @@ def anywhere(line: dict[str, Any]) -> dict[str, Any]:
 def finish(args: argparse.Namespace, names: list[str], models: dict[str, Entry]) -> int:
     """Keep the last line of each model in the models' order, write the page, say how it went; the exit status."""
     lines = results_in(args.results).tidy((name,) for name in models)
-    write_page(lines, args.results.with_suffix(".md"), len(models))
+    write_page(lines, args.results.with_suffix(".md"), len(models), CATALOGUES[args.models_of].devices)
     count = {outcome: sum(line["outcome"] == outcome for line in lines) for outcome in OUTCOMES}
     print(", ".join(f"{number} {outcome}" for outcome, number in count.items()), f"of {len(models)}: {args.results}")
     return 1 if any(line["outcome"] == "wrong" for line in lines if line["model"] in names) else 0

@@ -1,7 +1,8 @@
-"""The page of a survey, from its lines: counts by group, then every model with what came of it and why."""
+"""The page of a survey, from its lines: counts by group, every model with what came of it, and the plans that models do not admit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,23 @@ Line = dict[str, Any]
 OUTCOMES = ("exact", "refused", "failed", "traceback", "dead", "wrong")
 
 
-def write_page(lines: list[Line], path: Path, known: int) -> None:
-    path.write_text(page(lines, known, path.stem))
+NUMBERS = {2: "two", 4: "four"}
 
 
-def page(lines: list[Line], known: int, name: str) -> str:
+def write_page(lines: list[Line], path: Path, known: int, devices: int) -> None:
+    path.write_text(page(lines, known, path.stem, devices))
+
+
+def page(lines: list[Line], known: int, name: str, devices: int) -> str:
     """The results of the report ``name`` as a document; ``known`` is how many models there are, run or not."""
     count = {outcome: sum(line["outcome"] == outcome for line in lines) for outcome in OUTCOMES}
-    plans = [plan for line in lines for kind, plan in line.get("plans", {}).items() if kind != "one device"]
-    ran = sum("error" in plan for plan in plans)
+    ran = sum(map(_ran, lines))
     worst = max((line["error"] for line in lines if line["outcome"] == "exact"), default=0.0)
     groups = list(dict.fromkeys(line["group"] for line in lines))
     return f"""# {name.capitalize().replace("-", ": ")}
 
 {len(lines)} of {known} models, as their libraries ship them: tiny configurations, drawn weights, a batch that is always the same. Of each,
-the loss and every gradient of the captured graph on one device, and of its programs on two processes under a few kinds of
+the loss and every gradient of the captured graph on one device, and of its programs on {NUMBERS[devices]} processes under a few kinds of
 plans, are compared in float64 with eager PyTorch: {ran} plans. *Exact* means that all that a model admits differ by less than
 {EXACT:.0e} (the largest: {worst:.1e}); *refused* that autopar says, before anything is run,
 why it cannot capture the model; *failed* that a plan was
@@ -36,10 +39,12 @@ offered and then did not run; *traceback* that an exception came out that is non
 |---|---|{"---|" * len(OUTCOMES)}---|
 {"".join(_group(group, lines) for group in groups)}{_total(count, len(lines), ran)}
 
-| model | outcome | plans | seconds | why |
-|---|---|---|---|---|
-{"".join(_row(line) for line in lines)}
-Made by `make report NAME={name}` from the lines of [{name}.jsonl]({name}.jsonl). Do not edit.
+*Plans* says how many of the kinds tried ran and were exact{EXPERTS if _tell_experts(lines) else ""}.
+
+| model | outcome | plans |{" experts |" if _tell_experts(lines) else ""} seconds | why |
+|---|---|---|{"---|" if _tell_experts(lines) else ""}---|---|
+{"".join(_row(line, experts=_tell_experts(lines)) for line in lines)}
+{_not_admitted(lines)}Made by `make report NAME={name}` from the lines of [{name}.jsonl]({name}.jsonl). Do not edit.
 """
 
 
@@ -54,14 +59,41 @@ def _group(group: str, lines: list[Line]) -> str:
 
 
 def _ran(line: Line) -> int:
-    return sum("error" in plan for kind, plan in line.get("plans", {}).items() if kind != "one device")
+    return sum("error" in plan for _, plan in _plans(line))
 
 
-def _row(line: Line) -> str:
+def _plans(line: Line) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((kind, plan) for kind, plan in line.get("plans", {}).items() if kind != "one device")
+
+
+def _row(line: Line, *, experts: bool) -> str:
     outcome = line["outcome"] if line["outcome"] == "exact" else f"**{line['outcome']}**"
-    why = (
-        f"{line['error']:.1e}"
-        if line["outcome"] == "exact"
-        else " ".join(line["reason"].split())[:400].replace("|", "/")
-    )
-    return f"| {line['model']} | {outcome} | {_ran(line)} | {line['seconds']:.0f} | {why} |\n"
+    why = f"{line['error']:.1e}" if line["outcome"] == "exact" else _cell(line["reason"])
+    exact = sum(plan.get("error", 1.0) <= EXACT for _, plan in _plans(line))
+    plans = f"{exact} of {len(list(_plans(line)))}"
+    recognised = f" {line.get('experts') or '-'} |" if experts else ""
+    return f"| {line['model']} | {outcome} | {plans} |{recognised} {line['seconds']:.0f} | {why} |\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split())[:400].replace("|", "/")
+
+
+EXPERTS = "; *experts* how many experts a layer's mixture has (-: no layer was recognised as one, so that its experts stay where they are)"
+
+
+def _tell_experts(lines: list[Line]) -> bool:
+    return any("experts" in line for line in lines)
+
+
+def _not_admitted(lines: list[Line]) -> str:
+    """The kinds of plans that are not valid for a model, by the reason that autopar gives; nothing if all are."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        for kind, plan in _plans(line):
+            if "reason" in plan:
+                by_reason.setdefault((line["model"], _cell(plan["reason"])), []).append(kind)
+    if not by_reason:
+        return ""
+    rows = "".join(f"| {model} | {'; '.join(kinds)} | {why} |\n" for (model, why), kinds in by_reason.items())
+    return f"Kinds that a model does not admit:\n\n| model | kinds | why |\n|---|---|---|\n{rows}\n"
