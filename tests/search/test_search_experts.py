@@ -102,7 +102,8 @@ class TestFolded:
         first, mixture = self.tried(mixtral)
         data, tensor, folded = (Role.DATA,), (Role.TENSOR_SEQUENCE,) * 2, (Role.TENSOR_SEQUENCE_EXPERT,) * 2
         assert {data + tensor, data + folded, (Role.EXPERT, *tensor), (Role.EXPERT, *folded)} <= mixture
-        assert {(Role.RING_EXPERT,) * 3, (*data * 2, Role.TENSOR_EXPERT)} <= mixture
+        assert (Role.RING_EXPERT,) * 3 in mixture
+        assert not any(Role.TENSOR_EXPERT in roles for roles in mixture)  # sequence parallelism sends less
         assert not any(role.distributes_experts for roles in first for role in roles)
 
     def test_pins_decide_it(self, mixtral: Graph) -> None:
