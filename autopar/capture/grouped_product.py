@@ -24,11 +24,13 @@ def in_float64(*args: Any, **kwargs: Any) -> Tensor | None:
         for k, v in kwargs.items()
     }
     rows, weight, offsets = (operands.get(name) for name in ("rows", "weight", "offs"))
-    if not all(isinstance(each, Tensor) for each in (rows, weight, offsets)) or operands.get("bias") is not None:
+    if not isinstance(rows, Tensor) or not isinstance(weight, Tensor) or not isinstance(offsets, Tensor):
         return None
-    if (rows.dtype, weight.dtype) != (torch.float64,) * 2 or (rows.dim(), weight.dim()) != (2, 3):
+    plain = operands.get("bias") is None and (rows.dim(), weight.dim()) == (2, 3)
+    if not plain or rows.dtype != torch.float64 or weight.dtype != torch.float64:
         return None
-    return grouped_product(rows, weight, offsets)
+    product: Tensor = grouped_product(rows, weight, offsets)
+    return product
 
 
 @torch.library.custom_op("autopar::grouped_product", mutates_args=())
@@ -54,8 +56,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, offsets = ctx.saved_tensors
     with torch.enable_grad():
-        own = [tensor.detach().requires_grad_() for tensor in (rows, weight)]
-        return (*torch.autograd.grad(_product(*own, offsets), own, grad), None)
+        rows, weight = (tensor.detach().requires_grad_() for tensor in (rows, weight))
+        return (*torch.autograd.grad(_product(rows, weight, offsets), (rows, weight), grad), None)
 
 
 grouped_product.register_autograd(_backward, setup_context=_save)
