@@ -25,7 +25,7 @@ def state(early_s: dict[str, dict[int, float]]) -> Any:
         pytest.param({OTHER: {2: 1.0 + PROMISING / 2}}, True, id="close to the incumbent"),
         pytest.param({OTHER: {2: 1.2}}, False, id="far from the incumbent"),
         pytest.param({OTHER: {2: 1.2}, BEST: {2: 1.19, 4: 1.0}}, True, id="as fast with as many chunks"),
-        pytest.param({OTHER: {2: 1.2}, BEST: {2: 1.1, 4: 1.0}}, False, id="slower with as many chunks"),
+        pytest.param({OTHER: {2: 1.2}, BEST: {2: 1.05, 4: 1.0}}, False, id="slower with as many chunks"),
         pytest.param({OTHER: {2: 1.2}, BEST: {4: 1.19}}, False, id="no common number of chunks"),
         pytest.param({OTHER: {2: float("inf"), 3: 1.2}, BEST: {2: 1.0, 3: 1.2}}, True, id="one of several"),
     ],

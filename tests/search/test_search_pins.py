@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, BatchError, CaptureError, InfeasibleErr
 from autopar.pins import LayerPins, read_pins
 from autopar.plan import MICROBATCH_STATISTICS, Plan, Role
 from autopar.planning import check_schedule
-from autopar.search import SearchOptions, Shared, price_pins, problem, search
+from autopar.search import SearchOptions, Shared, price_pins, search, strategies
 from autopar.search.numerics import Numerics, best_plan
 from autopar.search.options import pins_by_layer, runs_of_names, selects
 from autopar.techniques import activations
@@ -159,9 +159,9 @@ def without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Neither the search nor brute force recomputes several layers as one."""
     monkeypatch.setattr(activations, "SEGMENTS", ())
     monkeypatch.setattr(search_models, "SEGMENTS", ())
-    problem._options.cache_clear()
+    strategies._options.cache_clear()
     yield
-    problem._options.cache_clear()
+    strategies._options.cache_clear()
 
 
 @pytest.mark.usefixtures("without_segments")
