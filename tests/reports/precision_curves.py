@@ -137,7 +137,8 @@ def train(way: Way, steps: int) -> dict[str, Any]:
         options |= {"microbatches": 4, "lr": 1e-3}
     program = autopar.compile(model, 1, data[0], loss_fn, **options)
     if way.allow:
-        options.pop("microbatches", None)  # the plan has them
+        for pin in ("compile", "microbatches"):  # the plan has them
+            options.pop(pin, None)
         plan = dataclasses.replace(program.plan, allow=way.allow)
         program = autopar.compile(model, 1, data[0], loss_fn, plan=plan, **options)
     losses = program.train(data)
