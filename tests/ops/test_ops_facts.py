@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+import autopar.capture.grouped_product  # noqa: F401  registers the op
 from autopar.ops.facts import ALSO_POINTWISE, OpKind, facts, is_pointwise, is_random, op_of
 from autopar.program import kernels, kernels_experts, kernels_fp8, kernels_logits, kernels_random, kernels_vocab
 from passes.collectives import convert
@@ -36,8 +37,8 @@ def test_every_name_is_of_one_kind() -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("transformers.")])
 def test_every_name_is_an_op(name: str) -> None:
     room, _, short = name.partition(".")
-    if room == "aten":
-        packet = getattr(aten, short)
+    if room in ("aten", "autopar"):
+        packet = getattr(getattr(torch.ops, room), short)
         target = getattr(packet, packet.overloads()[0])
     else:
         target = getattr(MODULES[room], short)
