@@ -77,6 +77,7 @@ class Prices:
         self.groups = tied_groups(graph)
         self._stored = stored_already(graph)
         self._candidates: dict[tuple[object, ...], Candidates] = {}
+        self._least: dict[tuple[object, ...], float] = {}
         self._lists: dict[Candidates, tuple[Strategy, ...]] = {}
         self._refusals: dict[str, dict[str, str]] = {}
         self.refused: dict[int, int] = {}  # by layer: the number of configurations in which it has no price
@@ -136,7 +137,11 @@ class Prices:
             kind = layer.cls, self.pins[i]
             if kind not in found:
                 tried = self._candidates_of(i, config)
-                found[kind] = min(p.least_time_s(layer.cls, config.mesh, tried, m) for p in pricers)
+                # configurations of equal stages under several schedules have equal bounds; pricers and candidates live as long as this
+                key = layer.cls, id(tried), config.mesh, m, *map(id, pricers)
+                if key not in self._least:
+                    self._least[key] = min(p.least_time_s(layer.cls, config.mesh, tried, m) for p in pricers)
+                found[kind] = self._least[key]
             if not np.isfinite(found[kind]):
                 self.refused[i] = self.refused.get(i, 0) + 1
                 return None
