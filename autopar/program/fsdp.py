@@ -75,7 +75,7 @@ class ShardedGroup(ParameterGroup):
         self._params = {layout: stage.get_parameter(layout.name) for layout in layouts}
         for layout, param in self._params.items():
             if layout.trainable and placement.gradient_dtype != master_dtype:
-                param.grad_dtype = None  # type: ignore[attr-defined]  # any: FSDP itself sets a gradient in the shard's dtype
+                param.grad_dtype = None  # any: FSDP itself sets a gradient in the shard's dtype
                 param.register_post_accumulate_grad_hook(functools.partial(_narrow, placement.gradient_dtype))
             first = rows_of(param, param.shape[0])[0] * param.shape[1:].numel()
             shard, replicated = shard_of(param), replicated_axes(layout, shards, world)

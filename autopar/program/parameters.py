@@ -139,7 +139,7 @@ def _add(param: nn.Parameter, gradient: Tensor) -> None:
 def set_gradient(param: Tensor, gradient: Tensor) -> None:
     """Set the gradient of a parameter, of any dtype."""
     if gradient.dtype != param.dtype:
-        param.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
+        param.grad_dtype = gradient.dtype
     param.grad = gradient
 
 
