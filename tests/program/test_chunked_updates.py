@@ -236,11 +236,12 @@ def same(some: dict[tuple[str, str], Tensor], others: dict[tuple[str, str], Tens
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
-def test_checkpoints_between_plans(
-    captured: tuple[Graph, dict[str, Tensor]], workers2: WorkerPool, tmp_path: Path
-) -> None:
-    """Under the same plan a training goes on bit for bit; another plan gets the same moments, and a plan without ``bfloat16_moments`` gets
-    them in float32, from which they are rounded again."""
+Run = Callable[[str, str, str], Any]
+
+
+@pytest.fixture
+def run(captured: tuple[Graph, dict[str, Tensor]], workers2: WorkerPool, tmp_path: Path) -> Run:
+    """Runs ``resumed`` in the program of a name, from and to the checkpoints of these names."""
     graph, batch = captured
     pins: dict[str, dict[str, Any]] = {
         "first": {"data": 2, "zero": 1},
@@ -248,23 +249,33 @@ def test_checkpoints_between_plans(
         "host": {"data": 2, "zero": 3, "states": "host"},
         "wide": {"data": 2, "allow": ()},
     }
-    folders = {name: written(graph, tmp_path / name, **own) for name, own in pins.items()}
 
     def run(name: str, read: str, write: str) -> Any:
-        return workers2.run(
-            "test_chunked_updates:resumed", folders[name], batch, read and str(tmp_path / read), str(tmp_path / write)
-        )
+        folder = tmp_path / name
+        text = str(folder) if folder.exists() else written(graph, folder, **pins[name])
+        files = read and str(tmp_path / read), str(tmp_path / write)
+        return workers2.run("test_chunked_updates:resumed", text, batch, *files)
 
+    return run
+
+
+@pytest.mark.parametrize("name", ["first", "tensor", "host"])
+def test_any_plan_resumes_with_the_same_moments(name: str, run: Run) -> None:
     first = run("first", "", "one")
-    second = run("first", "one", "two")
-    again = run("first", "one", "three")
-    assert same(whole(second, 0), whole(first, 2)) and same(whole(again, 2), whole(second, 2))
-    for name in ("tensor", "host"):
-        assert same(whole(run(name, "one", f"{name}-two"), 0), whole(first, 2))
-    wide = run("wide", "one", "wide-two")
-    assert all(tensor.dtype == torch.float32 for tensor in whole(wide, 0).values())
-    assert same({name: t.float() for name, t in whole(first, 2).items()}, whole(wide, 0))
-    rounded = whole(run("first", "wide-two", "last"), 0)
+    assert same(whole(run(name, "one", "two"), 0), whole(first, 2))
+
+
+def test_a_resumed_training_goes_on_bit_for_bit(run: Run) -> None:
+    run("first", "", "one")
+    assert same(*(whole(run("first", "one", write), 2) for write in ("two", "three")))
+
+
+def test_moments_of_a_plan_without_the_deviation_are_float32(run: Run) -> None:
+    """They have the values in bfloat16, and are rounded when a plan with the deviation reads them."""
+    narrow, wide = whole(run("first", "", "one"), 2), whole(run("wide", "one", "two"), 0)
+    assert all(tensor.dtype == torch.float32 for tensor in wide.values())
+    assert same({name: t.float() for name, t in narrow.items()}, wide)
+    rounded = whole(run("first", "two", "three"), 0)
     assert {tensor.dtype for (key, _), tensor in rounded.items() if key in MOMENTS} == {torch.bfloat16}
 
 
