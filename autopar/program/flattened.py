@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from spmd_types import I, R
 from torch import Tensor
 
 from .mesh_axes import Axis, group_of
@@ -58,6 +59,8 @@ def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, opti
     if len(on_mesh) < 2:
         return collective(x, flat, **options)
     merged = frozenset((mesh - on_mesh) | {spmd.MeshAxis.of(flat)})
+    if options.get("src") in (I, R) and not x.requires_grad:
+        x = _declared(x, dict.fromkeys(on_mesh, options["src"]))
     # reinterpret_mesh checks types itself, and returns an alias, which the type checker would refuse for P
     with spmd.no_typecheck():
         x = spmd.reinterpret_mesh(x, merged)
@@ -65,3 +68,12 @@ def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, opti
         x = collective(x, flat, **options)
     with spmd.no_typecheck():
         return spmd.reinterpret_mesh(x, mesh)
+
+
+def _declared(x: Tensor, types: dict[Any, Any]) -> Tensor:
+    """Return ``x`` with these types for a few axes. Without a gradient, I and R are the same, so axes may come with either."""
+    known: dict[Any, Any] = spmd.get_local_type(x)
+    with spmd.no_typecheck():
+        own = x.view_as(x)
+    spmd.assert_local_type(own, known | types)
+    return own

@@ -22,7 +22,7 @@ from autopar.emit.expressions import Text, expression
 from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.operands import operands, shape_of
-from autopar.program import kernels, kernels_logits, kernels_vocab
+from autopar.program import flattened, kernels, kernels_logits, kernels_vocab
 from autopar.program.mesh_axes import on_mesh
 from autopar.rules import candidates
 from passes.localise import apply, local_call
@@ -313,6 +313,13 @@ def test_dropout_types(mesh):
         with pytest.raises(spmd.SpmdTypeError, match="dropout"):
             kernels.dropout(typed(values(2, 3), P), 0.5, 1)
     assert types_of(out) == ({"d": "I", "t": "V"}, ["", "t"])
+
+
+def test_a_flattened_conversion_takes_numbers_of_either_type(mesh):
+    """Without a gradient, I and R are the same, so that none is converted to the other, and axes may come with either."""
+    with typecheck(local=False), on_mesh(mesh, {("d", "t"): dist.group.WORLD}):
+        out = flattened.convert(typed(ids(8, 4, 3), R, I), ("d", "t"), src=I, dst=S(0))
+    assert types_of(out) == ({"d": "V", "t": "V"}, ["dt", ""])
 
 
 # Ops whose text does not run yet: those that draw take a seed, the others stand in bodies of mixtures alone, which run in a local region.
