@@ -31,9 +31,7 @@ class Role(Enum):
     RING = "ring"  # activations sharded along the sequence, keys and values rotate
     # roles that also distribute experts; the role of everything else on the axis is ``dense``
     EXPERT = "expert"  # data
-    EXPERT_RELAYED = (
-        "expert+relayed"  # data; a token is sent once, to a relay that passes it on to the experts on inner axes
-    )
+    EXPERT_RELAYED = "expert+relayed"  # data; relays pass a token on to its experts on inner axes
     TENSOR_EXPERT = "tensor+expert"
     TENSOR_SEQUENCE_EXPERT = "tensor+sequence+expert"
     ULYSSES_EXPERT = "ulysses+expert"
@@ -178,11 +176,8 @@ class Strategy:
         assert zero in (0, 1, 2, 3), zero
         assert replicate == 1 or zero, (zero, replicate)
         assert zero >= options.min_zero, (zero, options)
-        put = object.__setattr__  # without a loop: a search creates a hundred thousand strategies
-        put(self, "roles", roles)
-        put(self, "zero", zero)
-        put(self, "replicate", replicate)
-        put(self, "options", options)
+        for name, value in (("roles", roles), ("zero", zero), ("replicate", replicate), ("options", options)):
+            object.__setattr__(self, name, value)
 
     def with_options(self, **changes: str) -> Strategy:
         """Return the strategy with other values of techniques."""

@@ -22,10 +22,10 @@ class CollectivePair:
     ``sharded`` are the other axes that shard the value.
 
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather; with ``routing``, each row is sent to all ranks that it reaches.
-    ``overlapped_op`` is the op whose arithmetic overlaps the
-    collectives, as in ring attention; empty if the layer waits for it. ``op`` is the op whose kernel runs the collectives; empty for a
-    conversion between ops. ``overlapped_products`` are the products whose weight gradients are computed while the backward collective runs,
-    if the strategy overlaps it. ``target`` are the types that the readers need, if this is the conversion's last step.
+    ``overlapped_op`` is the op whose arithmetic overlaps the collectives, as in ring attention; empty if the layer waits for it. ``op`` is
+    the op whose kernel runs the collectives; empty for a conversion between ops. ``overlapped_products`` are the products whose weight
+    gradients are computed while the backward collective runs, if the strategy overlaps it. ``target`` are the types that the readers need,
+    if this is the conversion's last step.
     """
 
     value: str

@@ -29,10 +29,8 @@ CHUNK_ELEMENTS = 2**22
 """The most elements that are updated at a time."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WITH_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam")
-_STEP_STRIDE, _POSITION_STRIDE = (
-    40503,
-    27147,
-)  # 2**16 times the golden ratio and the root of 2, modulo 2**16; odd numbers
+# 2**16 times the golden ratio and the root of 2, modulo 2**16; odd numbers
+_STEP_STRIDE, _POSITION_STRIDE = 40503, 27147
 
 
 class ChunkedUpdates(torch.optim.Optimizer):

@@ -109,7 +109,7 @@ class SearchOptions(PlanPins):
 
     def with_sequence(self, sequence: SequencePin) -> SearchOptions:
         """Return the options with the sequence parallelism of every layer pinned. Experts are folded over it only if a pin says so, because
-        that would triple the candidates."""
+        that would multiply the candidates."""
         kind, degree = sequence
         pinned = {kind: degree, "fold_experts": self.fold_experts or "none"}
         return replace(self, **pinned)  # type: ignore[arg-type]

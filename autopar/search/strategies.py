@@ -185,7 +185,7 @@ def _suffixes(
             for fold in folds:
                 owning = folded(axes, fold)
                 if Role.TENSOR_EXPERT in owning and pinned.fold_experts is None:
-                    continue
+                    continue  # all ranks have all tokens; with sequence parallelism each sends its own
                 owners = Strategy(owning).degree(inner, *DEGREES["expert"])
                 if (experts and experts % owners) or (experts and pinned.expert not in (None, owners)):
                     continue
