@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.capture import NOT_COMPARED, check_capture
@@ -186,6 +189,20 @@ def search_model(
         raise suggest(study, error, lambda text: report(progress, "search", text)) from None
 
 
+@contextlib.contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Pause the collection of reference cycles. A search creates millions of objects and hardly any cycle, and each full collection visits
+    all of them: on a mixture for 256 devices these took a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collection_paused()
 def find_plan(
     graph: Graph,
     cluster: Cluster,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -215,7 +216,8 @@ def _by_stage(costs: ReplicaCosts) -> tuple[PerKind, ...]:
 
 
 def _summed(parts: Iterable[PerKind]) -> PerKind:
-    return PerKind(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+    names = [each.name for each in dataclasses.fields(PerKind)]
+    return PerKind(*map(sum, zip(*map(operator.attrgetter(*names), parts), strict=True)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -468,7 +468,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         bound,
         gap,
         f"{' + '.join(sorted(state.solvers)) or 'no solver needed'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
-        _left_out(cluster, state, priced),
+        _left_out(graph, cluster, state, priced),
         time.monotonic() - started,
         peak_memory_bytes(),
     )
@@ -495,7 +495,7 @@ def _may_gain_from_less_data(state: State, priced: PricedPlan) -> bool:
     return work_s * min(axis.size for axis in mesh) < cost.step_time_s
 
 
-def _left_out(cluster: Devices, state: State, priced: PricedPlan) -> tuple[str, ...]:
+def _left_out(graph: Graph, cluster: Devices, state: State, priced: PricedPlan) -> tuple[str, ...]:
     """Return notes on what was not searched, but can be pinned."""
     notes: list[str] = []
     if state.unpriced:
@@ -515,6 +515,14 @@ def _left_out(cluster: Devices, state: State, priced: PricedPlan) -> tuple[str, 
         notes.append(f"time ran out before {missing} were searched; pin schedule to search one")
     if state.schedules:
         notes.append(f"{', '.join(state.schedules)}: searched besides 1f1b and gpipe; pin schedule to search others")
+    free = [pins.fold_experts is None and pins.expert is None for pins in state.prices.pins]
+    if cluster.count > 1 and any(
+        graph.classes[layer.cls].experts and is_free for layer, is_free in zip(graph.layers, free, strict=True)
+    ):
+        notes.append(
+            "experts were folded over no axes or over all, and not over tensor parallelism that leaves sequences whole or over sequence "
+            "parallelism of all layers; pin fold_experts to search that"
+        )
     if _may_gain_from_less_data(state, priced):
         notes.append(
             "smaller degrees of data parallelism, which leave devices idle, were not searched, and may be faster, as devices compute for "

@@ -151,8 +151,8 @@ def _suffixes(
     attention, then Ulysses and tensor parallelism.
 
     A tensor degree spans at most ``MOST_NODES`` nodes unless it is pinned: long before that, all-reduce on the slow links costs more than
-    it saves. Experts, ring attention and Ulysses are tried alone, with pinned degrees, or with tensor parallelism over exactly one node.
-    Experts may be folded over the axes of the other roles (``FOLDS``).
+    it saves. Experts are tried alone, beside tensor parallelism, and beside pinned degrees; ring attention and Ulysses alone, beside tensor
+    parallelism over exactly one node, and beside pinned degrees. Experts may be folded over the axes of the other roles (``FOLDS``).
     """
     tensor_roles = tuple(role for role in roles if role in TENSOR_ROLES)
     pins = {
@@ -218,8 +218,8 @@ def _wanted(
     if role is Role.TENSOR:
         return degree <= MOST_NODES * gpus_per_node
     others = [other for other in degrees if other is not role and degrees[other] > 1 and pins[other] is None]
-    over_node = [Role.TENSOR] if degrees[Role.TENSOR] == gpus_per_node else []
-    return degree == 1 or (role in roles and others in ([], over_node))
+    beside_tensor = [Role.TENSOR] if role is Role.EXPERT or degrees[Role.TENSOR] == gpus_per_node else []
+    return degree == 1 or (role in roles and others in ([], beside_tensor))
 
 
 def _zeros(mesh: Mesh, roles: tuple[Role, ...], gpus_per_node: int, pins: LayerPins) -> Iterator[tuple[int, int]]:

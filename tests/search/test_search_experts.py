@@ -18,10 +18,12 @@ from autopar.ops.experts import of_experts
 from autopar.plan import Plan, Role, Strategy
 from autopar.planning import write_plan
 from autopar.price import Pricer
+from autopar.schedules import NO_PIPELINE, Schedule
 from autopar.search import SearchOptions, search
 from autopar.search.manual import filled_plan
 from autopar.search.options import pins_by_layer
-from autopar.search.problem import meshes
+from autopar.search.prices import Prices
+from autopar.search.problem import Configuration, meshes
 from autopar.search.strategies import TENSOR_ROLES, candidates
 from autopar.shard import annotate
 from autopar.shard.plan import role_types
@@ -79,12 +81,12 @@ class TestCandidates:
         with pytest.raises(UsageError, match="no mixture"):
             pins_by_layer(dense, options)
 
-    def test_they_stand_beside_tensor_parallelism_of_a_node(self) -> None:
+    def test_they_stand_beside_tensor_parallelism_of_every_degree(self) -> None:
         (mesh,) = meshes(16)
         both = [
             s for s in candidates(mesh, 16, 4, SearchOptions(roles=ROLES), experts=4).every if Role.EXPERT in s.roles
         ]
-        assert {s.degree(mesh, *TENSOR_ROLES) for s in both} == {1, 4}
+        assert {s.degree(mesh, *TENSOR_ROLES) for s in both} == {1, 2, 4, 8}
 
 
 class TestFolded:
@@ -167,6 +169,24 @@ class TestFolded:
         assert (
             {one.bytes for one in direct} == {2 * tokens} == {2 * one.bytes for one in relayed if one.members.size == 8}
         )
+
+    @pytest.mark.parametrize(("choices", "relays"), [(2, False), (8, True)])
+    def test_only_the_faster_way_to_other_nodes_is_searched(self, choices: int, relays: bool) -> None:
+        """A relay pays where a token has many experts on each node."""
+        graph = graph_of(Architecture(2, 2048, 16, 16, 4096, True, 1024, 2048, False, False, 64, choices), 64)
+        cluster = parse("2x8xH100-80GB")
+        pricer = Pricer(graph, cluster, "bfloat16")
+        (mesh,) = (m for m in meshes(16) if [axis.size for axis in m] == [2, 2, 2, 2])
+        prices = Prices(graph, cluster, pricer, SearchOptions(roles=ROLES))
+        table = prices.table(1, Configuration(mesh, Schedule(NO_PIPELINE, 1, 1)), False)
+        assert table is not None
+        searched = {strategy.roles for strategy, _ in table.everything}
+        direct, relayed = ((role, *(Role.EXPERT,) * 3) for role in (Role.EXPERT, Role.EXPERT_RELAYED))
+        seconds = [pricer.layer(graph.layers[1].cls, mesh, Strategy(roles), 1) for roles in (direct, relayed)]
+        assert all(price is not None for price in seconds)
+        faster = min(seconds, key=lambda price: price.forward_s + price.backward_s)  # type: ignore[union-attr]
+        assert (faster is seconds[1]) is relays
+        assert (direct in searched, relayed in searched) == (not relays, relays)
 
     def test_a_plan_written_by_hand_folds_them(self, mixtral: Graph) -> None:
         plan = filled_plan(mixtral, 16, {"tensor": 4, "expert": 8, "fold_experts": "all", "zero": 1}, sequence=True)
