@@ -124,6 +124,40 @@ _QWEN3_8B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+_QWEN3_235B_A22B = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+_GPT_OSS_120B = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
 _MIXTRAL_8X7B = {
     "model_type": "mixtral",
     "architectures": ["MixtralForCausalLM"],
@@ -179,6 +213,40 @@ _DEEPSEEK_V2_LITE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+
+
+def _deepseek_v3(
+    heads: int, experts: int, groups: int, dense_layers: int, scale: float, vocabulary: int
+) -> dict[str, Any]:
+    """Return the configuration of a model with DeepSeek-V3's layers; a token's experts are in half of the ``groups``, or anywhere."""
+    return {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": groups,
+        "topk_group": max(groups // 2, 1),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": scale,
+        "first_k_dense_replace": dense_layers,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+
+
 _RESNET50 = {
     "model_type": "resnet",
     "architectures": ["ResNetForImageClassification"],
@@ -232,6 +300,28 @@ CATALOGUE: tuple[ZooModel, ...] = (
     ZooModel(
         "deepseek-v2-lite", "mixture of experts", 15.7e9, "arXiv:2405.04434, appendix B", 4096, 1024, _DEEPSEEK_V2_LITE
     ),
+    ZooModel(
+        "deepseek-v3",
+        "mixture of experts",
+        671.0e9,
+        "arXiv:2412.19437, section 4.2",
+        4096,
+        15360,
+        _deepseek_v3(128, 256, 8, 3, 2.5, 129280),
+    ),
+    ZooModel(
+        "kimi-k2",
+        "mixture of experts",
+        1.026e12,
+        "arXiv:2507.20534, table 2",
+        4096,
+        16384,
+        _deepseek_v3(64, 384, 1, 1, 2.827, 163840),
+    ),
+    ZooModel(
+        "qwen3-235b-a22b", "mixture of experts", 235.1e9, "arXiv:2505.09388, table 2", 4096, 4096, _QWEN3_235B_A22B
+    ),
+    ZooModel("gpt-oss-120b", "mixture of experts", 116.8e9, "arXiv:2508.10925, table 1", 4096, 1024, _GPT_OSS_120B),
     ZooModel("bert-base", "masked language model", 110e6, _BERT_TABLE, 512, 256, _bert(768, 12, 12)),
     ZooModel("bert-large", "masked language model", 336e6, _BERT_TABLE, 512, 256, _bert(1024, 24, 16)),
     ZooModel("t5-large", "sequence to sequence", 738e6, _T5_PAPER, 512, 128, _t5(24, 16, 64, 4096)),
