@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from autopar.precision import TF32
@@ -132,6 +133,11 @@ def folded(roles: Iterable[Role], fold: str) -> tuple[Role, ...]:
     return tuple(role.folded if role in over else role for role in roles)
 
 
+@lru_cache(1 << 14)
+def _layout(roles: tuple[Role, ...]) -> tuple[Role, ...]:
+    return tuple(role.dense for role in roles)
+
+
 def deviations(sync: str, strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """Return the numerical deviations (of ``ALLOWED``) that a synchronisation and the layers' strategies cause."""
     given = {technique.mode(value).deviation for s in strategies for technique, value in s.options.chosen}
@@ -201,7 +207,12 @@ class Strategy:
     @property
     def dense(self) -> Strategy:
         """The strategy for a layer without experts."""
-        return dataclasses.replace(self, roles=tuple(role.dense for role in self.roles))
+        return dataclasses.replace(self, roles=self.layout)
+
+    @property
+    def layout(self) -> tuple[Role, ...]:
+        """The roles without experts (``Role.dense``). Strategies with equal layouts shard the activations between layers alike."""
+        return _layout(self.roles)
 
     @property
     def distributes_experts(self) -> bool:

@@ -83,9 +83,9 @@ def combined(a: Front, b: Front, limit: float, bound: bool, max_cost: float = np
     return Front(live[keep[first]], cost[keep[last]], keep[first], (a, b))
 
 
-def with_roles(table: Table, roles: Roles) -> Indices:
-    """Return the indices of the table's candidates with these roles; of all candidates, if none has them."""
-    found = np.array([i for i, s in enumerate(table.strategies) if s.roles == roles], dtype=np.int64)
+def with_layout(table: Table, layout: Roles) -> Indices:
+    """Return the indices of the table's candidates with this layout; of all candidates, if none has them."""
+    found = np.array([i for i, s in enumerate(table.strategies) if s.layout == layout], dtype=np.int64)
     return found if len(found) else np.arange(len(table))
 
 
@@ -104,13 +104,13 @@ class Knapsacks:
     """The minimum costs of stages under one regime and one kind of cost, computed on demand.
 
     If a front has too many points, costs with ``bound`` are lower bounds, and costs without it are those of feasible stages (see
-    ``combined``). With ``roles`` each layer has these roles, if any of its candidates does.
+    ``combined``). With ``layout`` each layer has it, if any of its candidates does.
     """
 
     regime: Regime
     weights: Weights
     bound: bool
-    roles: Roles | None = None
+    layout: Roles | None = None
     _levels: dict[int, list[tuple[float, Front]]] = field(default_factory=dict)
     _fronts: dict[tuple[Part, ...], Front] = field(default_factory=dict)
     _tables: list[Table] = field(default_factory=list)  # kept alive, so that their ids stay unique
@@ -121,7 +121,7 @@ class Knapsacks:
             self._tables.append(table)
             n, buffers, place, _ = self.regime
             here = table.at(place)
-            keep = np.arange(len(table)) if self.roles is None else with_roles(table, self.roles)
+            keep = np.arange(len(table)) if self.layout is None else with_layout(table, self.layout)
             time, forward, step = self.weights
             cost = (time * here.time + forward * here.forward + step * here.step)[keep]
             live, transient = (here.weights + n * here.saved)[keep], here.transient_bytes(buffers)[keep]
@@ -214,11 +214,11 @@ class Knapsacks:
 
 
 def knapsacks(
-    instance: Instance, regime: Regime, weights: Weights, *, bound: bool, roles: Roles | None = None
+    instance: Instance, regime: Regime, weights: Weights, *, bound: bool, layout: Roles | None = None
 ) -> Knapsacks:
     """Return the ``Knapsacks`` for these arguments, cached in the instance."""
-    key = regime, weights, bound, roles
+    key = regime, weights, bound, layout
     if key not in instance.known:
-        instance.known[key] = Knapsacks(regime, weights, bound, roles)
+        instance.known[key] = Knapsacks(regime, weights, bound, layout)
     found: Knapsacks = instance.known[key]
     return found

@@ -70,7 +70,7 @@ MOST_CHUNKS = 8
 
 
 class PriceSource(Protocol):
-    """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's roles alone.
+    """Prices of layers, and of resharding and sends between them. ``edge`` and ``p2p`` depend on a strategy's layout alone.
 
     ``prefetch`` and ``sync`` are those of the priced program (see ``Plan``). ``compiled``: whether it compiles layers by default.
     """

@@ -1,7 +1,7 @@
 """Prices as arrays: the Pareto-pruned tables of one configuration, and an ``Instance`` that assigns tables to layers.
 
-Dominated candidates are dropped twice. Within a layout (the roles) no optimum needs a candidate that is no better than another in any
-price (``Table.columns``), because resharding and p2p depend on the layout alone. For bounds, which leave resharding out, the same holds
+Dominated candidates are dropped twice. Within a layout (``Strategy.layout``) no optimum needs a candidate that is no better than another in
+any price (``Table.columns``), because resharding and p2p depend on the layout alone. For bounds, which leave resharding out, the same holds
 across layouts (``Table.bounding``).
 """
 
@@ -99,14 +99,19 @@ class Table:
 
     @cached_property
     def layouts(self) -> tuple[Roles, ...]:
-        """The distinct roles among the candidates."""
-        return tuple(dict.fromkeys(s.roles for s in self.strategies))
+        """The distinct layouts of the candidates (``Strategy.layout``)."""
+        return tuple(dict.fromkeys(s.layout for s in self.strategies))
+
+    @cached_property
+    def roles_of_layouts(self) -> tuple[Roles, ...]:
+        """The roles of one candidate of each layout: resharding takes equally long for all of them."""
+        return tuple({s.layout: s.roles for s in reversed(self.strategies)}[layout] for layout in self.layouts)
 
     @cached_property
     def layout_index(self) -> Indices:
         """Each candidate's index in ``layouts``."""
-        index = {roles: i for i, roles in enumerate(self.layouts)}
-        return np.array([index[s.roles] for s in self.strategies], dtype=np.int64)
+        index = {layout: i for i, layout in enumerate(self.layouts)}
+        return np.array([index[s.layout] for s in self.strategies], dtype=np.int64)
 
     def offloaded_bytes(self, in_flight: float) -> tuple[Array, Array]:
         """Return a device's bytes in host memory and on NVMe, with ``in_flight`` microbatches in flight."""
@@ -140,14 +145,17 @@ class Table:
 def make_table(
     candidates: list[Strategy], prices: list[tuple[LayerPrice, ...]], tied: bool = False, split: bool = False
 ) -> Table:
-    """Return a table without the candidates that another one of the same layout (and, for tied layers, ZeRO stage) dominates at every
-    place.
+    """Return a table without the candidates that another one of the same layout (for ``tied`` layers, with equal roles and ZeRO stage)
+    dominates at every place.
 
     ``prices`` are each candidate's prices at each place. ``split``: backwards are split.
     """
     first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
     table = replace(first, elsewhere=tuple(others))
-    group = table.layout_index * 4 + (np.array([s.zero for s in candidates]) if tied else 0)
+    group = table.layout_index
+    if tied:
+        decisions = {(s.roles, s.zero): i for i, s in enumerate(candidates)}
+        group = np.array([decisions[s.roles, s.zero] for s in candidates], dtype=np.int64)
     return table.take(np.sort(undominated(table.columns, group)))
 
 
@@ -290,7 +298,7 @@ class Instance:
         key = (place, times.border[layer], int(self.kind[layer]), int(self.kind[layer + 1]))
         if key not in self.matrices:
             left, right = self.table(layer), self.table(layer + 1)
-            self.matrices[key] = times.edge(layer, self.config, left.layouts, right.layouts)
+            self.matrices[key] = times.edge(layer, self.config, left.roles_of_layouts, right.roles_of_layouts)
         return self.matrices[key]
 
     def edge(self, layer: int, place: int, before: Indices | int, after: Indices | int) -> Array:
@@ -309,7 +317,7 @@ class Instance:
         key = ("send", link, times.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
             table = self.table(layer)
-            self.matrices[key] = times.p2p(layer, self.config, table.layouts)[table.layout_index]
+            self.matrices[key] = times.p2p(layer, self.config, table.roles_of_layouts)[table.layout_index]
         return self.matrices[key]
 
     @cached_property

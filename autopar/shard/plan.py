@@ -70,10 +70,12 @@ class LayerTypes:
         self._found: dict[tuple[str, Role, int], AxisTypes | None] = {}
 
     def on(self, cls_name: str, role: Role, size: int) -> AxisTypes | None:
-        """Return the types of a layer class in a role; ``None`` if infeasible."""
+        """Return the types of a layer class in a role (of a class without experts: in its dense role); ``None`` if infeasible."""
+        cls = self.graph.classes[cls_name]
+        role = role if cls.experts else role.dense
         key = cls_name, role, size
         if key not in self._found:
-            self._found[key] = self._solve(self.graph.classes[cls_name], role, size)
+            self._found[key] = self._solve(cls, role, size)
         return self._found[key]
 
     def by_role(self, cls_name: str, mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, AxisTypes] | None:

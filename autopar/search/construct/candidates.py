@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.search.knapsacks import with_roles
+from autopar.search.knapsacks import with_layout
 from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance, Roles, Table
 
@@ -41,9 +41,9 @@ def memory_scale(instance: Instance) -> float:
 
 @dataclass(frozen=True)
 class CandidateMode:
-    """The candidates that may be used: all; or, for each kind (``Instance.kinds``) that has the layout ``roles``, only those with it."""
+    """The candidates that may be used: all; or, for each kind (``Instance.kinds``) that has the ``layout``, only those with it."""
 
-    roles: Roles | None
+    layout: Roles | None
     allowed: tuple[Indices, ...]  # by kind
 
 
@@ -54,10 +54,10 @@ def all_candidates(instance: Instance) -> tuple[Indices, ...]:
 def modes_of(instance: Instance) -> list[CandidateMode]:
     """Return the modes to try: all candidates, then those of one layout at a time (all candidates of kinds without that layout)."""
     allowed = all_candidates(instance)
-    layouts = dict.fromkeys(roles for t in instance.kinds for roles in t.layouts)
+    layouts = dict.fromkeys(layout for t in instance.kinds for layout in t.layouts)
     modes = [CandidateMode(None, allowed)]
-    for roles in layouts if len(layouts) > 1 else ():
-        modes.append(CandidateMode(roles, tuple(with_roles(table, roles) for table in instance.kinds)))
+    for layout in layouts if len(layouts) > 1 else ():
+        modes.append(CandidateMode(layout, tuple(with_layout(table, layout) for table in instance.kinds)))
     return modes
 
 

@@ -64,10 +64,10 @@ def construct(
     """
     tries = _Tries(instance)
     picks = _picks(instance)[:DRAFTS]
-    modes = list({each.mode.roles: each.mode for each in picks}.values())
+    modes = list({each.mode.layout: each.mode for each in picks}.values())
     for bounds in _linear_program_cuts(instance):
-        steps = {mode.roles: tries.cut(bounds, mode) for mode in modes}
-        modes = sorted(modes, key=lambda mode: steps[mode.roles])[:MODES]
+        steps = {mode.layout: tries.cut(bounds, mode) for mode in modes}
+        modes = sorted(modes, key=lambda mode: steps[mode.layout])[:MODES]
     few = tries.solution is not None and instance.schedule.multi_stage  # cuts of many stages take long
     for draft in _drafts(instance, picks)[: FEW if few else REFINED]:
         if tries.solution is None or time.monotonic() < deadline:
@@ -201,7 +201,7 @@ def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
         found += [_Draft(float(step), cut, each.mode) for step, cut in zip(steps, cuts, strict=True)]
     distinct: dict[tuple[object, ...], _Draft] = {}
     for draft in sorted(found, key=lambda draft: draft.estimate_s):
-        distinct.setdefault((draft.bounds, draft.mode.roles), draft)
+        distinct.setdefault((draft.bounds, draft.mode.layout), draft)
     return list(distinct.values())
 
 

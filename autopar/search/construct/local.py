@@ -5,7 +5,7 @@ on which of them a slower layer is in: every microbatch takes longer there, and 
 layers are in stages that run at the same time.
 
 - ``change_candidates``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate. The layout
-  (the roles) stays, so resharding does too. All such changes are simulated at once, and the best one that fits is kept.
+  (``Strategy.layout``) stays, so resharding does too. All such changes are simulated at once, and the best one that fits is kept.
 - ``move_layers``: a layer moves from one stage to another. All such moves are simulated at once, with unchanged candidates; for the best
   moves the candidates of the stages are chosen again.
 

@@ -46,10 +46,10 @@ def _stages(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], ca
     placement = instance.placement
     for s, (i, j) in enumerate(pairwise(bounds)):
         regime = instance.regime(s)
-        roles_before = instance.table(i - 1).strategies[pick[-1]].roles if i else None
+        layout_before = instance.table(i - 1).strategies[pick[-1]].layout if i else None
         link = placement.link[s] if j < instance.layers else None
         borders = tuple(placement.resharding[0].border[max(i - 1, 0) : j])
-        key = mode.roles, tuple(instance.kind[i:j].tolist()), borders, regime, roles_before, link
+        key = mode.layout, tuple(instance.kind[i:j].tolist()), borders, regime, layout_before, link
         if key not in cache:
             before = pick[-1] if i else None
             cache[key] = _stage(instance, mode, i, j, s, before)
@@ -65,7 +65,7 @@ def _stage(
 ) -> tuple[int, ...] | None:
     """Choose the candidates of a stage's layers, with room for the bytes that segments keep beyond the sum of ``Table.saved``."""
     full = stage_of(instance, all_candidates(instance), i, j, s, before)
-    chosen = (full if mode.roles is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
+    chosen = (full if mode.layout is None else stage_of(instance, mode.allowed, i, j, s, before)).solve()
     packed = _by_knapsack(instance, mode, i, j, instance.regime(s))
     found = [full.improved(start) for start in (chosen, packed) if start is not None and full.offload_fits(start)]
     if not instance.segmented:
@@ -108,7 +108,7 @@ def _by_knapsack(instance: Instance, mode: CandidateMode, i: int, j: int, regime
         return None
     runs = compositions(instance)
     weights = (1.0, 0.0, 1 / instance.schedule.microbatches)
-    sacks = knapsacks(instance, regime, weights, bound=False, roles=mode.roles)
+    sacks = knapsacks(instance, regime, weights, bound=False, layout=mode.layout)
     composition = int(runs.at[i, j])
     layers = runs.layers(instance, composition)
     picks = sacks.picks(layers) if len(layers) <= MAX_TABLES else None
@@ -138,7 +138,7 @@ def _devices(instance: Instance, mode: CandidateMode, bounds: tuple[int, ...], c
             place, limit = instance.placement.place[d], instance.placement.limit[d] * limit_shares[d]
             borders = tuple(border[i] if j == i + 1 else -1 for i, j in pairwise(layers))
             buffers = device_buffers(instance.schedule, d)
-            key = (mode.roles, tuple(kind[layers].tolist()), tuple(counts), borders, place, buffers, limit)
+            key = (mode.layout, tuple(kind[layers].tolist()), tuple(counts), borders, place, buffers, limit)
             if key not in cache:
                 cache[key] = LayerSelection(instance, mode.allowed, layers, counts, place, buffers, limit).solve()
             chosen = cache[key]
