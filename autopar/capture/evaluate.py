@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autopar.ops.facts import is_pointwise, is_random, op_name
 from autopar.ops.meta import graph_meta, meta
 from autopar.ops.operands import argument, shape_of, val
-from passes.clean.nodes import note
+from passes.clean.nodes import aten, note
 
 BUDGET_BYTES = 2**28
 """Maximum bytes of the result that an op computes; dims of stride 0 that it computes once count as one element."""
@@ -94,6 +94,8 @@ class Evaluator:
         args = evaluated(tuple(node.args))
         kwargs = {key: evaluated(value) for key, value in node.kwargs.items()}
         sizes = needed = shape_of(node)
+        if node.target is aten.full.default:  # one element, whatever the size
+            return aten.full.default([1] * len(sizes), *args[1:], **kwargs).expand(sizes)
         operands = [self._memo[operand] for operand in node.all_input_nodes]
         if (elementwise := elementwise_operands(node)) is not None:
             strip = {id(self._memo[operand]): stripped(self._memo[operand]) for operand in elementwise}
