@@ -6,7 +6,9 @@ activations stay in memory, and where: all, or a part from which the backward re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autopar.price.collective_pairs import CollectivePair
@@ -78,18 +80,26 @@ class PeakMemory:
         return max(0.0, self.forward, self.backward)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Passes:
     """The two passes of a microbatch. ``weight_s`` are the backward's seconds of arithmetic for weight gradients alone, ``parts`` is the
-    number of equal parts of the microbatch, ``part`` one of them, and ``shared`` the part's collectives that run once for all parts."""
+    number of equal parts of the microbatch, ``part`` one of them, and ``shared`` the part's collectives that run once for all parts.
+
+    ``find_peaks`` computes ``peaks`` when they are first read: bounds of seconds don't read them.
+    """
 
     forward: Pass
     backward: Pass
     weight_s: float
-    peaks: PeakMemory
+    find_peaks: Callable[[], PeakMemory]
     part: SizedClass
     parts: int = 1
     shared: tuple[CollectivePair, ...] = ()
+
+    @cached_property
+    def peaks(self) -> PeakMemory:
+        """The peaks of live memory in both passes."""
+        return self.find_peaks()
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def plain(sized: SizedClass) -> Passes:
         bound = sized.bound
         weight_s = float(sized.backward_s @ bound.table.weight_share)
         both = sized.pass_of("forward", bound.pairs), sized.pass_of("backward", bound.pairs)
-        sized.cache["plain"] = Passes(*both, weight_s, sized.peaks(), sized)
+        sized.cache["plain"] = Passes(*both, weight_s, sized.peaks, sized)
     return sized.cache["plain"]
 
 
@@ -98,7 +98,7 @@ def _compute_early_passes(sized: SizedClass, trainer: TrainerModel) -> Passes:
         exposed_s=found.backward.exposed_s
         + sum(trainer.exposed_early_s(wire_s, float(compute_s), sized.cluster) for compute_s, wire_s in spans),
     )
-    return dataclasses.replace(found, backward=backward, peaks=_early_peaks(sized, found.peaks))
+    return dataclasses.replace(found, backward=backward, find_peaks=lambda: _early_peaks(sized, found.peaks))
 
 
 def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
@@ -160,7 +160,9 @@ def _in_turn(whole: Passes, parts: int, part: SizedClass, turns: Turns, chained:
         forward=one_part.forward * parts + added[0],
         backward=one_part.backward * parts + added[1],
         weight_s=parts * one_part.weight_s,
-        peaks=dataclasses.replace(whole.peaks, **{n: getattr(whole.peaks, n) + gradient_bytes for n in backward_peaks}),
+        find_peaks=lambda: dataclasses.replace(
+            whole.peaks, **{n: getattr(whole.peaks, n) + gradient_bytes for n in backward_peaks}
+        ),
         part=part,
         parts=parts,
         shared=shared,

@@ -71,11 +71,11 @@ class LayerTypes:
 
     def on(self, cls_name: str, role: Role, size: int) -> AxisTypes | None:
         """Return the types of a layer class in a role (of a class without experts: in its dense role); ``None`` if infeasible."""
-        cls = self.graph.classes[cls_name]
-        role = role if cls.experts else role.dense
         key = cls_name, role, size
         if key not in self._found:
-            self._found[key] = self._solve(cls, role, size)
+            cls = self.graph.classes[cls_name]
+            is_dense = role.dense is not role and not cls.experts
+            self._found[key] = self.on(cls_name, role.dense, size) if is_dense else self._solve(cls, role, size)
         return self._found[key]
 
     def by_role(self, cls_name: str, mesh: tuple[Axis, ...], roles: tuple[Role, ...]) -> dict[Role, AxisTypes] | None:
