@@ -85,7 +85,7 @@ class Pricer:
         self._by_samples: dict[tuple[object, ...], SizedClass | None] = {}
         self._placed: dict[Place, tuple[SizedClass, Cluster] | None] = {}
         self._microbatches: dict[tuple[Place | int, Options, bool], Microbatch] = {}
-        self._replica_costs: dict[tuple[str, int, tuple[Role, ...], int, int], ReplicaCosts] = {}
+        self._replica_costs: dict[tuple[object, ...], ReplicaCosts] = {}
         self._contexts: dict[tuple[str, int, tuple[Role, ...], int], Adjacent] = {}
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # an index per mesh: hashing a mesh takes longer than the rest of a look-up
@@ -109,14 +109,8 @@ class Pricer:
         if _without_name_and_limit(cluster) not in self._by_cluster:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
-            other._sized, other._by_samples, other._microbatches, other._placed, other._replica_costs = (
-                {},
-                {},
-                {},
-                {},
-                {},
-            )
-            other._contexts, other._edges, other._p2p = {}, {}, {}
+            other._sized, other._by_samples, other._microbatches, other._placed = {}, {}, {}, {}
+            other._replica_costs, other._contexts, other._edges, other._p2p = {}, {}, {}, {}
             self._by_cluster[_without_name_and_limit(cluster)] = other
         return self._by_cluster[_without_name_and_limit(cluster)]
 
@@ -363,11 +357,8 @@ class Pricer:
         """Return a class at its sizes on the mesh, and the cluster from ``_cluster_of(mesh)``; ``None`` if the axes do not divide a dim."""
         key = (cls_name, self._mesh_index(mesh), roles, microbatches)
         if key not in self._placed:
-            sized, cluster = (
-                self._sized_at(cls_name, mesh, roles, self.graph.parts(microbatches)),
-                self._cluster_of(mesh),
-            )
-            self._placed[key] = None if sized is None else (sized, cluster)
+            sized = self._sized_at(cls_name, mesh, roles, self.graph.parts(microbatches))
+            self._placed[key] = None if sized is None else (sized, self._cluster_of(mesh))
         return self._placed[key]
 
     def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> SizedClass | None:
@@ -413,8 +404,13 @@ class Pricer:
         if key not in self._replica_costs:
             # if microbatches count as separate batches (Graph.accumulated), the graph has the FLOPs of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            replicas = self._replicas(mesh, strategy, sized, cluster)
-            self._replica_costs[key] = layer_costs(replicas, microbatches // self.copies, flops)
+            per_copy, found = microbatches // self.copies, []
+            for part in self._replicas(mesh, strategy, sized, cluster):
+                same = part.tensors, part.axes, per_copy, flops, cluster is self.cluster
+                if same not in self._replica_costs:
+                    self._replica_costs[same] = part.costs(per_copy, flops)
+                found.append(self._replica_costs[same])
+            self._replica_costs[key] = layer_costs(found)
         return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass, cluster: Cluster) -> list[Replicas]:
@@ -462,21 +458,26 @@ class Pricer:
 
     def _saved_bytes(self, sized: SizedClass, strategy: Strategy) -> float:
         """Return the bytes on the device that a layer saves for the backward of one microbatch."""
-        found = saved_activations(sized, order.plain(sized), strategy.options)
-        return 0.0 if found.copied_bytes else found.saved_bytes
+        key = "saved", strategy.options
+        if key not in sized.cache:
+            found = saved_activations(sized, order.plain(sized), strategy.options)
+            sized.cache[key] = 0.0 if found.copied_bytes else found.saved_bytes
+        return float(sized.cache[key])
 
     def _adjacent_layers(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Adjacent:
         """Return the layers that may run before and after a layer of the class in the strategy's roles, by distance."""
         key = (cls_name, self._mesh_index(mesh), strategy.roles, microbatches)
         if key not in self._contexts:
-            # an adjacent layer without experts is data-parallel on the expert axes
-            both = (strategy.roles, strategy.dense.roles)
 
-            def sized(names: set[str]) -> list[SizedClass]:
-                placed = [[self._sized_on(name, mesh, roles, microbatches) for roles in both] for name in sorted(names)]
-                return [next(iter(found))[0] for each in placed if (found := [p for p in each if p is not None])]
+            def sized(names: set[str]) -> Iterator[SizedClass]:
+                for name in sorted(names):
+                    has_experts = self.graph.classes[name].experts > 0
+                    for roles in (strategy.roles, strategy.layout) if has_experts else (strategy.layout,):
+                        if (placed := self._sized_on(name, mesh, roles, microbatches)) is not None:
+                            yield placed[0]
+                            break
 
-            found = [tuple(map(sized, adjacent[cls_name])) for adjacent in self._adjacent]
+            found = [[list(sized(names)) for names in adjacent[cls_name]] for adjacent in self._adjacent]
             self._contexts[key] = [(earlier, later) for earlier, later in found], {}, {}
         return self._contexts[key]
 

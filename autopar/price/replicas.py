@@ -192,9 +192,8 @@ class Replicas:
         )
 
 
-def layer_costs(parts: Sequence[Replicas], microbatches: int, flops: float) -> ReplicaCosts:
-    """Return the costs of all collectives of a layer whose parameters are in ``parts``."""
-    costs = [part.costs(microbatches, flops) for part in parts]
+def layer_costs(costs: Sequence[ReplicaCosts]) -> ReplicaCosts:
+    """Return the costs of all collectives of a layer, given the ``costs`` of parts of its parameters (``Replicas.costs``)."""
     if len(costs) == 1:
         return costs[0]
     sharded = [cost for cost in costs if cost.size > 1]

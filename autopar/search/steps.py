@@ -136,13 +136,16 @@ def _linear(state: State, node: SearchNode) -> None:
 
 
 def _textbook(state: State, node: SearchNode) -> None:
-    """Compute a coarse bound for several stages on each device. If it is far below the incumbent, construct a solution at once: a better
-    incumbent discards other configurations, and is worth more than a better bound. There is no such early solution if those with other
-    numbers of chunks were slow, or if the latest ones took too long and improved nothing (``WASTE_LIMIT``)."""
+    """Compute a coarse bound for several stages on each device. If it is far below the incumbent, or the early solution of another number
+    of chunks is about as fast, construct a solution at once: a better incumbent discards other configurations, and is worth more than a
+    better bound. There is no such early solution if those with other numbers of chunks were slow, or if the latest ones took too long and
+    improved nothing (``WASTE_LIMIT``)."""
     bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
     config = node.instance.config
-    far = np.isfinite(bound_s) and bound_s < (1 - MARGIN) * known_s
-    if far and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
+    tried_s = state.early_s.get(config.without_chunks, {}).values()
+    far = bound_s < (1 - MARGIN) * known_s
+    close = bound_s < state.cutoff_s and any(s < (1 + PROMISING) * known_s for s in tried_s)
+    if (far or close) and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
         started = time.monotonic()
         step_s = _find_solution(
             state, node.instance, close=0.0

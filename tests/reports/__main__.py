@@ -81,6 +81,7 @@ REPORTS = {
         (program("infeasible"),),
     ),
     "int8-activations": Report("loss curves with saved activations in 8 bits (minutes)", (program("int8_curves"),)),
+    "large-mixtures": Report("plans of the largest open mixtures of experts (minutes)", (program("large_mixtures"),)),
     "loader": Report("data sets: who reads which rows, under plans of every kind", (program("loader"),)),
     "measured-memory": Report("predicted against measured memory of emitted programs", (program("measured_memory"),)),
     "measured-time": Report(
