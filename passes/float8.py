@@ -1,4 +1,4 @@
-"""Runs matrix products with weights in FP8 if the user allows ``fp8``; routers and the head stay in bfloat16."""
+"""Runs matrix products with weights in FP8 if the user allows one of ``precision.FP8_RECIPES``; routers and the head do not change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _LINEAR = torch.ops.aten.linear.default
 
 
 def float8_pass(
-    gm: fx.GraphModule, parameters: Container[fx.Node], has_head: bool, choice_outputs: Container[int] = ()
+    gm: fx.GraphModule,
+    parameters: Container[fx.Node],
+    scaling: str,
+    has_head: bool,
+    choice_outputs: Container[int] = (),
 ) -> fx.GraphModule:
-    """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is in ``parameters`` (the placeholders of the layer's
-    parameters), a bfloat16 matrix, and both its dims are multiples of 16.
+    """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight, scaling=...)`` if ``weight`` is in ``parameters`` (the placeholders of
+    the layer's parameters), a bfloat16 matrix, and both its dims are multiples of 16.
 
     These products stay in bfloat16: routers (``_is_router``); the last products before any other choice (``nodes_before_choices``), in
     this layer or in one that reads the results ``choice_outputs``; if ``has_head``, the products whose results reach no other product.
@@ -31,7 +35,7 @@ def float8_pass(
         excluded |= _last_products(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.target is _LINEAR and node not in excluded and _runs_in_fp8(node, parameters):
-            node.target = kernels_fp8.linear
+            node.target, node.kwargs = kernels_fp8.linear, {"scaling": scaling}
     gm.graph.lint()
     return gm
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT, PRODUCT8
+from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT
 from autopar.ops import cost
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.fused import FusedOp, Size, fused_op
 from autopar.ops.operands import operands
+from autopar.precision import FP8, FP8_RECIPES, Fp8Recipe
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -164,20 +165,30 @@ def _add_fp8_conversions(costs: OpCosts) -> None:
 
 
 def _set_fp8_linear_bytes(costs: OpCosts) -> None:
-    """Set the bytes that ``kernels_fp8.linear`` moves: both passes round the operands, and the backward rounds the result's gradient, too.
+    """Set the bytes that ``kernels_fp8.linear`` moves: both passes round the operands, and the backward rounds the result's gradient, too
+    (for each product, if the recipe says so).
 
     The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients.
     """
     rounding = constants.FP8_ROUNDING.value
     narrow_pass = 0.5  # reading or writing a tensor in 8 bits moves half the bytes that it has in 16
     for slot in costs.slots:
-        if not facts(costs.ops[slot.op].node).in_float8:
+        if (recipe := _fp8_recipe(costs.ops[slot.op].node)) is None:
             continue
         if slot.operand != OUTPUT:
             slot.forward = (rounding + narrow_pass) * slot.bytes
         if slot.backward:
-            reads, writes = (2, 0) if slot.operand == OUTPUT else (1, costs.trace.requires_grad[slot.value])
-            slot.backward = (rounding + (2 + reads) * narrow_pass + writes) * slot.bytes
+            is_gradient, times = slot.operand == OUTPUT, recipe.gradient_roundings
+            roundings, reads, writes = (times, 2, 0) if is_gradient else (1, 1, costs.trace.requires_grad[slot.value])
+            slot.backward = (roundings * rounding + (2 + reads) * narrow_pass + writes) * slot.bytes
+
+
+def _fp8_recipe(node: fx.Node) -> Fp8Recipe | None:
+    """Return how a product rounds its operands to 8 bits; ``None`` if it does not."""
+    if not facts(node).in_float8:
+        return None
+    scaling = node.kwargs.get("scaling", FP8.scaling)
+    return next(recipe for recipe in FP8_RECIPES.values() if recipe.scaling == scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +222,8 @@ def _work(op: PricedOp, trace: Trace) -> _Work:
         slices = fused.slices(node)
         backward_kernels = (kernels + differentiable) * slices
         return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
-    if facts(node).in_float8:
+    if (recipe := _fp8_recipe(node)) is not None:
         each = constants.FP8_KERNELS.value
-        return _Work(forward, backward, each, kernels * each, model + backward, PRODUCT8)
+        return _Work(forward, backward, each, kernels * each, model + backward, recipe.precision)
     kind = CLASS_LOSS if facts(node).kind is OpKind.CLASS_LOSS else PRODUCT if model else facts(node).short
     return _Work(forward, backward, float(launches), kernels, model + backward, kind)

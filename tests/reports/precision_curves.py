@@ -34,7 +34,8 @@ import autopar
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.errors import UsageError
 from autopar.picture import pyplot, save
-from autopar.plan import FP8, NARROW, NARROW_GRADIENTS, NARROW_MOMENTS
+from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS
+from autopar.precision import FP8
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 
 WINDOW = 20
@@ -53,7 +54,12 @@ class Way:
 
 
 REFERENCE = "float32"
-WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "float16"), Way(FP8, "bfloat16", (FP8,)))
+WAYS = (
+    Way(REFERENCE, "float32"),
+    Way("bfloat16", "bfloat16"),
+    Way("float16", "float16"),
+    Way(FP8.name, "bfloat16", (FP8.name,)),
+)
 
 IN_8_BITS = tuple(Way(f"{name}, saved in 8 bits", name, saved="int8") for name in ("float32", "bfloat16"))
 """The curves of ``int8_curves``, besides those of the same precisions."""
