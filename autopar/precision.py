@@ -31,6 +31,7 @@ class Fp8Recipe:
     - ``scaling``: the argument of the functions of ``program.kernels_fp8``.
     - ``precision``: the name of the devices' rate. Files have it as ``peak_NAME_tflops``; without it, products run at bfloat16's.
     - ``gradient_roundings``: how many times a backward pass rounds the gradient of a product's result.
+    - ``experts``: whether the grouped products of mixtures of experts are in 8 bits, too.
     """
 
     name: str
@@ -38,15 +39,17 @@ class Fp8Recipe:
     scaling: str
     precision: str
     gradient_roundings: int
+    experts: bool
 
 
-FP8 = Fp8Recipe("fp8", "e4m3, gradients e5m2, one scale for each tensor of a device", "tensorwise", FLOAT8, 1)
+FP8 = Fp8Recipe("fp8", "e4m3, gradients e5m2, one scale for each tensor of a device", "tensorwise", FLOAT8, 1, False)
 FP8_BLOCKWISE = Fp8Recipe(
     "fp8_blockwise",
     "e4m3, one scale for each tile of 1 x 128 of activations and gradients and for each block of 128 x 128 of weights",
     "blockwise",
     "float8_blockwise",
     2,
+    True,
 )
 FP8_RECIPES = {recipe.name: recipe for recipe in (FP8, FP8_BLOCKWISE)}
 """The recipes for products in 8 bits by name, of which a plan has at most one."""

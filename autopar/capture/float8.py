@@ -30,7 +30,7 @@ def in_float8(graph: Graph, recipe: Fp8Recipe = FP8) -> Graph:
         parameters = nodes[len(nodes) - len(cls.parameters) :]
         has_head = name == head and uses.count(name) == 1
         classes[name] = dataclasses.replace(
-            cls, graph=float8_pass(gm, parameters, recipe.scaling, has_head, choice_outputs[name])
+            cls, graph=float8_pass(gm, parameters, recipe, has_head, choice_outputs[name])
         )
     return dataclasses.replace(graph, classes=classes, narrow=(*graph.narrow, recipe.name))
 

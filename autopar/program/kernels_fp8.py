@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import kernels_experts
 from .kernels import linear_without_unit_dims
 from .spmd import spmd
 
@@ -126,10 +127,11 @@ def _with_zero_rows(rows: Tensor, missing: int) -> Tensor:
 
 
 class Tiled(NamedTuple):
-    """A matrix ``[m, k]`` in e4m3: approximately ``values`` times the entry of ``units`` for its tile, a power of two in float32.
+    """A matrix ``[m, k]`` in e4m3, or a batch of them: approximately ``values`` times the entry of ``units`` for its tile, a power of two
+    in float32.
 
-    ``values [m, k]`` has ``k`` padded with zeros to a multiple of ``TILE``. ``height`` is the number of rows in a tile: 1 or ``TILE``.
-    ``units`` is ``[m / height, k / TILE]``, rounded up.
+    ``values [..., m, k]`` has ``k`` padded with zeros to a multiple of ``TILE``. ``height`` is the number of rows in a tile: 1 or ``TILE``.
+    ``units`` is ``[..., m / height, k / TILE]``, rounded up.
     """
 
     values: Tensor
@@ -138,20 +140,24 @@ class Tiled(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the rounded matrix in ``dtype``: without a further error in bfloat16 and in float32."""
-        units = self.units.repeat_interleave(self.height, 0)[: len(self.values)].to(dtype).unsqueeze(-1)
-        return (self.values.to(dtype).unflatten(1, (-1, TILE)) * units).flatten(1)
+        units = self.units.repeat_interleave(self.height, -2)[..., : self.values.shape[-2], :].to(dtype)
+        return self.values.to(dtype) * units.repeat_interleave(TILE, -1)
+
+    def matrices(self) -> list[Tiled]:
+        """Return the matrices of a batch."""
+        return [Tiled(*pair, self.height) for pair in zip(self.values.unbind(0), self.units.unbind(0), strict=True)]
 
 
 def tiled(x: Tensor, height: int) -> Tiled:
-    """Return the matrix ``x [m, k]`` in e4m3, contiguous, with a scale for each tile of ``height`` x ``TILE``. In products, a tile with a
-    value that is infinite or NaN is NaN."""
-    rows, columns = x.shape
+    """Return ``x [..., m, k]`` in e4m3, contiguous, with a scale for each tile of ``height`` x ``TILE``. In products, a tile with a value
+    that is infinite or NaN is NaN."""
+    rows, columns = x.shape[-2:]
     padded = F.pad(x, (0, -columns % TILE, 0, -rows % height)) if columns % TILE or rows % height else x
-    tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, height))
-    largest = torch.linalg.vector_norm(tiles, torch.inf, (1, 3), keepdim=True, dtype=torch.float32)
+    tiles = padded.unflatten(-1, (padded.shape[-1] // TILE, TILE)).unflatten(-3, (padded.shape[-2] // height, height))
+    largest = torch.linalg.vector_norm(tiles, torch.inf, (-3, -1), keepdim=True, dtype=torch.float32)
     scale = _largest_scale(largest, FORWARD)
     values = (tiles * scale.to(x.dtype)).to(FORWARD, memory_format=torch.contiguous_format)
-    return Tiled(values.view(padded.shape)[:rows], scale.reciprocal().squeeze((1, 3)), height)
+    return Tiled(values.view(padded.shape)[..., :rows, :], scale.reciprocal().squeeze((-3, -1)), height)
 
 
 def tiled_product(a: Tiled, b: Tiled) -> Tensor:
@@ -205,3 +211,60 @@ class _BlockwiseLinear(torch.autograd.Function):
 
 
 _LINEAR = {"tensorwise": _Float8Linear, "blockwise": _BlockwiseLinear}
+
+
+@torch.compiler.disable
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return ``kernels_experts.grouped_linear(rows, weight, counts)`` with blockwise scaling: one product for each expert.
+
+    Operands for which ``linear`` is not in 8 bits are multiplied as they are.
+    """
+    sizes_of_weight = weight.shape[1:]
+    if (
+        spmd.is_type_checking()
+        or rows.is_meta
+        or rows.dtype != torch.bfloat16
+        or any(n % MULTIPLE for n in sizes_of_weight)
+    ):
+        plain = kernels_experts.looped_linear if any(n % 8 for n in sizes_of_weight) else kernels_experts.grouped_linear
+        return plain(rows, weight, counts)
+    result: Tensor = _BlockwiseGroupedLinear.apply(rows, weight, kernels_experts.sizes(counts, len(rows)))
+    return result
+
+
+class _BlockwiseGroupedLinear(torch.autograd.Function):
+    """Computes the products of ``grouped_linear``. Each tensor is quantized in one call; tiles of tokens never span two experts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return _product_by_expert(rows, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _product_by_expert(gradient, weight.transpose(1, 2), ctx.counts)
+        if ctx.needs_input_grad[1]:
+            pairs = zip(_tokens_by_expert(gradient, ctx.counts), _tokens_by_expert(rows, ctx.counts), strict=True)
+            of_weight = torch.stack([tiled_product(*pair) for pair in pairs])
+        return of_rows, of_weight, None
+
+
+def _product_by_expert(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Return ``rows [n, k]`` times each row's expert's matrix in ``weight [e, m, k]``, transposed."""
+    whole = tiled(rows, 1)
+    parts = zip(whole.values.split(counts), whole.units.split(counts), tiled(weight, TILE).matrices(), strict=True)
+    return torch.cat([tiled_product(Tiled(values, units, 1), own) for values, units, own in parts])
+
+
+def _tokens_by_expert(rows: Tensor, counts: list[int]) -> list[Tiled]:
+    """Return the transposed ``rows [n, k]`` of each expert, tiled along the tokens."""
+    lengths = [n + -n % TILE for n in counts]
+    own = [F.pad(part, (0, 0, 0, -n % TILE)) for part, n in zip(rows.split(counts), counts, strict=True)]
+    whole = tiled(torch.cat(own).t(), 1)
+    units = whole.units.split([n // TILE for n in lengths], 1)
+    return [Tiled(v.contiguous(), u, 1) for v, u in zip(whole.values.split(lengths, 1), units, strict=True)]

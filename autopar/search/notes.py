@@ -46,8 +46,9 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
         TF32: "matrix products of float32 may round their operands to TF32, 10 bits of mantissa, and add up in float32",
     }
     for name, recipe in FP8_RECIPES.items():
+        experts = "" if recipe.experts else " experts,"
         narrow[name] = (
-            f"products with weights multiply 8-bit numbers ({recipe.formats}); embeddings, the head, attention, routers, experts, and "
+            f"products with weights multiply 8-bit numbers ({recipe.formats}); embeddings, the head, attention, routers,{experts} and "
             "weights of dims that 16 does not divide stay in bfloat16"
         )
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]

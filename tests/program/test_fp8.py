@@ -151,7 +151,7 @@ def products_of(graph: torch.fx.Graph, parameters: list[torch.fx.Node], **option
     gm = torch.fx.GraphModule({}, graph)
     for _ in range(2):
         placeholders = [node for node in gm.graph.nodes if node.name in {p.name for p in parameters}]
-        float8_pass(gm, placeholders, FP8.scaling, **options)
+        float8_pass(gm, placeholders, FP8, **options)
     products = (LINEAR, kernels_fp8.linear)
     return [node.target is kernels_fp8.linear for node in gm.graph.nodes if node.target in products]
 
