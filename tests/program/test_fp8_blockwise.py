@@ -146,7 +146,7 @@ def test_shards_compute_what_whole_tensors_do() -> None:
     pairs = zip(x.split(256, 1), weight.split(256, 1), strict=True)
     first, second = (kernels_fp8.linear(*pair, "blockwise").double() for pair in pairs)
     error = (first + second - whole.double()).abs()
-    assert (error <= 2**-9 * (first.abs() + second.abs() + whole.abs()) + 1e-5 * whole.abs().max()).all()
+    assert (error <= 2**-8 * (first.abs() + second.abs() + whole.abs()) + 1e-5 * whole.abs().max()).all()
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 200, 130], [0, 0, 0, 0], [128, 128, 128, 128]])

@@ -67,19 +67,20 @@ class Size:
 
 
 SIZES = {"cuda": Size(512, 8, 512, 16), "cpu": Size(128, 3, 128, 8)}
-MIXTURE, WIDE_MIXTURE = Size(64, 2, 64, 16), Size(256, 2, 64, 16)
+MIXTURE, WIDE_MIXTURE = Size(64, 2, 64, 16), Size(128, 3, 64, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """One curve: its precision, what the plan allows itself, whether it gains or not, how it stores saved activations, and the size of the
-    mixture of experts, if it trains one."""
+    mixture of experts, if it trains one, with its microbatches."""
 
     name: str
     precision: str
     allow: tuple[str, ...] = ()
     saved: str = "exact"
     mixture: Size | None = None
+    microbatches: int = 1
 
 
 REFERENCE = "float32"
@@ -95,7 +96,7 @@ IN_8_BITS = tuple(Way(f"{name}, saved in 8 bits", name, saved="int8") for name i
 
 STATES_REFERENCE = "float32 states"
 STATES = tuple(
-    Way(name, "bfloat16", allow, mixture=MIXTURE)
+    Way(name, "bfloat16", allow, mixture=MIXTURE, microbatches=4)
     for name, allow in (
         (STATES_REFERENCE, ()),
         ("bfloat16 moments", (NARROW_MOMENTS,)),
@@ -151,7 +152,7 @@ def train(way: Way, steps: int) -> dict[str, Any]:
         options |= {"saved": way.saved, "allow": {INT8}}
     if way.mixture:  # it shifts the labels itself
         data = [{"input_ids": inputs, "labels": inputs} for inputs, _ in data]
-        options |= {"microbatches": 4, "lr": 1e-3}
+        options |= {"microbatches": way.microbatches, "lr": 1e-3}
     program = autopar.compile(model, 1, data[0], loss_fn, **options)
     if way.allow:
         for pin in ("compile", "microbatches"):  # the plan has them
@@ -257,8 +258,8 @@ def fp8_page(lines: list[dict[str, Any]]) -> str:
         "## A mixture of experts in 8 bits\n",
         f"A mixture of four experts with {reference['parameters'] / 1e6:.1f} million parameters, {WIDE_MIXTURE.width} wide, learns the "
         f"same text: {len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
-        f"in four microbatches ({reference['device']}, torch {reference['torch']}, Python {reference['python']}). fp8 has one scale "
-        "for each tensor, and its experts stay in bfloat16;",
+        f"({reference['device']}, torch {reference['torch']}, Python {reference['python']}). fp8 has one scale for each tensor, and its "
+        "experts stay in bfloat16;",
         "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, in the experts, too.\n",
         "![loss by step](precision-fp8.svg)\n",
     ]
