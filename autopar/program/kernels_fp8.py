@@ -177,7 +177,7 @@ def tiled_product(a: Tiled, b: Tiled) -> Tensor:
     if b.height == 1:
         kind, of_b = tile, b.units.t().contiguous().t()
     else:  # cuBLAS needs the scales of each row of blocks in a multiple of 16 bytes
-        kind, of_b = block, F.pad(b.units, (0, -b.units.shape[1] % 4)).t()
+        kind, of_b = block, F.pad(b.units, (0, -b.units.shape[1] % 4)).contiguous().t()
     of_a = units.t().contiguous().t()
     return F.scaled_mm(values, b.values.t(), of_a, tile, of_b, kind, output_dtype=torch.bfloat16)[:rows]
 
