@@ -245,7 +245,7 @@ def _work(op: PricedOp, trace: Trace) -> _Work:
         return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
     if (recipe := _fp8_recipe(node)) is not None:
         each, inner = constants.FP8_KERNELS.value, node.target
-        products = len(_products_in_float8(inner)) if isinstance(inner, Experts) else 1
-        return _Work(forward, backward, products * each, kernels * each, model + backward, recipe.precision)
+        count = len(_products_in_float8(inner)) if isinstance(inner, Experts) else 1
+        return _Work(forward, backward, count * each, kernels * each, model + backward, recipe.precision)
     kind = CLASS_LOSS if facts(node).kind is OpKind.CLASS_LOSS else PRODUCT if model else facts(node).short
     return _Work(forward, backward, float(launches), kernels, model + backward, kind)

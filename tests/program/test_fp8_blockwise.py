@@ -19,6 +19,8 @@ from autopar.capture import capture, in_float8
 from autopar.checks.collectives import check_collectives
 from autopar.checks.types import check_program
 from autopar.data_files import MalformedFileError
+from autopar.devices import constants
+from autopar.devices.measured import PRODUCT
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.explain import describe
@@ -28,6 +30,8 @@ from autopar.ops.facts import facts
 from autopar.plan import Plan
 from autopar.plan_schema import check_plan
 from autopar.precision import FP8, FP8_BLOCKWISE
+from autopar.price.op_costs import op_costs
+from autopar.price.trace import trace
 from autopar.program import kernels_experts, kernels_fp8
 from autopar.program.kernels_fp8 import FORWARD, TILE, scaled, tiled
 from autopar.search import SearchOptions
@@ -247,3 +251,18 @@ def test_one_recipe_is_allowed() -> None:
     plan = dataclasses.replace(manual_plan(captured(), precision="bfloat16"), allow=both)
     with pytest.raises(MalformedFileError, match="fp8 and fp8_blockwise"):
         check_plan(json.loads(plan.dumps()))
+
+
+def test_experts_are_priced_at_the_rate_of_blocks_with_their_rounding() -> None:
+    def mixture_costs(graph: Graph) -> tuple[str, float, float, float]:
+        (cls,) = (c for c in graph.classes.values() if c.mixtures)
+        nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
+        costs = op_costs(nodes, trace(cls), lambda tensor: tensor.nbytes, float8=False)
+        (op,) = (i for i, node in enumerate(costs.nodes) if isinstance(node.target, Experts))
+        moved = [(slot.forward, slot.backward) for slot in costs.slots if slot.op == op]
+        return costs.kinds[op], costs.forward_kernels[op], *map(sum, zip(*moved, strict=True))
+
+    kind, kernels, forward, backward = mixture_costs(in_float8(mixture(), FP8_BLOCKWISE))
+    plain = mixture_costs(in_float8(mixture(), FP8))
+    assert (kind, kernels) == (FP8_BLOCKWISE.precision, 3 * constants.FP8_KERNELS.value) and plain[:2] == (PRODUCT, 1)
+    assert forward > 2 * plain[2] and backward > 2 * plain[3]
