@@ -162,7 +162,7 @@ def tiled(x: Tensor, height: int) -> Tiled:
 
 def tiled_product(a: Tiled, b: Tiled) -> Tensor:
     """Return ``a [m, k] @ b [n, k].T`` in bfloat16, accumulated in float32; ``a`` has tiles of one row, ``b`` such tiles or blocks."""
-    if not a.values.is_cuda or not _has_blockwise_products(a.values.device):
+    if not _has_blockwise_products(a.values.device):
         dtype = torch.bfloat16 if a.values.is_cuda else torch.float32
         return F.linear(a.dequantized(dtype), b.dequantized(dtype)).to(torch.bfloat16)
     rows, n = len(a.values), len(b.values)
@@ -175,15 +175,21 @@ def tiled_product(a: Tiled, b: Tiled) -> Tensor:
     tile: Any = F.ScalingType.BlockWise1x128
     block: Any = F.ScalingType.BlockWise128x128
     if b.height == 1:
-        kind, of_b = tile, b.units.t().contiguous().t()
+        kind, of_b = tile, _column_major(b.units)
     else:  # cuBLAS needs the scales of each row of blocks in a multiple of 16 bytes
-        kind, of_b = block, F.pad(b.units, (0, -b.units.shape[1] % 4)).contiguous().t()
-    of_a = units.t().contiguous().t()
-    return F.scaled_mm(values, b.values.t(), of_a, tile, of_b, kind, output_dtype=torch.bfloat16)[:rows]
+        kind, of_b = block, _column_major(F.pad(b.units, (0, -b.units.shape[1] % 4)).t())
+    result = F.scaled_mm(values, b.values.t(), _column_major(units), tile, of_b, kind, output_dtype=torch.bfloat16)
+    return result[:rows]
+
+
+def _column_major(units: Tensor) -> Tensor:
+    return units.t().clone(memory_format=torch.contiguous_format).t()
 
 
 @functools.cache
 def _has_blockwise_products(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device)[0] == _HOPPER and version >= _CUDA
 

@@ -178,6 +178,45 @@ def test_what_is_not_in_8_bits_is_a_plain_product() -> None:
         assert torch.equal(kernels_fp8.grouped_linear(rows, weight, counts), plain)
 
 
+def hopper_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, kind_a: Any, scale_b: Tensor, kind_b: Any, output_dtype: torch.dtype
+) -> Tensor:
+    """``F.scaled_mm`` on a CPU, with what torch 2.13 and cuBLAS require of shapes and strides (``_scaled_block1x128_block128x128``)."""
+    (m, k), n = a.shape, b.shape[1]
+    assert a.is_contiguous() and b.t().is_contiguous() and m % 4 == k % TILE == n % 16 == 0 and min(m, n, k) > 0
+    tiles, padded = k // TILE, -(-k // TILE // 4) * 4
+    assert kind_a is F.ScalingType.BlockWise1x128
+    assert (tuple(scale_a.shape), scale_a.stride()) == ((m, tiles), (1, m))
+    if kind_b is F.ScalingType.BlockWise1x128:
+        assert (tuple(scale_b.shape), scale_b.stride()) == ((n, tiles), (1, n))
+        of_b = scale_b
+    else:
+        assert kind_b is F.ScalingType.BlockWise128x128
+        assert (tuple(scale_b.shape), scale_b.stride()) == ((padded, -(-n // TILE)), (1, padded))
+        of_b = scale_b[:tiles].t().repeat_interleave(TILE, 0)[:n]
+    whole = [v.double() * s.repeat_interleave(TILE, 1) for v, s in ((a, scale_a), (b.t(), of_b))]
+    return (whole[0] @ whole[1].t()).to(output_dtype)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(128, 256, 512), (70, 208, 304), (1, 16, 16)])
+def test_calls_of_the_hopper_product_have_the_layout_that_it_requires(
+    rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def results() -> list[Tensor]:
+        x, weights = random(rows, k).requires_grad_(), random(2, n, k, seed=1).requires_grad_()
+        dense = kernels_fp8.linear(x, weights[0], "blockwise")
+        grouped = kernels_fp8.grouped_linear(x, weights, torch.tensor([rows, 0]))
+        (dense + grouped).backward(random(rows, n, seed=2))
+        assert x.grad is not None and weights.grad is not None
+        return [dense.detach(), grouped.detach(), x.grad, weights.grad]
+
+    wanted = results()
+    monkeypatch.setattr(kernels_fp8, "_has_blockwise_products", lambda device: True)
+    monkeypatch.setattr(kernels_fp8.F, "scaled_mm", hopper_product)
+    for found, each in zip(results(), wanted, strict=True):
+        assert ((found - each).abs().double() <= 2**-6 * each.abs() + 1e-3 * each.abs().max()).all()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the products of GPUs")
 @pytest.mark.parametrize(("rows", "n", "k"), [(256, 256, 512), (70, 208, 304), (0, 128, 128)])
 def test_a_gpu_multiplies_the_same_numbers(rows: int, n: int, k: int) -> None:
