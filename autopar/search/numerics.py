@@ -13,7 +13,7 @@ from autopar.errors import AutoparError, BatchError, CaptureError, InfeasibleErr
 from autopar.graph import Graph
 from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
 from autopar.precision import FP8_RECIPES, TF32
-from autopar.search.options import SearchOptions
+from autopar.search.options import SearchOptions, check_allowed
 from autopar.techniques import LAYER_DEVIATIONS
 from autopar.techniques.technique import ANY
 
@@ -32,7 +32,8 @@ class Numerics:
 
     @staticmethod
     def of(plan: Plan) -> Numerics:
-        """Return the deviations of ``plan``."""
+        """Return the deviations of ``plan``. Raises ``UsageError`` if they contradict each other."""
+        check_allowed(plan.allow)
         narrow = tuple(name for name in (*NARROW, *FP8_RECIPES, TF32, *LAYER_DEVIATIONS) if name in plan.allow)
         return Numerics(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 

@@ -36,6 +36,7 @@ from autopar.program import kernels_experts, kernels_fp8
 from autopar.program.kernels_fp8 import FORWARD, TILE, scaled, tiled
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
+from autopar.search.numerics import Numerics
 from autopar.shard import annotate
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------
@@ -288,6 +289,8 @@ def test_one_recipe_is_allowed() -> None:
     with pytest.raises(UsageError, match="fp8 and fp8_blockwise"):
         SearchOptions(allow=both)
     plan = dataclasses.replace(manual_plan(captured(), precision="bfloat16"), allow=both)
+    with pytest.raises(UsageError, match="fp8 and fp8_blockwise"):
+        Numerics.of(plan)
     with pytest.raises(MalformedFileError, match="fp8 and fp8_blockwise"):
         check_plan(json.loads(plan.dumps()))
 
