@@ -201,8 +201,8 @@ class Graph:
     - ``opaque``: the opaque modules by the name of their op (``"autopar.opaque_0"``).
     - ``buffers``: the buffers that the forward pass writes; each belongs to one layer. Buffers that are only read are ``constants``.
     - ``valueless``: the names of constants without values (of a model on meta). Such a graph can be planned, but not emitted.
-    - ``narrow``: the tensors that plans may store in lower precision (names of ``autopar.plan.NARROW``), ``FP8`` if matrix products are in
-      FP8, ``TF32`` if float32 products use TF32.
+    - ``narrow``: the tensors that plans may store in lower precision (names of ``autopar.plan.NARROW``), a name of
+      ``precision.FP8_RECIPES`` if matrix products are in FP8, ``TF32`` if float32 products use TF32.
     - ``state``: all parameters, then all buffers, of the user's state dict, also those that don't affect the loss.
     - ``guards``: the data-dependent values for which the graph is specialised; the prelude computes their tensors, after the scalars.
     - ``assumed``: assumptions that only a comparison with the model can confirm, such as that later forward passes don't need state that

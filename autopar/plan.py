@@ -11,7 +11,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from autopar.precision import TF32
+from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import Schedule
 from autopar.techniques import DEFAULTS, DEVIATIONS, LAYER, PLAN, UNDER_SPLIT, Options, read_options
 from autopar.techniques.sync import SYNC
@@ -98,13 +98,15 @@ MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
-FP8 = "fp8"
 ALLOWED = {
     MICROBATCH_STATISTICS: "a loss that needs the whole batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
     "computed for each microbatch separately, and the step's loss is their mean",
     NARROW_GRADIENTS: "gradients of 16-bit parameters are accumulated and reduced in 16 bits",
     NARROW_MOMENTS: "Adam's moments of 16-bit parameters are in 16 bits",
-    FP8: "products with weights multiply 8-bit floating-point numbers, in models in bfloat16",
+    **{
+        name: f"products with weights multiply 8-bit floating-point numbers, in models in bfloat16: {recipe.formats}"
+        for name, recipe in FP8_RECIPES.items()
+    },
     TF32: "matrix products of float32 round their operands to 10 bits of mantissa",
 } | {mode.deviation: mode.inexact for technique in (*LAYER, *PLAN) for mode in technique.modes if mode.deviation}
 """The numerical deviations from exact training that a user may allow, by name, each with a description."""

@@ -17,7 +17,7 @@ from autopar.data_files import MalformedFileError, shown
 from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
 from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role, copy_counts
-from autopar.precision import PRECISIONS
+from autopar.precision import PRECISIONS, several_fp8_recipes
 from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
 from autopar.techniques import LAYER, PLAN, conflict
 from autopar.techniques.technique import Technique
@@ -314,7 +314,9 @@ def check_plan(data: Any) -> None:
 
 
 def _check_allowed(data: Mapping[str, Any]) -> None:
-    """Check that ``allow`` names the numerical deviations that the values of techniques cause."""
+    """Check that ``allow`` names the numerical deviations that the values of techniques cause, and one recipe for products in 8 bits."""
+    if message := several_fp8_recipes(data.get("allow", ())):
+        raise MalformedFileError(message)
     chosen = [(technique, technique.read(data)) for technique in PLAN]
     chosen += [(technique, technique.read(layer)) for layer in data["layers"] for technique in LAYER]
     for technique, value in chosen:

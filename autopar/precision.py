@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.errors import UsageError
@@ -19,6 +21,45 @@ FLOAT8 = "float8"  # matrix products in 8 bits: devices have a rate for it, no m
 SPELLINGS = {name: name for name in PRECISIONS} | {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Recipe:
+    """How matrix products round their operands to 8 bits.
+
+    - ``name``: the numerical deviation that a user allows; ``formats``: the formats and scales, as a part of a sentence.
+    - ``scaling``: the argument of the functions of ``program.kernels_fp8``.
+    - ``precision``: the name of the devices' rate. Files have it as ``peak_NAME_tflops``; without it, products run at bfloat16's.
+    - ``gradient_roundings``: how many times a backward pass rounds the gradient of a product's result.
+    - ``experts``: whether the grouped products of mixtures of experts are in 8 bits, too.
+    """
+
+    name: str
+    formats: str
+    scaling: str
+    precision: str
+    gradient_roundings: int
+    experts: bool
+
+
+FP8 = Fp8Recipe("fp8", "e4m3, gradients e5m2, one scale for each tensor of a device", "tensorwise", FLOAT8, 1, False)
+FP8_BLOCKWISE = Fp8Recipe(
+    "fp8_blockwise",
+    "e4m3, one scale for each tile of 1 x 128 of activations and gradients and for each block of 128 x 128 of weights",
+    "blockwise",
+    "float8_blockwise",
+    2,
+    True,
+)
+FP8_RECIPES = {recipe.name: recipe for recipe in (FP8, FP8_BLOCKWISE)}
+"""The recipes for products in 8 bits by name, of which a plan has at most one."""
+FP8_PRECISIONS = tuple(recipe.precision for recipe in FP8_RECIPES.values())
+
+
+def several_fp8_recipes(allow: Collection[str]) -> str:
+    """Return why ``allow`` contradicts itself if it names more than one of ``FP8_RECIPES``, else an empty string."""
+    named = [name for name in FP8_RECIPES if name in allow]
+    return f"allow names {' and '.join(named)}, but a product rounds its operands one way" if len(named) > 1 else ""
 
 
 def normalise(name: str | torch.dtype) -> str:

@@ -17,8 +17,7 @@ from autopar.capture import capture, in_float8, separate_microbatches
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.graph import Graph
-from autopar.plan import FP8
-from autopar.precision import normalise
+from autopar.precision import FP8_RECIPES, normalise
 from autopar.search.numerics import Numerics
 from autopar.shard import annotate
 from autopar.techniques import LAYER_DEVIATIONS
@@ -110,9 +109,10 @@ def with_numerics(graph: Graph, recapture: Recapture, numerics: Numerics) -> Gra
     """Return the graph for plans with ``numerics``: the graph of one microbatch if microbatches count as separate batches, and with FP8
     products if they are allowed."""
     part = separate_microbatches(graph, lambda rows: recapture(global_batch=rows), numerics.microbatches)
-    narrow = tuple(name for name in numerics.narrow if name not in (FP8, *LAYER_DEVIATIONS))
+    narrow = tuple(name for name in numerics.narrow if name not in (*FP8_RECIPES, *LAYER_DEVIATIONS))
     part = part if part.narrow == narrow else dataclasses.replace(part, narrow=narrow)
-    return in_float8(part) if FP8 in numerics.narrow else part
+    recipe = next((FP8_RECIPES[name] for name in numerics.narrow if name in FP8_RECIPES), None)
+    return part if recipe is None else in_float8(part, recipe)
 
 
 def sequence_length(graph: Graph) -> int | None:

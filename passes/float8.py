@@ -1,7 +1,8 @@
-"""Runs matrix products with weights in FP8 if the user allows ``fp8``; routers and the head stay in bfloat16."""
+"""Runs matrix products with weights in FP8 if the user allows one of ``precision.FP8_RECIPES``; routers and the head do not change."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Iterable
 
 import torch
@@ -11,27 +12,34 @@ from autopar.ops.experts import Experts
 from autopar.ops.facts import facts
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands, shape_of
-from autopar.program import kernels_fp8
+from autopar.precision import Fp8Recipe
+from autopar.program import kernels_experts, kernels_fp8
 
 _LINEAR = torch.ops.aten.linear.default
 
 
 def float8_pass(
-    gm: fx.GraphModule, parameters: Container[fx.Node], has_head: bool, choice_outputs: Container[int] = ()
+    gm: fx.GraphModule,
+    parameters: Container[fx.Node],
+    recipe: Fp8Recipe,
+    has_head: bool,
+    choice_outputs: Container[int] = (),
 ) -> fx.GraphModule:
-    """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight)`` if ``weight`` is in ``parameters`` (the placeholders of the layer's
-    parameters), a bfloat16 matrix, and both its dims are multiples of 16.
+    """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight, scaling=...)`` if ``weight`` is in ``parameters`` (the placeholders of
+    the layer's parameters), a bfloat16 matrix, and both its dims are multiples of 16.
 
     These products stay in bfloat16: routers (``_is_router``); the last products before any other choice (``nodes_before_choices``), in
     this layer or in one that reads the results ``choice_outputs``; if ``has_head``, the products whose results reach no other product.
-    Embeddings, attention and experts are other ops and don't change.
+    Embeddings and attention are other ops and don't change. The grouped products of experts do if the recipe says so.
     """
     excluded = {node for node in gm.graph.nodes if _is_router(node)} | nodes_before_choices(gm, choice_outputs)
     if has_head:
         excluded |= _last_products(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.target is _LINEAR and node not in excluded and _runs_in_fp8(node, parameters):
-            node.target = kernels_fp8.linear
+            node.target, node.kwargs = kernels_fp8.linear, {"scaling": recipe.scaling}
+        elif recipe.experts and isinstance(node.target, Experts):
+            node.target = _in_float8(node.target)
     gm.graph.lint()
     return gm
 
@@ -75,6 +83,17 @@ def _runs_in_fp8(node: fx.Node, parameters: Container[fx.Node]) -> bool:
     sizes, is_bfloat16 = shape_of(weight), meta(weight)["val"].dtype == meta(node)["val"].dtype == torch.bfloat16
     is_aligned = all(size % kernels_fp8.MULTIPLE == 0 for size in sizes)
     return weight in parameters and len(operands(node)) == 2 and len(sizes) == 2 and is_bfloat16 and is_aligned
+
+
+def _in_float8(op: Experts) -> Experts:
+    """Return the mixture with the grouped products of its body in FP8, if they are in bfloat16 and of dims that are multiples of 16."""
+    body = copy.deepcopy(op.body)
+    for node in body.graph.nodes:
+        if node.target is kernels_experts.grouped_linear:
+            weight = meta(operands(node)[1])["val"]
+            if weight.dtype == torch.bfloat16 and not any(size % kernels_fp8.MULTIPLE for size in weight.shape[1:]):
+                node.target = kernels_fp8.grouped_linear
+    return Experts(body, op.count, weights_first=op.weights_first)
 
 
 def _is_router(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a graph's matrix products in FP8, if the user allows ``fp8``."""
+"""Runs a graph's matrix products in FP8, if the user allows one of ``precision.FP8_RECIPES``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from autopar.graph import Graph
-from autopar.plan import FP8
+from autopar.precision import FP8, Fp8Recipe
 from passes.float8 import float8_pass, has_products, nodes_before_choices
 
 
-def in_float8(graph: Graph) -> Graph:
+def in_float8(graph: Graph, recipe: Fp8Recipe = FP8) -> Graph:
     """Return ``graph`` with FP8 products. Master weights, activations and other ops stay in bfloat16 and float32.
 
     In the head (the last layer with products, if its class occurs once) the last products stay in bfloat16. Only bfloat16 graphs change.
@@ -29,8 +29,10 @@ def in_float8(graph: Graph) -> Graph:
         nodes = _placeholders(gm)
         parameters = nodes[len(nodes) - len(cls.parameters) :]
         has_head = name == head and uses.count(name) == 1
-        classes[name] = dataclasses.replace(cls, graph=float8_pass(gm, parameters, has_head, choice_outputs[name]))
-    return dataclasses.replace(graph, classes=classes, narrow=(*graph.narrow, FP8))
+        classes[name] = dataclasses.replace(
+            cls, graph=float8_pass(gm, parameters, recipe, has_head, choice_outputs[name])
+        )
+    return dataclasses.replace(graph, classes=classes, narrow=(*graph.narrow, recipe.name))
 
 
 def _choice_outputs(graph: Graph) -> dict[str, set[int]]:

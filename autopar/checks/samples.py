@@ -405,6 +405,7 @@ def mixtures() -> list[Sample]:
     gated = [gated_experts(12, 5, weights_first=first) for first in (False, True)]
     return [
         sample(grouped_linear, r(6, 5), r(4, 12, 5), counts),
+        sample(kernels_fp8.grouped_linear, r(6, 5), r(4, 12, 5), counts),
         sample(of_rows, r(4, 12), r(6, 5), counts),
         *(sample(op, r(6, 4, 5), n(6, 6, 4, 2), u(6, 4, 2), r(6, 12, 5), r(6, 12, 5), r(6, 5, 12)) for op in gated),
         sample(plain_experts(24, 5, 6), r(6, 5), n(6, 6, 2), u(6, 2), r(6, 12, 5), r(6, 12), r(6, 12, 5), r(6, 5)),

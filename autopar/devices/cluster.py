@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, PRODUCT8, CollectiveTimes, Floats, Ops
+from autopar.devices.measured import ATTENTION, CollectiveTimes, Floats, Ops
+from autopar.precision import FP8_PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,9 @@ class Gpu:
         if self.measured is not None:
             return self.measured.seconds(kinds, flops, moved, dtype, backward)
         rates = np.where(kinds == ATTENTION, self.attention_flops_per_s(dtype), self.flops_per_s(dtype))
-        if (narrow := kinds == PRODUCT8).any():
-            rates = np.where(narrow, self.flops_per_s("float8"), rates)
+        for precision in FP8_PRECISIONS:
+            if (narrow := kinds == precision).any():
+                rates = np.where(narrow, self.flops_per_s(precision), rates)
         # a product's loads and stores partly overlap its arithmetic, the more so if one of them takes much longer
         return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
 
@@ -119,7 +121,7 @@ class Gpu:
 
     def attention_flops_per_s(self, dtype: str) -> float:
         """Return the achieved FLOP/s of flash attention, which isn't done in FP8."""
-        return self.peak_flops["bfloat16" if dtype == "float8" else dtype] * self.attention_efficiency
+        return self.peak_flops["bfloat16" if dtype in FP8_PRECISIONS else dtype] * self.attention_efficiency
 
     def fastest_flops_per_s(self, dtype: str) -> float:
         """Return an upper bound of the FLOP/s that the cost model assumes for ops in ``dtype``; 0 if the peak is unknown."""

@@ -8,10 +8,10 @@ from typing import Any
 from autopar.devices import constants
 from autopar.devices.cluster import Cluster
 from autopar.devices.constants import Constant
-from autopar.precision import FLOAT8, TF32
+from autopar.precision import FP8_RECIPES, TF32
 
 _RATES = {
-    FLOAT8: ("fp8", ""),
+    **{recipe.precision: (name, "") for name, recipe in FP8_RECIPES.items()},
     "float32": ("fp32", "FP32_OVER_BF16"),
     TF32: ("fp32", "FP32_OVER_BF16"),
     "float64": ("", "FP64_OVER_BF16"),

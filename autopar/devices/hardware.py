@@ -20,7 +20,7 @@ from typing import Any
 from autopar.devices import constants as c
 from autopar.devices.cluster import Gpu, Host, Link, Network
 from autopar.errors import DeviceError
-from autopar.precision import FLOAT8, TF32
+from autopar.precision import FP8_PRECISIONS, FP8_RECIPES, TF32
 
 _GIGA, _TERA = 1e9, 1e12
 GPUS_PER_NODE = 8  # as on an SXM board; the file of a kind may have another number (GB200)
@@ -156,7 +156,7 @@ def _peak(entry: Mapping[str, Any]) -> float:
     return float(entry.get("peak_bf16_dense_tflops") or entry.get("peak_fp16_dense_tflops") or 0.0) * _TERA
 
 
-RATES = {FLOAT8: "fp8", "float32": "fp32", TF32: "tf32"}
+RATES = {**{recipe.precision: name for name, recipe in FP8_RECIPES.items()}, "float32": "fp32", TF32: "tf32"}
 """Precision whose peak is optional in specifications -> its name in the keys of files."""
 
 
@@ -167,7 +167,7 @@ def peaks(
     of ``RATES``. By default FP8 is as fast as bfloat16, and TF32 as fast as float32."""
     if bf16_flops:
         found = {
-            FLOAT8: bf16_flops,
+            **dict.fromkeys(FP8_PRECISIONS, bf16_flops),
             "bfloat16": bf16_flops,
             "float16": bf16_flops,
             "float32": bf16_flops * c.FP32_OVER_BF16.value,
@@ -177,7 +177,8 @@ def peaks(
         assert fp16_flops
         single = fp16_flops * c.FP32_OVER_FP16_VOLTA.value
         # a GPU without bfloat16 hardware computes it in its float32 units
-        found = {FLOAT8: single, "bfloat16": single, "float16": fp16_flops, "float32": single, "float64": single / 2}
+        singles = dict.fromkeys((*FP8_PRECISIONS, "bfloat16", "float32"), single)
+        found = {**singles, "float16": fp16_flops, "float64": single / 2}
     found |= known or {}
     return {TF32: found["float32"], **found}
 
@@ -286,7 +287,7 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
         name="cpu",
         memory_bytes=machine_memory_bytes() // processes,
         peak_flops={
-            "float8": flops * low,
+            **dict.fromkeys(FP8_PRECISIONS, flops * low),
             "bfloat16": flops * low,
             "float16": flops * low,
             "float32": flops,

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.precision import FP8_PRECISIONS
+
 Floats = NDArray[np.float64]
 
-PRODUCT8 = "product in 8 bits"
 PRODUCT, ATTENTION, POINTWISE = "product", "attention", "pointwise"
 CLASS_LOSS = "cross_entropy_loss"
-"""Kinds of ops with separate curves. Any other kind is the name of an op; an op that wasn't measured uses the curve of ``POINTWISE``."""
+"""Kinds of ops with separate curves. The kind of a product in 8 bits is its precision (``FP8_PRECISIONS``). Any other kind is the name of
+an op; an op that wasn't measured uses the curve of ``POINTWISE``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,8 @@ class Ops:
         found = np.zeros_like(flops)
         for kind in np.unique(kinds):
             mask = kinds == kind
-            if kind in (PRODUCT, PRODUCT8):
-                precision = "float8" if kind == PRODUCT8 else dtype
+            if kind in (PRODUCT, *FP8_PRECISIONS):
+                precision = dtype if kind == PRODUCT else str(kind)
                 rate = self._curve(self.products, precision, backward).at(flops[mask] / np.maximum(moved[mask], 1.0))
                 found[mask] = flops[mask] / rate
             elif kind == ATTENTION:
@@ -100,7 +102,7 @@ class Ops:
     @staticmethod
     def _curve(curves: Mapping[tuple[str, bool], Curve], dtype: str, backward: bool) -> Curve:
         # a dtype that wasn't measured uses the curve of a similar one, such as the other 16-bit format
-        for name in (dtype, "bfloat16" if dtype in ("float16", "float8") else dtype, "float32"):
+        for name in (dtype, "bfloat16" if dtype in ("float16", *FP8_PRECISIONS) else dtype, "float32"):
             if (name, backward) in curves:
                 return curves[name, backward]
         return next(iter(curves.values()))

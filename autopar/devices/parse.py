@@ -20,6 +20,7 @@ A TOML file has these keys. A known GPU requires only ``gpu``; any other GPU als
     memory_gb_per_s = 3350       # peak, GB = 1e9 bytes
     peak_bf16_tflops = 989       # dense
     peak_fp8_tflops = 1979       # dense, of 8-bit products; default: bfloat16's
+    peak_fp8_blockwise_tflops = 1979  # of those with a scale for each tile; default: bfloat16's
     peak_fp32_tflops = 67        # dense, of float32 without TF32; default: a sixteenth of bfloat16's
     peak_tf32_tflops = 494.5     # dense, with TF32; default: float32's
     nvlink_gb_per_s = 450        # per GPU, one direction; without NVLink, that of PCIe
@@ -74,6 +75,7 @@ from autopar.devices import hardware
 from autopar.devices.calibration import apply_calibration
 from autopar.devices.cluster import Cluster, Gpu, Host, Link, Nvme, joined
 from autopar.errors import DeviceError
+from autopar.precision import FP8_RECIPES
 from autopar.units import size
 
 _FORMS = (
@@ -403,7 +405,7 @@ _SOURCES = {
     "memory_gb": "memory_size",
     "memory_gb_per_s": "hbm",
     "peak_bf16_tflops": "bf16",
-    "peak_fp8_tflops": "fp8",
+    **{f"peak_{name}_tflops": name for name in FP8_RECIPES},
     "peak_fp32_tflops": "fp32",
     "peak_tf32_tflops": "fp32",
 }
@@ -449,7 +451,7 @@ def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
         changes["peak_flops"] = known.peak_flops | given
     if not any(key in data for key in _SOURCES):
         return known
-    derived = {"fp8", "fp16", "fp32"} if other_peak else set()
+    derived = {*FP8_RECIPES, "fp16", "fp32"} if other_peak else set()
     sources = {key: text for key, text in known.sources if key not in derived}
     sources |= {figure: str(path) for key, figure in _SOURCES.items() if key in data}
     return dataclasses.replace(known, **changes, sources=(*sources.items(), *source))

@@ -6,14 +6,13 @@ from collections import Counter
 
 from autopar.plan import (
     DEGREES,
-    FP8,
     MICROBATCH_STATISTICS,
     NARROW,
     REPLICATING,
     Plan,
     Strategy,
 )
-from autopar.precision import TF32
+from autopar.precision import FP8_RECIPES, TF32
 from autopar.techniques import DEVIATIONS, LAYER
 from autopar.techniques.sync import SYNC
 
@@ -46,7 +45,9 @@ def describe(plan: Plan) -> str:
         parts[-1] += f" with losses of their own ({MICROBATCH_STATISTICS}: not exact)"
     parts += _techniques(plan)
     parts += [
-        f"{name.replace('_', ' ')} (not exact)" for name in (*NARROW, FP8, TF32, *DEVIATIONS) if name in plan.allow
+        f"{name.replace('_', ' ')} (not exact)"
+        for name in (*NARROW, *FP8_RECIPES, TF32, *DEVIATIONS)
+        if name in plan.allow
     ]
     return ", ".join(parts)
 

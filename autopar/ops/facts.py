@@ -36,7 +36,10 @@ class OpKind(Enum):
         "transformers.grouped_mm_fallback",
         "autopar.grouped_product",
     )
-    EXPERTS_PRODUCT = ("kernels_experts.grouped_linear",)  # as the body of a mixture calls it
+    EXPERTS_PRODUCT = (
+        "kernels_experts.grouped_linear",
+        "kernels_fp8.grouped_linear",
+    )  # as the body of a mixture calls it
     CONVOLUTION = (*aten_names("convolution conv1d conv2d conv3d"), "kernels.convolution")
     TRANSPOSED_CONVOLUTION = aten_names("conv_transpose1d conv_transpose2d conv_transpose3d")
     RECURRENCE = aten_names("lstm gru rnn_tanh rnn_relu")
@@ -125,7 +128,7 @@ class Op:
     @property
     def in_float8(self) -> bool:
         """Whether the op is an FP8 product."""
-        return self.name == "kernels_fp8.linear"
+        return self.name in ("kernels_fp8.linear", "kernels_fp8.grouped_linear")
 
     @property
     def is_expensive(self) -> bool:

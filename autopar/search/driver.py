@@ -30,8 +30,8 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
-from autopar.plan import FP8, PinPrice, Plan, Role
-from autopar.precision import FLOAT8, TF32
+from autopar.plan import PinPrice, Plan, Role
+from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.construct.drafts import construct
@@ -284,7 +284,8 @@ def _late_sequences(state: State) -> str:
 def _arithmetic(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> Array:
     """Compute ``State.arithmetic`` from the FLOPs in the first configuration's prices; zeros if it has no price."""
     precisions = [state.options.precision]
-    precisions += [dtype for name, dtype in ((FP8, FLOAT8), (TF32, TF32)) if name in graph.allow]
+    precisions += [recipe.precision for name, recipe in FP8_RECIPES.items() if name in graph.allow]
+    precisions += [TF32] if TF32 in graph.allow else []
     fastest = max(cluster.fastest_flops_per_s(name) for name in precisions)  # the bound must hold in each of them
     config = opened[0][0] if opened else None
     instance = None if config is None else state.prices.instance(config)

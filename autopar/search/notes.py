@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import DEGREES, FP8, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
-from autopar.precision import TF32
+from autopar.plan import DEGREES, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
+from autopar.precision import FP8_RECIPES, TF32
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource
 from autopar.techniques import LAYER, not_splittable_error, parts_phrase
 from autopar.techniques.sync import SYNC
@@ -43,10 +43,14 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
     narrow = {
         NARROW_GRADIENTS: "gradients add up and are reduced in 16 bits, not in float32",
         NARROW_MOMENTS: "Adam keeps its moments in 16 bits, not in float32",
-        FP8: "products with weights multiply 8-bit numbers (e4m3, gradients e5m2, one scale for each tensor of a device); embeddings, "
-        "the head, attention, routers, experts, and weights of dims that 16 does not divide stay in bfloat16",
         TF32: "matrix products of float32 may round their operands to TF32, 10 bits of mantissa, and add up in float32",
     }
+    for name, recipe in FP8_RECIPES.items():
+        experts = "" if recipe.experts else " experts,"
+        narrow[name] = (
+            f"products with weights multiply 8-bit numbers ({recipe.formats}); embeddings, the head, attention, routers,{experts} and "
+            "weights of dims that 16 does not divide stay in bfloat16"
+        )
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
     for technique in LAYER:
         having: dict[str, list[str]] = {}

@@ -11,9 +11,9 @@ import torch
 
 from autopar.errors import AutoparError, BatchError, CaptureError, InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import FP8, MICROBATCH_STATISTICS, NARROW, Plan
-from autopar.precision import TF32
-from autopar.search.options import SearchOptions
+from autopar.plan import MICROBATCH_STATISTICS, NARROW, Plan
+from autopar.precision import FP8_RECIPES, TF32
+from autopar.search.options import SearchOptions, check_allowed
 from autopar.techniques import LAYER_DEVIATIONS
 from autopar.techniques.technique import ANY
 
@@ -22,9 +22,9 @@ from autopar.techniques.technique import ANY
 class Numerics:
     """The numerical deviations that one plan may have.
 
-    ``narrow`` has the names of deviations: gradients and moments in 16 bits (``NARROW``), matrix products in 8 bits (``FP8``), float32
-    products in TF32 (``TF32``), and those of techniques (``LAYER_DEVIATIONS``). Each of ``microbatches`` computes its own statistics and
-    loss, which is exact only for one microbatch.
+    ``narrow`` has the names of deviations: gradients and moments in 16 bits (``NARROW``), matrix products in 8 bits (``FP8_RECIPES``),
+    float32 products in TF32 (``TF32``), and those of techniques (``LAYER_DEVIATIONS``). Each of ``microbatches`` computes its own
+    statistics and loss, which is exact only for one microbatch.
     """
 
     narrow: tuple[str, ...] = ()
@@ -32,8 +32,9 @@ class Numerics:
 
     @staticmethod
     def of(plan: Plan) -> Numerics:
-        """Return the deviations of ``plan``."""
-        narrow = tuple(name for name in (*NARROW, FP8, TF32, *LAYER_DEVIATIONS) if name in plan.allow)
+        """Return the deviations of ``plan``. Raises ``UsageError`` if they contradict each other."""
+        check_allowed(plan.allow)
+        narrow = tuple(name for name in (*NARROW, *FP8_RECIPES, TF32, *LAYER_DEVIATIONS) if name in plan.allow)
         return Numerics(narrow, plan.microbatches if MICROBATCH_STATISTICS in plan.allow else 1)
 
 
@@ -44,7 +45,7 @@ def allowed_numerics(graph: Graph, options: SearchOptions) -> list[Numerics]:
     in bfloat16, TF32 to models in float32. A deviation that a pin requires is in every combination.
     """
     names = [name for name in NARROW if name in options.allow and graph.dtype.itemsize == 2]
-    names += [FP8] if FP8 in options.allow and graph.dtype == torch.bfloat16 else []
+    names += [name for name in FP8_RECIPES if name in options.allow and graph.dtype == torch.bfloat16]
     names += [TF32] if TF32 in options.allow and graph.dtype == torch.float32 else []
     names += [name for name in LAYER_DEVIATIONS if name in options.allow]
     narrow = [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]

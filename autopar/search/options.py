@@ -14,6 +14,7 @@ from autopar.graph import Graph
 from autopar.pins import OF_LAYER, OWNERS, PINS, LayerPins, PlanPins, Value, checked
 from autopar.plan import ALLOWED, FOLDS, Role
 from autopar.plan_schema import MAX_SEARCH_S
+from autopar.precision import several_fp8_recipes
 from autopar.techniques import ALL, LAYER, PLAN
 
 SequencePin = tuple[str, int]
@@ -123,11 +124,13 @@ class SearchOptions(PlanPins):
 
 
 def check_allowed(allow: Collection[str], deviations: Mapping[str, str] | None = None) -> None:
-    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, or lacks a deviation that pins cause
-    (``SearchOptions.deviations``)."""
+    """Raise ``UsageError`` if ``allow`` is not a set of names in ``ALLOWED``, has two recipes for products in 8 bits, or lacks a deviation
+    that pins cause (``SearchOptions.deviations``)."""
     names = isinstance(allow, Collection) and not isinstance(allow, str)
     if not names or any(name not in tuple(ALLOWED) for name in allow):
         raise UsageError(f"allow={allow!r} is not known", f"it is a set of: {', '.join(ALLOWED)}")
+    if message := several_fp8_recipes(allow):
+        raise UsageError(message, "allow one of them")
     for name, pin in (deviations or {}).items():
         if name not in allow:
             mode = next(mode for technique in ALL for mode in technique.modes if mode.deviation == name)

@@ -100,6 +100,7 @@ def test_every_gpu_of_the_file_parses_by_its_own_name(name):
 def test_every_figure_of_a_kind_has_its_source(name):
     entry = hardware.table()[name]
     keys = {"peak_bf16": "bf16", "peak_fp16": "fp16", "peak_fp8": "fp8", "peak_fp32": "fp32", "peak_tf32": "fp32"}
+    keys["peak_fp8_blockwise"] = "fp8_blockwise"
     keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained")} | {"nvlink_gb": "nvlink"}
     wanted = {source for figure in entry for key, source in keys.items() if figure.startswith(key)}
     assert {"hbm", "host"} < wanted <= set(entry["sources"])

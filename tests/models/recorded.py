@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.capture import capture, flatten_batch, in_float8
 from autopar.graph import Graph
-from autopar.plan import FP8, Plan
+from autopar.plan import Plan
+from autopar.precision import FP8
 from autopar.search.manual import make_mesh
 from autopar.shard import annotate
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
@@ -95,7 +96,7 @@ class Case:
         plan = self.kind.plan(graph)
         precision = self.model.partition(" ")[2]
         if precision == "float8":
-            return dataclasses.replace(plan, precision="bfloat16", allow=(FP8,))
+            return dataclasses.replace(plan, precision="bfloat16", allow=(FP8.name,))
         return dataclasses.replace(plan, precision=precision) if precision else plan
 
 

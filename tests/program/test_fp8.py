@@ -26,9 +26,9 @@ from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.measure import compare
 from autopar.ops.experts import Experts
-from autopar.plan import FP8, Plan
+from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.precision import name_of
+from autopar.precision import FP8, name_of
 from autopar.program import kernels_fp8
 from autopar.program.kernels_fp8 import BACKWARD, FORWARD, scaled
 from autopar.search import SearchOptions
@@ -136,11 +136,11 @@ def captured(precision: str = "bfloat16") -> Graph:
 
 def test_blocks_are_in_8_bits_and_the_head_is_not(tmp_path: Path) -> None:
     graph = in_float8(captured())
-    assert graph.allow == (FP8,)
+    assert graph.allow == (FP8.name,)
     emit(graph, manual_plan(graph, precision="bfloat16"), tmp_path)
     text = (tmp_path / "model.py").read_text()
     assert text.count("kernels_fp8.linear(") == 7 and text.count("nn.Linear(") == 1  # one class of blocks
-    assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [FP8]
+    assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [FP8.name]
     assert (tmp_path / "runtime" / "kernels_fp8.py").is_file()
     wide = captured("float32")
     assert in_float8(wide) is wide
@@ -150,7 +150,8 @@ def products_of(graph: torch.fx.Graph, parameters: list[torch.fx.Node], **option
     """Whether each product of the graph is in 8 bits, after two runs of the pass, which changes nothing the second time."""
     gm = torch.fx.GraphModule({}, graph)
     for _ in range(2):
-        float8_pass(gm, [node for node in gm.graph.nodes if node.name in {p.name for p in parameters}], **options)
+        placeholders = [node for node in gm.graph.nodes if node.name in {p.name for p in parameters}]
+        float8_pass(gm, placeholders, FP8, **options)
     products = (LINEAR, kernels_fp8.linear)
     return [node.target is kernels_fp8.linear for node in gm.graph.nodes if node.target in products]
 
@@ -293,7 +294,9 @@ def test_programs_stay_near_float32(name: str, workers2: WorkerPool, tmp_path: P
 # -- plans -----------------------------------------------------------------------------------------------------------------
 
 
-def planned(kind: str, width: int, allow: tuple[str, ...] = (FP8,), precision: str = "bfloat16") -> tuple[Graph, Plan]:
+def planned(
+    kind: str, width: int, allow: tuple[str, ...] = (FP8.name,), precision: str = "bfloat16"
+) -> tuple[Graph, Plan]:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False, device="meta") for _ in range(4)))
     batch = (torch.zeros(width, width, device="meta"), torch.zeros(width, width, device="meta"))
     options = SearchOptions(time_limit_s=60, allow=allow)
@@ -308,7 +311,7 @@ def planned(kind: str, width: int, allow: tuple[str, ...] = (FP8,), precision: s
 def test_8_bits_are_used_where_they_gain_and_are_allowed() -> None:
     graph, plan = planned("H100-80GB", 8192)
     exact = planned("H100-80GB", 8192, allow=())[1]
-    assert plan.allow == graph.allow == (FP8,) and exact.allow == ()
+    assert plan.allow == graph.allow == (FP8.name,) and exact.allow == ()
     assert 0.5 < plan.prediction.step_time_s / exact.prediction.step_time_s < 0.9
     assert any("not exact, as fp8 allows" in note and "the head" in note for note in plan.notes)
     assert "fp8 (not exact)" in describe(plan)
@@ -320,7 +323,7 @@ def test_8_bits_are_used_where_they_gain_and_are_allowed() -> None:
 
 def test_a_plan_in_8_bits_that_is_given_is_emitted(workers1: WorkerPool, tmp_path: Path) -> None:
     graph = captured()
-    given = dataclasses.replace(manual_plan(graph, precision="bfloat16"), allow=(FP8,))
+    given = dataclasses.replace(manual_plan(graph, precision="bfloat16"), allow=(FP8.name,))
     workload = Workload(copy.deepcopy(decoder()), tokens(), token_loss, precision="bfloat16", name="decoder")
     again, plan = plan_model(workload, parse(1), SearchOptions(), plan=given, capture_check=False)
     emit(again, plan, tmp_path)

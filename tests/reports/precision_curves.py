@@ -5,7 +5,8 @@ batches; ``autopar.compile`` plans and emits each program for one device (a GPU 
 a process of its own; on a GPU, which is faster than one process needs, they run at the same time.
 
 A mixture of experts in bfloat16 does the same with gradients and with Adam's moments in float32 and in bfloat16, in four microbatches a
-step (``--states``, which writes ``docs/evidence/precision-states.{jsonl,svg}``; the page has both).
+step (``precision-states.{jsonl,svg}``). A wider one is trained in float32, in bfloat16, and with both kinds of scales of products in 8 bits
+(``precision-fp8.{jsonl,svg}``). ``--curves precision-fp8`` trains one of the three groups; the page has all.
 """
 
 from __future__ import annotations
@@ -34,42 +35,12 @@ import autopar
 from autopar.bench.models import DecoderBlock, Stack, token_loss
 from autopar.errors import UsageError
 from autopar.picture import pyplot, save
-from autopar.plan import FP8, NARROW, NARROW_GRADIENTS, NARROW_MOMENTS
+from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS
+from autopar.precision import FP8, FP8_RECIPES
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 
 WINDOW = 20
 """Steps over which a curve is smoothed: each point is the mean of the last ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One curve: its precision, what the plan allows itself, whether it gains or not, and how it stores saved activations."""
-
-    name: str
-    precision: str
-    allow: tuple[str, ...] = ()
-    saved: str = "exact"
-    mixture: bool = False
-
-
-REFERENCE = "float32"
-WAYS = (Way(REFERENCE, "float32"), Way("bfloat16", "bfloat16"), Way("float16", "float16"), Way(FP8, "bfloat16", (FP8,)))
-
-IN_8_BITS = tuple(Way(f"{name}, saved in 8 bits", name, saved="int8") for name in ("float32", "bfloat16"))
-"""The curves of ``int8_curves``, besides those of the same precisions."""
-
-STATES_REFERENCE = "float32 states"
-STATES = tuple(
-    Way(name, "bfloat16", allow, mixture=True)
-    for name, allow in (
-        (STATES_REFERENCE, ()),
-        ("bfloat16 moments", (NARROW_MOMENTS,)),
-        ("bfloat16 gradients", (NARROW_GRADIENTS,)),
-        ("bfloat16 moments and gradients", NARROW),
-    )
-)
-"""The curves of the mixture."""
-EVERY = (*WAYS, *IN_8_BITS, *STATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +67,54 @@ class Size:
 
 
 SIZES = {"cuda": Size(512, 8, 512, 16), "cpu": Size(128, 3, 128, 8)}
-MIXTURE = Size(64, 2, 64, 16)
+MIXTURE, WIDE_MIXTURE = Size(64, 2, 64, 16), Size(128, 3, 64, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One curve: its precision, what the plan allows itself, whether it gains or not, how it stores saved activations, and the size of the
+    mixture of experts, if it trains one, with its microbatches."""
+
+    name: str
+    precision: str
+    allow: tuple[str, ...] = ()
+    saved: str = "exact"
+    mixture: Size | None = None
+    microbatches: int = 1
+
+
+REFERENCE = "float32"
+WAYS = (
+    Way(REFERENCE, "float32"),
+    Way("bfloat16", "bfloat16"),
+    Way("float16", "float16"),
+    Way(FP8.name, "bfloat16", (FP8.name,)),
+)
+
+IN_8_BITS = tuple(Way(f"{name}, saved in 8 bits", name, saved="int8") for name in ("float32", "bfloat16"))
+"""The curves of ``int8_curves``, besides those of the same precisions."""
+
+STATES_REFERENCE = "float32 states"
+STATES = tuple(
+    Way(name, "bfloat16", allow, mixture=MIXTURE, microbatches=4)
+    for name, allow in (
+        (STATES_REFERENCE, ()),
+        ("bfloat16 moments", (NARROW_MOMENTS,)),
+        ("bfloat16 gradients", (NARROW_GRADIENTS,)),
+        ("bfloat16 moments and gradients", NARROW),
+    )
+)
+"""The curves of the mixture."""
+
+FP8_REFERENCE = "mixture in float32"
+FP8_WAYS = (
+    Way(FP8_REFERENCE, "float32", mixture=WIDE_MIXTURE),
+    Way("mixture in bfloat16", "bfloat16", mixture=WIDE_MIXTURE),
+    *(Way(f"mixture in {name}", "bfloat16", (name,), mixture=WIDE_MIXTURE) for name in FP8_RECIPES),
+)
+"""The curves of the mixture that is wide enough for several tiles of 128."""
+CURVES = {"precision": WAYS, "precision-states": STATES, "precision-fp8": FP8_WAYS}
+EVERY = (*WAYS, *IN_8_BITS, *STATES, *FP8_WAYS)
 
 
 def text() -> Tensor:
@@ -118,7 +136,7 @@ def train(way: Way, steps: int) -> dict[str, Any]:
     """One curve, trained in this process."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # this process is the program's one rank
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = MIXTURE if way.mixture else SIZES[device]
+    size = way.mixture or SIZES[device]
     torch.manual_seed(0)
     model, data = size.build_mixture() if way.mixture else size.build(), list[Any](batches(size, steps))
     loss_fn = None if way.mixture else token_loss
@@ -134,7 +152,7 @@ def train(way: Way, steps: int) -> dict[str, Any]:
         options |= {"saved": way.saved, "allow": {INT8}}
     if way.mixture:  # it shifts the labels itself
         data = [{"input_ids": inputs, "labels": inputs} for inputs, _ in data]
-        options |= {"microbatches": 4, "lr": 1e-3}
+        options |= {"microbatches": way.microbatches, "lr": 1e-3}
     program = autopar.compile(model, 1, data[0], loss_fn, **options)
     if way.allow:
         for pin in ("compile", "microbatches"):  # the plan has them
@@ -181,8 +199,8 @@ def furthest(line: dict[str, Any], reference: dict[str, Any]) -> tuple[int, floa
     return step, differences[step]
 
 
-def page(lines: list[dict[str, Any]], states: list[dict[str, Any]]) -> str:
-    """The page that is made of the results: of the decoder, and of the mixture."""
+def page(lines: list[dict[str, Any]], states: list[dict[str, Any]], fp8: list[dict[str, Any]]) -> str:
+    """The page that is made of the results: of the decoder, and of the mixtures."""
     (reference,) = (line for line in lines if line["precision"] == REFERENCE)
     steps = len(reference["losses"])
     last = smoothed(reference["losses"])[-1]
@@ -212,13 +230,15 @@ def page(lines: list[dict[str, Any]], states: list[dict[str, Any]]) -> str:
             parts.append(
                 f"\nThe loss scale of {line['precision']} is {line['loss_scale']:,.0f} at the end: {skipped} steps were skipped."
             )
-    return "\n".join([*parts, states_page(states), "Made by `make report NAME=precision`. Do not edit."]) + "\n"
+    return (
+        "\n".join([*parts, states_page(states), fp8_page(fp8), "Made by `make report NAME=precision`. Do not edit."])
+        + "\n"
+    )
 
 
 def states_page(lines: list[dict[str, Any]]) -> str:
     """The section on gradients and moments in bfloat16."""
     (reference,) = (line for line in lines if line["precision"] == STATES_REFERENCE)
-    last = math.fsum(reference["losses"][-WINDOW:])
     parts = [
         "\n## Gradients and moments in bfloat16\n",
         f"A mixture of four experts with {reference['parameters'] / 1e6:.2f} million parameters, in bfloat16, learns the same text: "
@@ -227,7 +247,30 @@ def states_page(lines: list[dict[str, Any]]) -> str:
         "`betas=(0.9, 0.999)` and gradients clipped to a norm of 1.",
         "Sums of gradients and Adam's moments are in float32, or in bfloat16 as `allow` names them.\n",
         "![loss by step](precision-states.svg)\n",
-        f"| states | last loss | to float32's | mean of the last {WINDOW} | to float32's |",
+    ]
+    return "\n".join([*parts, *last_losses("states", lines, reference)]) + "\n"
+
+
+def fp8_page(lines: list[dict[str, Any]]) -> str:
+    """The section on a mixture of experts with products in 8 bits."""
+    (reference,) = (line for line in lines if line["precision"] == FP8_REFERENCE)
+    parts = [
+        "## A mixture of experts in 8 bits\n",
+        f"A mixture of four experts with {reference['parameters'] / 1e6:.1f} million parameters, {WIDE_MIXTURE.width} wide, learns the "
+        f"same text: {len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
+        f"({reference['device']}, torch {reference['torch']}, Python {reference['python']}). fp8 has one scale for each tensor, and its "
+        "experts stay in bfloat16;",
+        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, in the experts, too.\n",
+        "![loss by step](precision-fp8.svg)\n",
+    ]
+    return "\n".join([*parts, *last_losses("precision", lines, reference)]) + "\n"
+
+
+def last_losses(title: str, lines: list[dict[str, Any]], reference: dict[str, Any]) -> list[str]:
+    """The rows of a table of the losses at the end of every curve, compared with the reference's."""
+    last = math.fsum(reference["losses"][-WINDOW:])
+    parts = [
+        f"| {title} | last loss | to float32's | mean of the last {WINDOW} | to float32's |",
         "|---|---|---|---|---|",
     ]
     for line in lines:
@@ -237,7 +280,7 @@ def states_page(lines: list[dict[str, Any]]) -> str:
             for ratio in (losses[-1] / reference["losses"][-1], mean / last)
         ]
         parts.append(f"| {line['precision']} | {losses[-1]:.4f} | {apart[0]} | {mean / WINDOW:.4f} | {apart[1]} |")
-    return "\n".join(parts) + "\n"
+    return parts
 
 
 def draw(lines: list[dict[str, Any]], path: Path, against: str = REFERENCE) -> None:
@@ -267,21 +310,19 @@ def main() -> None:
         help="print the line of one precision, write nothing",
     )
     parser.add_argument("--page", action="store_true", help="make the page anew, train nothing")
-    parser.add_argument("--states", action="store_true", help="train the mixture alone")
+    parser.add_argument("--curves", nargs="+", choices=CURVES, default=list(CURVES), help="the groups to train")
     asked = parser.parse_args()
     if asked.only:
         print(json.dumps(train(next(way for way in EVERY if way.name == asked.only), asked.steps)))
         return
-    curves = {"precision": () if asked.states else WAYS, "precision-states": STATES}
-    for name, ways in curves.items() if not asked.page else ():
+    for name in asked.curves if not asked.page else ():
         with ThreadPoolExecutor(len(WAYS) if torch.cuda.is_available() else 1) as pool:
-            lines = list(pool.map(lambda way: train_apart(way, asked.steps), ways))
-        if lines:
-            (EVIDENCE / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = [[json.loads(x) for x in (EVIDENCE / f"{name}.jsonl").read_text().splitlines()] for name in curves]
+            lines = list(pool.map(lambda way: train_apart(way, asked.steps), CURVES[name]))
+        (EVIDENCE / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [[json.loads(x) for x in (EVIDENCE / f"{name}.jsonl").read_text().splitlines()] for name in CURVES]
     (EVIDENCE / "precision.md").write_text(page(*found))
     try:
-        for name, lines, against in zip(curves, found, (REFERENCE, STATES_REFERENCE), strict=True):
+        for name, lines, against in zip(CURVES, found, (REFERENCE, STATES_REFERENCE, FP8_REFERENCE), strict=True):
             draw(lines, EVIDENCE / f"{name}.svg", against)
     except UsageError as error:  # a GPU machine may have no matplotlib; --page draws elsewhere
         print(f"no plot: {error.message}", file=sys.stderr)

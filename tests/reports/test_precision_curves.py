@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from precision_curves import SIZES, STATES, WAYS, WINDOW, batches, draw, furthest, page, smoothed
+from precision_curves import FP8_WAYS, SIZES, STATES, WAYS, WINDOW, batches, draw, furthest, page, smoothed
 
 pytestmark = pytest.mark.slow  # a report is no part of the product
 
@@ -27,7 +27,9 @@ def test_the_largest_difference_is_that_of_the_smoothed_curves() -> None:
     step, difference = furthest(lines[2], lines[0])
     assert 30 <= step < 30 + WINDOW and difference == pytest.approx(-2.0 / WINDOW)
     states = [line(way.name, shift, 59) for way, shift in zip(STATES, (0.0, 0.341, -0.341, 0.0), strict=True)]
-    text = page(lines, states)
+    fp8 = [line(way.name, shift, 59) for way, shift in zip(FP8_WAYS, (0.0, 0.0, 0.0, 0.682), strict=True)]
+    text = page(lines, states, fp8)
+    assert "| mixture in fp8_blockwise | 4.0920 | +20.00% | 3.5391 | +0.97% |" in text
     assert "| bfloat16 moments | 3.7510 | +10.00% | 3.5221 | +0.49% |" in text
     assert "| bfloat16 | 4.0000 | 3.4100 | +0.0500 |" in text and "| float32 | 4.0000 | 3.4100 | - | - | - |" in text
     assert "16,384 at the end: 2 steps were skipped" in text and "2.0 million parameters" in text
