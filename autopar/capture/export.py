@@ -28,6 +28,7 @@ from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.effects import assigned_buffers_written, guarded
 from autopar.capture.external_state import ExternalState, Run
 from autopar.capture.functions import Functions, assumption, functions_as_ops, observed
+from autopar.capture.hit_loops import TraceHitLoops, lower_hit_loops
 from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe, opaque_note
@@ -279,6 +280,9 @@ def _export_and_label(
         copied = fake_copy()
         program, _ = _export(model, copied, structure)
         expanded = _lifted(program)
+    names = _parameter_names(model)
+    parameters = {n: names[t.removeprefix("module.")][0] for kind, t, n in expanded if kind == "PARAMETER"}
+    lower_hit_loops(program.graph_module, parameters)
     gm = selections_pass(program.graph_module)
     values = _label(gm, expanded, program.constants, model, copied, structure)
     if cache:
@@ -319,7 +323,7 @@ def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
     """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
     refused. On exit, the trace's tensors are removed from external state."""
     with copied.external_state.restored() as run:
-        with guarded(model, copied.module), without_mask_detection(), traceable_averages(), RefuseLongLoops():
+        with guarded(model, copied.module), without_mask_detection(), traceable_averages(), TraceHitLoops(), RefuseLongLoops():
             yield run
 
 

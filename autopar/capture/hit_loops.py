@@ -1,0 +1,145 @@
+"""Traces loops over the positions of true values, such as the experts that tokens chose: ``for expert in (counts > 0).nonzero():``.
+
+The number of iterations depends on the data. So the trace runs the body for every position, between two markers, and
+``passes.clean.expert_loops`` then proves from the graph that an iteration that eager PyTorch would skip contributes nothing. A loop
+without this proof is refused.
+
+The positions are in descending order, although eager PyTorch's are ascending: a body that counts its iterations then computes something
+else than the model in every step, which the comparison of graph and model shows. One in ascending order would differ only in a step in
+which eager PyTorch skips a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import has_side_effect
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.backward import NotTraceableError, caller
+from autopar.capture.blocks import stack
+from autopar.errors import OPAQUE_HINT
+from autopar.ops.meta import graph_meta
+from autopar.ops.source import source_line
+from passes.clean.expert_loops import ENTER, LEAVE, lower_expert_loops
+from passes.clean.nodes import note
+
+
+@torch.library.custom_op(f"autopar::{ENTER}", mutates_args=())
+def _enter_loop(condition: Tensor) -> None:
+    raise AssertionError("markers are never run")
+
+
+@torch.library.custom_op(f"autopar::{LEAVE}", mutates_args=())
+def _leave_loop(condition: Tensor) -> None:
+    raise AssertionError("markers are never run")
+
+
+for _marker in (_enter_loop, _leave_loop):
+    _marker.register_fake(lambda condition: None)
+for _name in (ENTER, LEAVE):
+    has_side_effect(getattr(torch.ops.autopar, _name).default)  # or export would drop the markers, which have no result
+
+_NONZERO: tuple[Any, ...] = (Tensor.nonzero, torch.nonzero, torch.where)
+_SAME_VALUES: tuple[Any, ...] = (
+    Tensor.__getitem__,
+    *(getattr(Tensor, name) for name in ("squeeze", "view", "reshape", "flatten", "cpu")),
+    *(getattr(torch, name) for name in ("squeeze", "reshape", "flatten")),
+)
+"""Functions whose result has the same values, if it is as long as the operand."""
+_READS: dict[Any, Callable[..., Any]] = {
+    Tensor.item: lambda value: value,
+    Tensor.__int__: lambda value: value,
+    Tensor.__index__: lambda value: value,
+    Tensor.__format__: format,
+}
+"""Function that reads the value of a position -> the function of the value."""
+
+
+class TraceHitLoops(TorchFunctionMode):
+    """A context in which a loop over the result of ``nonzero`` runs its body for every position, between markers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._conditions: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of positions: the positions, and the condition
+        self._values: dict[int, tuple[Tensor, int]] = {}  # by the id of one position: its tensor and value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        _, condition = self._conditions.get(id(first), (None, None))
+        if condition is not None and func in (Tensor.unbind, Tensor.tolist) and not any(args[1:]) and not kwargs:
+            one_dim = first is not None and first.dim() == 1
+            if func is Tensor.unbind or one_dim:
+                return _Positions(self, condition, () if one_dim else (1,), numbers=func is Tensor.tolist)
+        _, value = self._values.get(id(first), (None, None))
+        if value is not None and _is_among(func, _READS):
+            return _READS[func](value, *args[1:])
+        result = func(*args, **kwargs)
+        if _is_among(func, _NONZERO) and len(args) == 1 and first is not None and first.dim() == 1:
+            positions = result[0] if isinstance(result, tuple) else result
+            self._conditions[id(positions)] = positions, first
+        elif _is_among(func, _SAME_VALUES) and isinstance(result, Tensor) and first is not None:
+            if condition is not None and str(result.numel()) == str(first.numel()):
+                self._conditions[id(result)] = result, condition
+            if value is not None and result.numel() == 1:
+                self._values[id(result)] = result, value
+        return result
+
+    def position(self, value: int, shape: tuple[int, ...]) -> Tensor:
+        """Return a position as a tensor, whose value the trace knows."""
+        made = torch.full(shape, value, dtype=torch.int64)
+        self._values[id(made)] = made, value
+        return made
+
+
+def _is_among(func: Any, functions: Any) -> bool:
+    try:
+        return func in functions
+    except TypeError:  # an unhashable function
+        return False
+
+
+class _Positions:
+    """Iterates over every position of a condition, in descending order."""
+
+    def __init__(self, mode: TraceHitLoops, condition: Tensor, shape: tuple[int, ...], *, numbers: bool) -> None:
+        self._mode, self._condition, self._shape, self._numbers = mode, condition, shape, numbers
+        self._line = caller()
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.ops.autopar.enter_loop(self._condition)
+        for value in reversed(range(self._condition.shape[0])):
+            yield value if self._numbers else self._mode.position(value, self._shape)
+        torch.ops.autopar.leave_loop(self._condition)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotTraceableError(
+            f"{self._line} reads the positions of true values other than by a loop: their number depends on the data",
+            OPAQUE_HINT,
+        )
+
+
+def lower_hit_loops(gm: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
+    """Lower the loops over experts in ``gm``; ``parameters`` has the names of the parameters' placeholders.
+
+    Raises ``NotTraceableError`` for a loop over the positions of true values that isn't one over experts.
+    """
+    skippable, loops = lower_expert_loops(gm, set(parameters))
+    for marker in loops:
+        raise NotTraceableError(
+            f"{source_line(marker)}\nloops over the positions of true values, and it isn't proved that the iterations for other positions "
+            "would change nothing",
+            OPAQUE_HINT,
+            tuple(path for path, _, _ in stack(marker)),
+        )
+    graph_meta(gm)["possibly_unused"] = frozenset(parameters[node] for node in skippable)
+    if skippable:
+        note(
+            gm,
+            f"{len(skippable)} parameters of experts that forward skips in a step in which no token chooses them get a gradient of zeros "
+            "then, and none in eager PyTorch: an optimizer with momentum or weight decay still updates them",
+        )
