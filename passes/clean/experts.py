@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from autopar.graph import Parameter
 from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
@@ -79,7 +80,8 @@ class _Body:
             if node in found or node in stops:
                 continue
             found.add(node)
-            stack.extend(self._read(node))
+            if _stored(node) is None:
+                stack.extend(self._read(node))
         return [node for node in self.region.result.graph.nodes if node in found]
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
@@ -91,7 +93,8 @@ class _Body:
         ]
 
     def _placeholder(self, name: str, source: fx.Node) -> fx.Node:
-        node = self.graph.placeholder(name)
+        taken = [n.target for n in self.graph.nodes if n.op == "placeholder"]
+        node = self.graph.placeholder(name if name not in taken else f"{name}_{len(taken)}")
         meta(node)["val"] = meta(source)["val"]
         return node
 
@@ -106,10 +109,13 @@ class _Body:
 
     def _copy(self, node: fx.Node) -> fx.Node | None:
         experts = self.region.experts
-        if node.op == "placeholder":
-            if "parameter" not in meta(node) or shape_of(node)[:1] != (experts,):
+        stored = _stored(node)
+        if stored is not None:
+            if shape_of(node)[:1] != (experts,):
                 return None
-            name = meta(node)["parameter"].name.rsplit(".", 1)[-1]
+            # the parameter's name in the model, for a stacked one with the module's, which distinguishes the parameters of an expert
+            words = stored.name.rsplit(".", 2)[-1 if node.op == "placeholder" else -2 :]
+            name = "_".join(word for word in words if not word.isdigit())
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
         if facts(node).kind is OpKind.GROUPED_PRODUCT:
@@ -146,6 +152,13 @@ class _Body:
         else:
             allowed = is_pointwise(new) or _swaps_last(new)
         return new if allowed else None
+
+
+def _stored(node: fx.Node) -> Parameter | None:
+    """Return the parameter that the node is, or the first one if the node stacks a parameter of each expert; else ``None``."""
+    parts = args_of(node)[0] if node.target is aten.stack.default and not args_of(node)[1:] else [node]
+    found = [meta(part).get("parameter") for part in parts]
+    return None if None in found else found[0]
 
 
 def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...]) -> fx.Node:
