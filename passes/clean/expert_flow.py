@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import fx
@@ -30,8 +31,8 @@ ENDS = (aten.sum.dim_IntList, aten.bmm.default, aten.scatter_add.default, aten.i
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The parts of a mixture: its tokens, the router's choices and their weights, the picked rows, the body's result, the choices sorted by
-    expert, and the nodes that count the rows of each expert."""
+    """The parts of a mixture: its tokens, the router's choices and their weights (``[t, k]``, or reshaped), the picked rows, the body's
+    result, the choices sorted by expert, and the nodes that count the rows of each expert."""
 
     x: fx.Node
     index: fx.Node
@@ -305,10 +306,13 @@ def _flattened(node: object) -> object:
 
 
 def _shaped(node: object, sizes: tuple[int, int]) -> fx.Node | None:
-    """Return what a node was when it had these sizes, before it was reshaped."""
-    while isinstance(node, fx.Node) and node.target in _RESHAPES and shape_of(node) != sizes:
-        node = args_of(node)[0]
-    return node if isinstance(node, fx.Node) and shape_of(node) == sizes else None
+    """Return what a node was when it had these sizes, before it was reshaped, or the node itself; ``None`` if it has other elements."""
+    source = node
+    while isinstance(source, fx.Node) and source.target in _RESHAPES and shape_of(source) != sizes:
+        source = args_of(source)[0]
+    if isinstance(source, fx.Node) and shape_of(source) == sizes:
+        return source
+    return node if isinstance(node, fx.Node) and prod(shape_of(node)) == prod(sizes) else None
 
 
 def _uncast(node: object) -> object:

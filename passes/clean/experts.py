@@ -7,6 +7,7 @@ Grouped products that remain afterwards (because the body is not row-wise) becom
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 from torch import fx, nn
 from torch.fx.node import map_arg
@@ -34,11 +35,20 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         op = Experts(
             fx.GraphModule(nn.Module(), graph, class_name="Body"), region.experts, weights_first=region.weights_first
         )
-        put_in_place(node, add(node, op, (region.x, region.index, region.weights, *parameters)))
+        index, weights = (_per_token(node, each, region.x) for each in (region.index, region.weights))
+        put_in_place(node, add(node, op, (region.x, index, weights, *parameters)))
     for node in calls(gm):
         if facts(node).kind is OpKind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
             _replace_grouped_product(node)
     return gm
+
+
+def _per_token(anchor: fx.Node, choices: fx.Node, x: fx.Node) -> fx.Node:
+    """Return the choices, or their weights, as ``[tokens, choices]``."""
+    sizes, tokens = shape_of(choices), shape_of(x)[0]
+    if len(sizes) == 2 and sizes[0] == tokens:
+        return choices
+    return add(anchor, aten.reshape.default, (choices, [tokens, prod(sizes) // tokens]))
 
 
 def _is_three_dimensional(node: fx.Node) -> bool:
