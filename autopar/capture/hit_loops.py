@@ -64,17 +64,17 @@ class TraceHitLoops(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._conditions: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of positions: the positions, and the condition
+        self._conditions: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by the id of positions: the positions, and the condition
         self._values: dict[int, tuple[Tensor, int]] = {}  # by the id of one position: its tensor and value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
         _, condition = self._conditions.get(id(first), (None, None))
-        if condition is not None and func in (Tensor.unbind, Tensor.tolist) and not any(args[1:]) and not kwargs:
-            one_dim = first is not None and first.dim() == 1
-            if func is Tensor.unbind or one_dim:
-                return _Positions(self, condition, () if one_dim else (1,), numbers=func is Tensor.tolist)
+        if condition is not None and first is not None and func is Tensor.unbind and not any(args[1:]) and not kwargs:
+            return _Positions(self, condition, tuple(first.shape[1:]))
         _, value = self._values.get(id(first), (None, None))
         if value is not None and _is_among(func, _READS):
             return _READS[func](value, *args[1:])
@@ -88,6 +88,11 @@ class TraceHitLoops(TorchFunctionMode):
             if value is not None and result.numel() == 1:
                 self._values[id(result)] = result, value
         return result
+
+    def numbers(self, positions: Tensor) -> Any:
+        """Return the positions as an iterable of numbers; ``None`` if the tensor doesn't have positions."""
+        _, condition = self._conditions.get(id(positions), (None, None))
+        return _Positions(self, condition) if condition is not None and positions.dim() == 1 else None
 
     def position(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a position as a tensor, whose value the trace knows."""
@@ -104,16 +109,16 @@ def _is_among(func: Any, functions: Any) -> bool:
 
 
 class _Positions:
-    """Iterates over every position of a condition, in descending order."""
+    """Iterates over every position of a condition, in descending order: as tensors of ``shape``, or as numbers."""
 
-    def __init__(self, mode: TraceHitLoops, condition: Tensor, shape: tuple[int, ...], *, numbers: bool) -> None:
-        self._mode, self._condition, self._shape, self._numbers = mode, condition, shape, numbers
+    def __init__(self, mode: TraceHitLoops, condition: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        self._mode, self._condition, self._shape = mode, condition, shape
         self._line = caller()
 
     def __iter__(self) -> Iterator[Any]:
         torch.ops.autopar.enter_loop(self._condition)
         for value in reversed(range(self._condition.shape[0])):
-            yield value if self._numbers else self._mode.position(value, self._shape)
+            yield value if self._shape is None else self._mode.position(value, self._shape)
         torch.ops.autopar.leave_loop(self._condition)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,9 +1,8 @@
 """Lowers loops over the experts of a mixture to grouped products: ``for e in range(experts): token, choice = where(chosen_by[e]) ...``.
 
-Each iteration picks the rows of the tokens that chose its expert, computes the expert, weights the results, and adds them to the tokens. The
-number of rows depends on the data. In sum, the iterations compute a row for each of the router's choices, and every expert has the same
-ops. So the pass sorts all choices by expert, and runs each op once for all experts, on their stacked parameters. ``experts_pass`` then
-recognises the mixture.
+Each iteration picks the rows of the tokens that chose its expert, computes the expert, weights the results, and adds them to the
+tokens. The number of rows depends on the data. In sum, the iterations compute a row for each of the router's choices. So the pass sorts
+all choices by expert, and computes all experts at once (``expert_builder``). ``experts_pass`` then recognises the mixture.
 
 A chain of ``index_add_`` is lowered if its masks are one expert's part of ``one_hot(choices)`` each, for every expert once (so that each
 choice belongs to one iteration), if the experts are equal up to their parameters and row-wise, and if nothing else reads the picked rows.
@@ -15,7 +14,6 @@ that their masks are empty, and that no part of the loop is left.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +21,23 @@ import torch
 from torch import fx
 
 from autopar.ops.facts import OpKind, facts, op_name
-from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, dtype_of, shape_of, val
-from autopar.rules import is_row_wise
-from passes.clean.nodes import add, aten, calls
+from passes.clean.expert_builder import (
+    RESHAPES,
+    ExpertBuilder,
+    UnsupportedError,
+    descendants,
+    entry_of,
+    is_check,
+    is_mutable,
+    memory_of,
+)
+from passes.clean.nodes import aten, calls
 
 ENTER, LEAVE = "enter_loop", "leave_loop"
 """The names of the ops that mark the begin and the end of a loop over the positions of true values; their operand is the condition."""
 
-_RESHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
 _SELECTIONS = (aten.where.default, aten.nonzero_numpy.default)
-_CHECKS = frozenset(
-    ("aten._assert_scalar", "aten._assert_tensor_metadata", "aten.sym_size", "aten.sym_constrain_range_for_size")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +79,10 @@ def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> tuple[li
         span = next((s for s in spans if any(i.write in s.body for i in chain)), None)
         if span is not None and not span.contains(chain):
             continue
-        lowered = _Lowering(chain, parameters).replace()
-        if lowered is None:
-            continue
-        if span is not None and span.erase():
+        loop = _Loop(chain, parameters)
+        if loop.replace() and span is not None and span.erase():
             done.add(span.enter)
-            skippable.update(dict.fromkeys(lowered.stacked))
+            skippable |= loop.stacked
     return list(skippable), [span.enter for span in spans if span.enter not in done]
 
 
@@ -107,7 +107,7 @@ class _Span:
         graph, condition = self.enter.graph, args_of(self.enter)[0]
         nodes = set(graph.nodes)
         for node in [n for n in reversed(self.body) if n in nodes]:
-            if node.users or _is_mutable(node):
+            if node.users or is_mutable(node):
                 return False
             graph.erase_node(node)
         for node in (self.enter, self.leave):
@@ -129,11 +129,6 @@ def _spans(gm: fx.GraphModule) -> list[_Span]:
         elif enter is not None:
             body[node] = None
     return spans
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _is_true_for_nonempty(condition: fx.Node, mask: fx.Node) -> bool:
@@ -179,27 +174,11 @@ def _iteration(write: fx.Node) -> _Iteration | None:
     selection, number = args_of(token)[:2]
     if selection.target not in _SELECTIONS or number != 1 or len(shape_of(args_of(selection)[0])) != 2:
         return None
-    mask, expert = _one_of(args_of(selection)[0])
+    mask, expert = entry_of(args_of(selection)[0])
     if mask is None or len(shape_of(mask)) != 3 or shape_of(mask)[2] != shape_of(base)[0]:
         return None
     choice = next((user for user in selection.users if user.target is operator.getitem and args_of(user)[1] == 0), None)
     return _Iteration(expert, write, mask, selection, token, choice, value)
-
-
-def _one_of(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """Return the tensor and the position if ``node`` is its entry at a position of dim 0; else ``None``."""
-    sizes = shape_of(node)
-    while node.target in _RESHAPES and shape_of(args_of(node)[0])[-2:] == sizes:
-        node = args_of(node)[0]
-    if node.target is aten.select.int and args_of(node)[1] == 0:
-        return args_of(node)[0], args_of(node)[2]
-    if node.target is not aten.index.Tensor or len(args_of(node)[1]) != 1:
-        return None, 0
-    index = args_of(node)[1][0]
-    while isinstance(index, fx.Node) and (index.target in _RESHAPES or index.target is aten.select.int):
-        index = args_of(index)[0]
-    constant = isinstance(index, fx.Node) and op_name(index) == "aten.full" and len(shape_of(index)) < 2
-    return (args_of(node)[0], args_of(index)[1]) if constant else (None, 0)
 
 
 def _choices(mask: fx.Node) -> _Choices | None:
@@ -208,7 +187,7 @@ def _choices(mask: fx.Node) -> _Choices | None:
         return None
     experts, choices, tokens = shape_of(mask)
     one_hot: Any = args_of(mask)[0]
-    while one_hot.target in _RESHAPES and shape_of(args_of(one_hot)[0])[-1:] == (experts,):
+    while one_hot.target in RESHAPES and shape_of(args_of(one_hot)[0])[-1:] == (experts,):
         one_hot = args_of(one_hot)[0]
     plain, masked = one_hot, False
     if one_hot.target is aten.mul.Tensor:
@@ -224,165 +203,74 @@ def _choices(mask: fx.Node) -> _Choices | None:
 # -- lowering ------------------------------------------------------------------------------------------------------------
 
 
-class _UnsupportedError(Exception):
-    """The iterations aren't equal up to parameters, or not row-wise."""
-
-
-class _Lowering:
-    """Replaces the iterations of a loop by one computation for all experts. ``added`` are the new nodes, ``stacked`` the parameters."""
+class _Loop(ExpertBuilder):
+    """Replaces the iterations of a loop by one computation for all experts."""
 
     def __init__(self, chain: list[_Iteration], parameters: set[fx.Node]) -> None:
+        super().__init__(chain[-1].write, parameters)
+        self.base = args_of(chain[0].write)[0]
         self.chain = sorted(chain, key=lambda iteration: iteration.expert)
-        self.last = chain[-1].write
-        self.parameters = parameters
-        self.added: set[fx.Node] = set()
-        self.stacked: dict[fx.Node, None] = {}
-        self.replaced: set[fx.Node] = {node for i in chain for node in (i.write, i.token, i.selection)}
-        self.made: dict[tuple[fx.Node, ...], fx.Node] = {}
-        self.row_nodes: set[fx.Node] = set()
+        self.replaced |= {node for i in chain for node in (i.write, i.token, i.choice, i.selection) if node is not None}
 
-    def replace(self) -> _Lowering | None:
-        """Lower the loop; return ``None``, and change nothing, if that isn't possible."""
-        graph = self.last.graph
+    def replace(self) -> bool:
+        """Lower the loop; return false, and change nothing, if that isn't possible."""
         found = _choices(self.chain[0].mask)
         try:
             if found is None:
-                raise _UnsupportedError
+                raise UnsupportedError
             self._sort(found)
-            value = self._build(tuple(iteration.value for iteration in self.chain))
-            if value not in self.row_nodes or found.masked and not self._weights_last:
-                raise _UnsupportedError
-            self.replaced.update(i.choice for i in self.chain if i.choice is not None)
-            read = {node for iteration in self.chain for node in _descendants(iteration.selection, self.last)}
-            if not all(node in self.replaced or _is_check(node) for node in read):
-                raise _UnsupportedError
-        except _UnsupportedError:
-            for node in reversed([n for n in graph.nodes if n in self.added]):
-                graph.erase_node(node)
-            return None
-        new = self._add(aten.index_add_.default, args_of(self.chain_start)[0], 0, self.token, value)
-        self.last.replace_all_uses_with(new)
-        for node in reversed([n for n in graph.nodes if n in self.replaced or n in read]):
-            graph.erase_node(node)
-        return self
-
-    @property
-    def chain_start(self) -> fx.Node:
-        writes = {iteration.write for iteration in self.chain}
-        return next(write for write in writes if args_of(write)[0] not in writes)
-
-    def _add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        node = add(self.last, target, args, kwargs)
-        self.added.add(node)
-        return node
+            value = self.build(tuple(iteration.value for iteration in self.chain))
+            if value not in self.row_nodes or (found.masked and not self._weights_last):
+                raise UnsupportedError
+            if not self.reads_only_replaced([iteration.selection for iteration in self.chain], self.base):
+                raise UnsupportedError
+            if memory_of(self.base) in self.memory:
+                raise UnsupportedError
+        except UnsupportedError:
+            self.undo()
+            return False
+        new = self.add(aten.index_add_.default, self.base, 0, self.token, value)
+        self.anchor.replace_all_uses_with(new)
+        self.erase_replaced()
+        return True
 
     def _sort(self, found: _Choices) -> None:
-        """Add the choices, sorted by expert: their order, tokens, experts, and the ends of each expert's rows."""
+        """Add the choices, sorted by expert: their order and tokens."""
         self.found, rows = found, found.tokens * found.choices
-        index = self._add(aten.reshape.default, found.index, [found.tokens, found.choices])
-        flat = self._add(aten.reshape.default, index, [rows])
-        self.order = self._add(aten.argsort.stable, flat, stable=True)
-        self.token = self._add(aten.floor_divide.default, self.order, found.choices)
-        self.expert = self._add(aten.index.Tensor, flat, [self.order])
-        numbers = self._add(aten.to.dtype, flat, torch.float32)
-        counts = self._add(aten.histc.default, numbers, found.experts, 0, found.experts)
-        self.ends = self._add(aten.cumsum.default, counts, 0, dtype=torch.int32)
+        index = self.add(aten.reshape.default, found.index, [found.tokens, found.choices])
+        self.flat = self.add(aten.reshape.default, index, [rows])
+        self.order = self.add(aten.argsort.stable, self.flat, stable=True)
+        self.token = self.add(aten.floor_divide.default, self.order, found.choices)
+        numbers = self.add(aten.to.dtype, self.flat, torch.float32)
+        self.counts = self.add(aten.histc.default, numbers, found.experts, 0, found.experts)
 
-    def _build(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        """Return the node for all experts that corresponds to ``nodes``, one of each expert."""
-        if nodes not in self.made:
-            self.made[nodes] = self._made(nodes)
-        return self.made[nodes]
+    def ends(self) -> fx.Node:
+        return self.add(aten.cumsum.default, self.counts, 0, dtype=torch.int32)
 
-    def _made(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        if all(node in self.parameters for node in nodes):
-            if len({(shape_of(node), dtype_of(node)) for node in nodes}) != 1:
-                raise _UnsupportedError
-            self.stacked.update(dict.fromkeys(nodes))
-            return self._add(aten.stack.default, list(nodes))
-        picked = self._picked(nodes)
-        if picked is None:
-            new = self._computed(nodes)
-            self.replaced.update(nodes)
-        else:
-            new = picked
-        self.row_nodes.add(new)
-        return new
+    def experts(self) -> fx.Node:
+        return self.add(aten.index.Tensor, self.flat, [self.order])
 
-    def _computed(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
-        first = nodes[0]
-        if first.op != "call_function" or _is_mutable(first) or any(node.target is not first.target for node in nodes):
-            raise _UnsupportedError
-        if any(node in self.replaced for node in nodes):
-            raise _UnsupportedError  # an iteration reads another one's rows
-        args = self._parallel([node.args for node in nodes])
-        kwargs = self._parallel([dict(node.kwargs) for node in nodes])
-        if first.target is aten.linear.default:
-            return self._linear(*args)
-        if first.target in _RESHAPES:
-            return self._reshaped(first, args[0])
-        new = self._add(first.target, *args, **kwargs)
-        if not is_row_wise(new, self.row_nodes):
-            raise _UnsupportedError
-        return new
-
-    def _parallel(self, values: list[Any]) -> Any:
-        """Return an argument for all experts, from that of each expert."""
-        first = values[0]
-        if all(isinstance(value, fx.Node) for value in values):
-            return self._build(tuple(values))
-        if any(type(value) is not type(first) for value in values):
-            raise _UnsupportedError
-        if isinstance(first, dict):
-            if any(value.keys() != first.keys() for value in values):
-                raise _UnsupportedError
-            return {key: self._parallel([value[key] for value in values]) for key in first}
-        if isinstance(first, tuple | list):
-            if any(len(value) != len(first) for value in values):
-                raise _UnsupportedError
-            return type(first)(self._parallel(list(items)) for items in zip(*values, strict=True))
-        if any(value != first for value in values):
-            raise _UnsupportedError
-        return first
-
-    def _linear(self, rows: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-        if rows not in self.row_nodes or len(shape_of(rows)) != 2 or weight in self.row_nodes:
-            raise _UnsupportedError
-        swapped = self._add(aten.transpose.int, weight, 1, 2)
-        product = self._add(torch.ops.autopar.grouped_product.default, rows, swapped, self.ends)
-        if bias is None:
-            return product
-        return self._add(aten.add.Tensor, product, self._add(aten.index.Tensor, bias, [self.expert]))
-
-    def _reshaped(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        """Return ``rows`` with the other dims of ``node``, if dim 0 remains that of the rows."""
-        count, *sizes = val(node).shape
-        if str(count) != str(val(args_of(node)[0]).shape[0]) or not all(type(size) is int for size in sizes):
-            raise _UnsupportedError
-        return self._add(aten.reshape.default, rows, [shape_of(rows)[0], *sizes])
-
-    def _picked(self, nodes: tuple[fx.Node, ...]) -> fx.Node | None:
+    def leaf(self, nodes: tuple[fx.Node, ...]) -> fx.Node | None:
         """Return the rows of all choices' tokens, or their weights, if ``nodes`` are those of each expert's tokens; else ``None``."""
         found = [_pick(node, iteration) for node, iteration in zip(nodes, self.chain, strict=True)]
         first = found[0]
         if first is None or any(each != first for each in found):
             return None
         source, is_weight = first
-        self.replaced.update(nodes)
-        self.replaced.update(args_of(node)[0] for node in nodes if node.target in _RESHAPES)
         tokens, choices = self.found.tokens, self.found.choices
-        if not is_weight:
-            return self._add(aten.index.Tensor, source, [self.token]) if shape_of(source)[0] == tokens else None
-        if shape_of(source)[:2] != (tokens, choices):
+        if shape_of(source)[: 2 if is_weight else 1] != ((tokens, choices) if is_weight else (tokens,)):
             return None
-        weights = self._add(aten.reshape.default, source, [tokens, choices])
+        self.replaced.update(nodes)
+        self.replaced.update(args_of(node)[0] for node in nodes if node.target in RESHAPES)
+        if not is_weight:
+            return self.add(aten.index.Tensor, source, [self.token])
+        weights = source
         if self.found.masked:
-            kept = self._add(aten.sum.dim_IntList, self.found.one_hot, [-1])
-            kept = self._add(aten.to.dtype, self._add(aten.reshape.default, kept, [tokens, choices]), dtype_of(source))
-            weights = self._add(aten.mul.Tensor, weights, kept)
-        flat = self._add(aten.reshape.default, weights, [tokens * choices])
-        picked = self._add(aten.index.Tensor, flat, [self.order])
-        return self._add(aten.reshape.default, picked, [tokens * choices, *shape_of(nodes[0])[1:]])
+            kept = self.add(aten.sum.dim_IntList, self.found.one_hot, [-1])
+            kept = self.add(aten.to.dtype, self.add(aten.reshape.default, kept, [tokens, choices]), dtype_of(source))
+            weights = self.add(aten.mul.Tensor, weights, kept)
+        flat = self.add(aten.reshape.default, weights, [tokens * choices])
+        return self.add(aten.unsqueeze.default, self.add(aten.index.Tensor, flat, [self.order]), 1)
 
     @property
     def _weights_last(self) -> bool:
@@ -398,17 +286,19 @@ class _Lowering:
 
 def _pick(node: fx.Node, iteration: _Iteration) -> tuple[fx.Node, bool] | None:
     """Return ``x`` and false if ``node`` is ``x[token]``, ``weights`` and true if it is ``weights[token, choice]``; else ``None``."""
-    picked = args_of(node)[0] if node.target in _RESHAPES else node
+    picked = args_of(node)[0] if node.target in RESHAPES else node
     if not isinstance(picked, fx.Node) or picked.target is not aten.index.Tensor:
         return None
     source, indices = args_of(picked)[:2]
     sizes = val(node).shape
     if list(indices) == [iteration.token, iteration.choice]:
-        one = len(sizes) == 2 and sizes[1] == 1 and len(shape_of(source)) in (2, 3) and shape_of(source)[2:] in ((), (1,))
-        while source.target in _RESHAPES and len(shape_of(source)) == 3:
+        one = (
+            len(sizes) == 2 and sizes[1] == 1 and len(shape_of(source)) in (2, 3) and shape_of(source)[2:] in ((), (1,))
+        )
+        while source.target in RESHAPES and len(shape_of(source)) == 3:
             source = args_of(source)[0]
         return (source, True) if one and len(shape_of(source)) == 2 else None
-    if list(indices) == [None, iteration.token] and shape_of(source)[:1] == (1,) and source.target in _RESHAPES:
+    if list(indices) == [None, iteration.token] and shape_of(source)[:1] == (1,) and source.target in RESHAPES:
         source = args_of(source)[0]
     elif list(indices) != [iteration.token] or picked is not node:
         return None
@@ -416,27 +306,9 @@ def _pick(node: fx.Node, iteration: _Iteration) -> tuple[fx.Node, bool] | None:
     return (source, False) if whole else None
 
 
-def _descendants(node: fx.Node, last: fx.Node) -> Iterable[fx.Node]:
-    """Yield the nodes that depend on ``node``, up to ``last``."""
-    found, waiting = {node}, [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found:
-                found.add(user)
-                yield user
-                if user is not last:
-                    waiting.append(user)
-
-
-def _is_check(node: fx.Node) -> bool:
-    """Return whether the node only checks sizes or types."""
-    value = meta(node).get("val")
-    return op_name(node) in _CHECKS or isinstance(value, torch.SymInt | torch.SymBool) or type(value) is bool
-
-
 def _erase_unread(node: fx.Node) -> None:
     """Erase a node that only checks read, and the checks."""
-    readers = list(_descendants(node, node))
-    if all(map(_is_check, readers)):
-        for each in reversed([n for n in node.graph.nodes if n in {node, *readers}]):
+    readers = set(descendants(node, node))
+    if all(map(is_check, readers)):
+        for each in reversed([n for n in node.graph.nodes if n is node or n in readers]):
             node.graph.erase_node(each)
