@@ -112,6 +112,7 @@ class ExpertBuilder:
             return self._product(*args)
         if first.target in RESHAPES:
             return self._reshaped(first, args[0])
+        assert callable(first.target)
         new = self.add(first.target, *args, **kwargs)
         if not is_row_wise(new, self.row_nodes):
             raise UnsupportedError

@@ -59,7 +59,7 @@ class _Segments(ExpertBuilder):
         self.counts = counts
         self.splits.update(nodes)
         self.replaced.update(nodes)
-        return rows  # type: ignore[no-any-return]
+        return rows
 
     def ends(self) -> fx.Node:
         assert self.counts is not None
