@@ -284,7 +284,7 @@ def _export_and_label(
         expanded = _lifted(program)
     names = _parameter_names(model)
     parameters = {n: names[t.removeprefix("module.")][0] for kind, t, n in expanded if kind == "PARAMETER"}
-    lower_hit_loops(program.graph_module, parameters)
+    assumed += lower_hit_loops(program.graph_module, parameters)
     lower_segments(program.graph_module, parameters)
     gm = selections_pass(program.graph_module)
     values = _label(gm, expanded, program.constants, model, copied, structure)

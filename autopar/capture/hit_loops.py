@@ -4,9 +4,9 @@ The number of iterations depends on the data. So the trace runs the body for eve
 ``passes.clean.expert_loops`` then proves from the graph that an iteration that eager PyTorch would skip contributes nothing. A loop
 without this proof is refused.
 
-The positions are in descending order, although eager PyTorch's are ascending: a body that counts its iterations then computes something
-else than the model in every step, which the comparison of graph and model shows. One in ascending order would differ only in a step in
-which eager PyTorch skips a position.
+A body that counts its iterations would compute something else when eager PyTorch skips some. The positions are therefore in descending
+order, although eager PyTorch's are ascending: such a body then differs in every step, which the comparison of graph and model shows. The
+comparison is mandatory (``Graph.assumed``) unless each iteration asks for the value of its position.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _enter_loop(condition: Tensor) -> None:
 
 
 @torch.library.custom_op(f"autopar::{LEAVE}", mutates_args=())
-def _leave_loop(condition: Tensor) -> None:
+def _leave_loop(condition: Tensor, unread: str) -> None:
     raise AssertionError("markers are never run")
 
 
-for _marker in (_enter_loop, _leave_loop):
-    _marker.register_fake(lambda condition: None)
+_enter_loop.register_fake(lambda condition: None)
+_leave_loop.register_fake(lambda condition, unread: None)
 for _name in (ENTER, LEAVE):
     has_side_effect(getattr(torch.ops.autopar, _name).default)  # or export would drop the markers, which have no result
 
@@ -68,6 +68,7 @@ class TraceHitLoops(TorchFunctionMode):
             int, tuple[Tensor, Tensor]
         ] = {}  # by the id of positions: the positions, and the condition
         self._values: dict[int, tuple[Tensor, int]] = {}  # by the id of one position: its tensor and value
+        self._read: set[int] = set()  # the values that were read since the last ``forget_reads``
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,6 +78,7 @@ class TraceHitLoops(TorchFunctionMode):
             return _Positions(self, condition, tuple(first.shape[1:]))
         _, value = self._values.get(id(first), (None, None))
         if value is not None and _is_among(func, _READS):
+            self._read.add(value)
             return _READS[func](value, *args[1:])
         result = func(*args, **kwargs)
         if _is_among(func, _NONZERO) and len(args) == 1 and first is not None and first.dim() == 1:
@@ -93,6 +95,11 @@ class TraceHitLoops(TorchFunctionMode):
         """Return the positions as an iterable of numbers; ``None`` if the tensor doesn't have positions."""
         _, condition = self._conditions.get(id(positions), (None, None))
         return _Positions(self, condition) if condition is not None and positions.dim() == 1 else None
+
+    def forget_reads(self) -> set[int]:
+        """Return the values of positions that were read since the last call."""
+        read, self._read = self._read, set()
+        return read
 
     def position(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a position as a tensor, whose value the trace knows."""
@@ -117,9 +124,12 @@ class _Positions:
 
     def __iter__(self) -> Iterator[Any]:
         torch.ops.autopar.enter_loop(self._condition)
+        unread = False
         for value in reversed(range(self._condition.shape[0])):
+            self._mode.forget_reads()
             yield value if self._shape is None else self._mode.position(value, self._shape)
-        torch.ops.autopar.leave_loop(self._condition)
+            unread |= self._mode.forget_reads() != {value}
+        torch.ops.autopar.leave_loop(self._condition, self._line if unread else "")
 
     def __getattr__(self, name: str) -> Any:
         raise NotTraceableError(
@@ -128,23 +138,27 @@ class _Positions:
         )
 
 
-def lower_hit_loops(gm: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> None:
-    """Lower the loops over experts in ``gm``; ``parameters`` has the names of the parameters' placeholders.
+def lower_hit_loops(gm: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> list[tuple[str, str]]:
+    """Lower the loops over experts in ``gm``, and return assumptions about them that only a comparison can confirm. ``parameters`` has the
+    names of the parameters' placeholders.
 
     Raises ``NotTraceableError`` for a loop over the positions of true values that isn't one over experts.
     """
-    skippable, loops = lower_expert_loops(gm, set(parameters))
-    for marker in loops:
+    lowered = lower_expert_loops(gm, set(parameters))
+    for marker in lowered.refused:
         raise NotTraceableError(
             f"{source_line(marker)}\nloops over the positions of true values, and it isn't proved that the iterations for other positions "
             "would change nothing",
             OPAQUE_HINT,
             tuple(path for path, _, _ in stack(marker)),
         )
-    graph_meta(gm)["possibly_unused"] = frozenset(parameters[node] for node in skippable)
-    if skippable:
+    graph_meta(gm)["possibly_unused"] = frozenset(parameters[node] for node in lowered.skippable)
+    if lowered.skippable:
         note(
             gm,
-            f"{len(skippable)} parameters of experts that forward skips in a step in which no token chooses them get a gradient of zeros "
-            "then, and none in eager PyTorch: an optimizer with momentum or weight decay still updates them",
+            f"{len(lowered.skippable)} parameters of experts that forward skips in a step in which no token chooses them get a gradient of "
+            "zeros then, and none in eager PyTorch: an optimizer with momentum or weight decay still updates them",
         )
+    return [
+        (f"{line} loops over experts, and is taken not to count its iterations", OPAQUE_HINT) for line in lowered.unread
+    ]

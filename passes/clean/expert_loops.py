@@ -14,7 +14,7 @@ that their masks are empty, and that no part of the loop is left.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,24 +66,30 @@ class _Iteration:
     value: fx.Node
 
 
-def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Lower the loops over experts whose parameters are among the placeholders ``parameters``.
+@dataclass(slots=True)
+class LoweredLoops:
+    """``skippable``: the parameters that get no gradient in eager PyTorch if no token chooses their expert. ``refused``: the first markers
+    of marked loops that can't be lowered. ``unread``: the lines of lowered ones in which an iteration didn't read its position's value."""
 
-    Return the parameters that get no gradient in eager PyTorch if no token chooses their expert, and the markers of loops that capture
-    marked and that can't be lowered; the others are erased.
-    """
-    spans = _spans(gm)
-    skippable: dict[fx.Node, None] = {}
-    done: set[fx.Node] = set()
+    skippable: dict[fx.Node, None] = field(default_factory=dict)
+    refused: list[fx.Node] = field(default_factory=list)
+    unread: dict[str, None] = field(default_factory=dict)
+
+
+def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> LoweredLoops:
+    """Lower the loops over experts whose parameters are among the placeholders ``parameters``, and erase the markers of those loops."""
+    spans, lowered = _spans(gm), LoweredLoops()
     for chain in _chains(gm):
         span = next((s for s in spans if any(i.write in s.body for i in chain)), None)
         if span is not None and not span.contains(chain):
             continue
-        loop = _Loop(chain, parameters)
+        loop, unread = _Loop(chain, parameters), args_of(span.leave)[1] if span is not None else ""
         if loop.replace() and span is not None and span.erase():
-            done.add(span.enter)
-            skippable |= loop.stacked
-    return list(skippable), [span.enter for span in spans if span.enter not in done]
+            spans.remove(span)
+            lowered.skippable |= loop.stacked
+            lowered.unread |= dict.fromkeys([unread] if unread else ())
+    lowered.refused = [span.enter for span in spans]
+    return lowered
 
 
 # -- loops that eager PyTorch partly skips -----------------------------------------------------------------------------

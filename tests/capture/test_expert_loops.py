@@ -128,6 +128,11 @@ def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
     assert "mixture.experts.3.0.weight" in make_subject(model(run), batch()).gradients  # eager PyTorch has none
 
 
+def test_loops_that_ask_for_their_positions_need_no_comparison() -> None:
+    assert not capture(model(hit_loop), batch(), precision="float64").assumed
+    assert capture(model(numbers), batch(), precision="float64").assumed
+
+
 def test_experts_that_all_run_are_not_possibly_unused() -> None:
     assert not capture(model(segments), batch(), precision="float64").possibly_unused
 
@@ -235,5 +240,7 @@ def test_a_count_of_iterations_is_no_expert() -> None:
         return out
 
     graph = capture(model(run), batch(), precision="float64")
-    with pytest.raises(CaptureError, match="does not compute what the model computes"):
+    with pytest.raises(
+        CaptureError, match="taken not to count its iterations, and the captured graph does not compute"
+    ):
         check_capture(graph, model(run), batch(), None)
