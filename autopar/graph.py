@@ -207,6 +207,8 @@ class Graph:
     - ``guards``: the data-dependent values for which the graph is specialised; the prelude computes their tensors, after the scalars.
     - ``assumed``: assumptions that only a comparison with the model can confirm, such as that later forward passes don't need state that
       the first one stores; each with a hint.
+    - ``possibly_unused``: the parameters of experts that eager PyTorch skips, and gives no gradient, in a step in which no token chooses
+      them. The graph gives them a gradient of zeros.
     - ``refused``: why a class can't be rewritten, or an empty string, by technique and class.
     """
 
@@ -234,6 +236,7 @@ class Graph:
     state: tuple[StateTensor, ...] = ()
     guards: tuple[Guard, ...] = ()
     assumed: tuple[tuple[str, str], ...] = ()
+    possibly_unused: frozenset[str] = frozenset()
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @property

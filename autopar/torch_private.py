@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -124,6 +125,27 @@ def is_fake(tensor: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type == "meta")
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a trace knows the values of ``tensor``, because it isn't fake or is a constant. (torch 2.11, 2.13)"""
+    return not is_fake(tensor) or getattr(tensor, "constant", None) is not None
+
+
+@contextmanager
+def patch_tolist(replacement: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """A context in which ``tolist`` of a fake tensor returns what ``replacement`` returns for it, unless that is ``None``. A
+    ``TorchFunctionMode`` does not see this call. (torch 2.11, 2.13)"""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    original = FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        found = replacement(tensor)
+        return original(tensor) if found is None else found
+
+    with mock.patch.object(FakeTensor, "tolist", tolist):
+        yield
 
 
 def requires_grad_outside_trace(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ captures the model for its few rows, and ``same_structure`` compares this graph 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from autopar.capture import reference
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
-from autopar.capture.eager import DeterministicDraws, EagerModel, EagerStep, gradients, update
+from autopar.capture.eager import DeterministicDraws, EagerModel, EagerStep, gradients, update, with_zeros
 from autopar.capture.external_state import ExternalState
 from autopar.capture.float64 import Float64Everywhere
 from autopar.capture.pipeline import capture
@@ -253,7 +254,9 @@ class _Comparison:
                     if steps:
                         update(parameters, steps[-1].gradients)
                         before = {name: (p._version, p.data_ptr()) for name, p in parameters.items()}
-                    steps.append(copied.step(self._cast(tensors)))
+                    step = copied.step(self._cast(tensors))
+                    found = with_zeros(step.gradients, parameters, self.graph.possibly_unused)
+                    steps.append(dataclasses.replace(step, gradients=found))
         except Exception as error:  # raised by the model's code
             self.failure_reason = f"the model raises {_error_text(error)}"
             return None

@@ -218,6 +218,14 @@ def summed(gradients: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str
     return sums
 
 
+def with_zeros(
+    gradients: dict[str, Tensor], parameters: Mapping[str, Tensor], names: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the gradients, with zeros for the parameters in ``names`` that have none (``Graph.possibly_unused``)."""
+    missing = [name for name in names if name in parameters and name not in gradients]
+    return gradients | {name: torch.zeros_like(parameters[name]) for name in missing}
+
+
 def _materialise(model: nn.Module) -> None:
     """Draw values for parameters on meta."""
     generator = torch.Generator().manual_seed(0)

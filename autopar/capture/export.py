@@ -28,10 +28,12 @@ from autopar.capture.derivative import refuse_derivatives
 from autopar.capture.effects import assigned_buffers_written, guarded
 from autopar.capture.external_state import ExternalState, Run
 from autopar.capture.functions import Functions, assumption, functions_as_ops, observed
+from autopar.capture.hit_loops import TraceHitLoops, lower_hit_loops
 from autopar.capture.hooks import has_hooks, refuse_hooks
 from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe, opaque_note
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
+from autopar.capture.segments import TraceSegments, lower_segments
 from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
 from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
@@ -44,6 +46,7 @@ from autopar.torch_private import (
     as_if_exported,
     is_fake,
     memory,
+    patch_tolist,
     traceable_averages,
     traces_of_functions,
     without_mask_detection,
@@ -279,6 +282,10 @@ def _export_and_label(
         copied = fake_copy()
         program, _ = _export(model, copied, structure)
         expanded = _lifted(program)
+    names = _parameter_names(model)
+    parameters = {n: names[t.removeprefix("module.")][0] for kind, t, n in expanded if kind == "PARAMETER"}
+    assumed += lower_hit_loops(program.graph_module, parameters)
+    lower_segments(program.graph_module, parameters)
     gm = selections_pass(program.graph_module)
     values = _label(gm, expanded, program.constants, model, copied, structure)
     if cache:
@@ -315,12 +322,18 @@ def _find_repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callab
 
 
 @contextmanager
-def _traceable(model: nn.Module, copied: FakeModel) -> Iterator[Run]:
+def _traceable(model: nn.Module, copied: FakeModel, *, replayed: bool = False) -> Iterator[Run]:
     """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
-    refused. On exit, the trace's tensors are removed from external state."""
+    refused. On exit, the trace's tensors are removed from external state. ``replayed``: reads of values return recorded ones."""
     with copied.external_state.restored() as run:
-        with guarded(model, copied.module), without_mask_detection(), traceable_averages(), RefuseLongLoops():
-            yield run
+        hits, segments = TraceHitLoops(), TraceSegments()
+
+        def listed(tensor: torch.Tensor) -> Any:
+            return None if replayed else hits.numbers(tensor) or segments.sizes(tensor)
+
+        with guarded(model, copied.module), without_mask_detection(), traceable_averages(), patch_tolist(listed):
+            with hits, segments, RefuseLongLoops():
+                yield run
 
 
 def _lifted(program: Any) -> list[Lifted]:
@@ -350,7 +363,7 @@ def _export(
             warnings.simplefilter("ignore")
             if reads is not None:
                 around.enter_context(ReplayReads(reads))
-            run = around.enter_context(_traceable(model, copied))
+            run = around.enter_context(_traceable(model, copied, replayed=reads is not None))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
             around.enter_context(traces_of_functions())

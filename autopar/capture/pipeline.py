@@ -155,6 +155,7 @@ def _assemble(
         state=_state_tensors(model),
         guards=tuple(guard for guard, _ in guards),
         assumed=graph_meta(gm)["assumed"],
+        possibly_unused=graph_meta(gm)["possibly_unused"],
     )
 
 

@@ -104,6 +104,8 @@ class GraphMeta(TypedDict, total=False):
     """Assumptions that only a comparison with the model can confirm, each with a hint."""
     guards: tuple[Guard, ...]
     """Values that forward read from the example batch, for which the graph is specialised."""
+    possibly_unused: frozenset[str]
+    """The parameters that forward skips in a step in which no token chooses their expert. Written by ``capture.hit_loops``."""
 
 
 def meta(node: fx.Node) -> NodeMeta:

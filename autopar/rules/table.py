@@ -126,7 +126,7 @@ TABLE: dict[str, Entry] = {
     **dict.fromkeys(aten_names("gather scatter"), v.gather),
     "aten.one_hot": v.one_hot,
     # products in the bodies of mixtures of experts: rows are sorted by expert, and therefore never sharded
-    "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n ; linear 0 1",
+    "kernels_experts.grouped_linear": "s! k, e! n k, e! -> s! n",
     "kernels_fp8.grouped_linear": "s! k, e! n k, e! -> s! n",
     "kernels_experts.of_rows": v.of_rows,
     # created without operands: equal on every rank

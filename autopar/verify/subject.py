@@ -18,7 +18,7 @@ from autopar.capture import (
     rebuild_batch,
     separate_microbatches,
 )
-from autopar.capture.eager import WithoutDropout, copy_for_eager, summed
+from autopar.capture.eager import WithoutDropout, copy_for_eager, summed, with_zeros
 from autopar.capture.export import call_model
 from autopar.capture.external_state import ExternalState
 from autopar.capture.storage import ties
@@ -140,7 +140,9 @@ def _eager(
         (term if factor == 1.0 else factor * term).backward()
         loss += float(term.detach())
         written.append({n: t.detach().clone() for n, t in model.state_dict().items() if n in graph.buffers})
-    gradients = summed({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, ties(model))
+    parameters = dict(model.named_parameters())
+    gradients = summed({n: p.grad for n, p in parameters.items() if p.grad is not None}, ties(model))
+    gradients = with_zeros(gradients, parameters, graph.possibly_unused)
     kept = [buffer.name for buffer in graph.buffers.values() if buffer.persistent]
     return loss, gradients, {n: _mean([buffers[n] for buffers in written]) for n in kept}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import fx
@@ -30,8 +31,8 @@ ENDS = (aten.sum.dim_IntList, aten.bmm.default, aten.scatter_add.default, aten.i
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The parts of a mixture: its tokens, the router's choices and their weights, the picked rows, the body's result, the choices sorted by
-    expert, and the nodes that count the rows of each expert."""
+    """The parts of a mixture: its tokens, the router's choices and their weights (``[t, k]``, or reshaped), the picked rows, the body's
+    result, the choices sorted by expert, and the nodes that count the rows of each expert."""
 
     x: fx.Node
     index: fx.Node
@@ -200,6 +201,7 @@ def _completed(node: fx.Node, end: _End, weights: fx.Node | None, result: fx.Nod
     weights = _shaped(weights, chosen)
     same = _same_values(index, end.perm)
     counts = tuple(user for n in same for user in n.users if op_name(user) == "aten.histc" and _counts_all(user))
+    counts += tuple(_sums_of_choices(index))
     if weights is None or not rows or len({shape_of(n) for n in counts}) != 1:
         return None
     if len(shape_of(x)) != 2 or shape_of(x)[0] != end.tokens or not _keeps_dtype(node, x):
@@ -305,10 +307,13 @@ def _flattened(node: object) -> object:
 
 
 def _shaped(node: object, sizes: tuple[int, int]) -> fx.Node | None:
-    """Return what a node was when it had these sizes, before it was reshaped."""
-    while isinstance(node, fx.Node) and node.target in _RESHAPES and shape_of(node) != sizes:
-        node = args_of(node)[0]
-    return node if isinstance(node, fx.Node) and shape_of(node) == sizes else None
+    """Return what a node was when it had these sizes, before it was reshaped, or the node itself; ``None`` if it has other elements."""
+    source = node
+    while isinstance(source, fx.Node) and source.target in _RESHAPES and shape_of(source) != sizes:
+        source = args_of(source)[0]
+    if isinstance(source, fx.Node) and shape_of(source) == sizes:
+        return source
+    return node if isinstance(node, fx.Node) and prod(shape_of(node)) == prod(sizes) else None
 
 
 def _uncast(node: object) -> object:
@@ -339,6 +344,24 @@ def _counts_all(node: fx.Node) -> bool:
     """Return whether a histogram of integers has a bin for each of 0, 1, ..., bins - 1."""
     bins, low, high = (argument(node, i + 1, name) for i, name in enumerate(("bins", "min", "max")))
     return low == 0 and high in (bins - 1, bins)
+
+
+def _sums_of_choices(index: fx.Node) -> Iterator[fx.Node]:
+    """Yield the sums over tokens of ``zeros.scatter(1, index, 1)``, where ``index`` are the choices of a top-k: no token has one twice."""
+    if (
+        index.target is not operator.getitem
+        or args_of(index)[0].target is not aten.topk.default
+        or args_of(index)[1] != 1
+        or argument(args_of(index)[0], 2, "dim", -1) not in (-1, len(shape_of(index)) - 1)
+    ):
+        return
+    for node in index.users:
+        zeros, *rest = args_of(node)[:4] if node.target is aten.scatter.value else (None,)
+        if not isinstance(zeros, fx.Node) or rest != [1, index, 1] or op_name(zeros) != "aten.zeros":
+            continue
+        for user in _readers(node, *_CASTS):
+            if user.target is aten.sum.dim_IntList and list(args_of(user)[1]) == [0] and len(shape_of(user)) == 1:
+                yield user
 
 
 def counts_behind(offsets: object) -> fx.Node | None:

@@ -7,10 +7,12 @@ Grouped products that remain afterwards (because the body is not row-wise) becom
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 from torch import fx, nn
 from torch.fx.node import map_arg
 
+from autopar.graph import Parameter
 from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts, is_pointwise, op_name
 from autopar.ops.meta import meta
@@ -33,11 +35,20 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         op = Experts(
             fx.GraphModule(nn.Module(), graph, class_name="Body"), region.experts, weights_first=region.weights_first
         )
-        put_in_place(node, add(node, op, (region.x, region.index, region.weights, *parameters)))
+        index, weights = (_per_token(node, each, region.x) for each in (region.index, region.weights))
+        put_in_place(node, add(node, op, (region.x, index, weights, *parameters)))
     for node in calls(gm):
         if facts(node).kind is OpKind.GROUPED_PRODUCT and _is_three_dimensional(node) and node.users:
             _replace_grouped_product(node)
     return gm
+
+
+def _per_token(anchor: fx.Node, choices: fx.Node, x: fx.Node) -> fx.Node:
+    """Return the choices, or their weights, as ``[tokens, choices]``."""
+    sizes, tokens = shape_of(choices), shape_of(x)[0]
+    if len(sizes) == 2 and sizes[0] == tokens:
+        return choices
+    return add(anchor, aten.reshape.default, (choices, [tokens, prod(sizes) // tokens]))
 
 
 def _is_three_dimensional(node: fx.Node) -> bool:
@@ -79,7 +90,8 @@ class _Body:
             if node in found or node in stops:
                 continue
             found.add(node)
-            stack.extend(self._read(node))
+            if _stored(node) is None:
+                stack.extend(self._read(node))
         return [node for node in self.region.result.graph.nodes if node in found]
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
@@ -91,7 +103,8 @@ class _Body:
         ]
 
     def _placeholder(self, name: str, source: fx.Node) -> fx.Node:
-        node = self.graph.placeholder(name)
+        taken = [n.target for n in self.graph.nodes if n.op == "placeholder"]
+        node = self.graph.placeholder(name if name not in taken else f"{name}_{len(taken)}")
         meta(node)["val"] = meta(source)["val"]
         return node
 
@@ -106,10 +119,13 @@ class _Body:
 
     def _copy(self, node: fx.Node) -> fx.Node | None:
         experts = self.region.experts
-        if node.op == "placeholder":
-            if "parameter" not in meta(node) or shape_of(node)[:1] != (experts,):
+        stored = _stored(node)
+        if stored is not None:
+            if shape_of(node)[:1] != (experts,):
                 return None
-            name = meta(node)["parameter"].name.rsplit(".", 1)[-1]
+            # the parameter's name in the model, for a stacked one with the module's, which distinguishes the parameters of an expert
+            words = stored.name.rsplit(".", 2)[-1 if node.op == "placeholder" else -2 :]
+            name = "_".join(word for word in words if not word.isdigit())
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
         if facts(node).kind is OpKind.GROUPED_PRODUCT:
@@ -146,6 +162,13 @@ class _Body:
         else:
             allowed = is_pointwise(new) or _swaps_last(new)
         return new if allowed else None
+
+
+def _stored(node: fx.Node) -> Parameter | None:
+    """Return the parameter that the node is, or the first one if the node stacks a parameter of each expert; else ``None``."""
+    parts = args_of(node)[0] if node.target is aten.stack.default and not args_of(node)[1:] else [node]
+    found = [meta(part).get("parameter") for part in parts]
+    return None if None in found else found[0]
 
 
 def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...]) -> fx.Node:

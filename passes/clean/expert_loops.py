@@ -1,0 +1,320 @@
+"""Lowers loops over the experts of a mixture to grouped products: ``for e in range(experts): token, choice = where(chosen_by[e]) ...``.
+
+Each iteration picks the rows of the tokens that chose its expert, computes the expert, weights the results, and adds them to the
+tokens. The number of rows depends on the data. In sum, the iterations compute a row for each of the router's choices. So the pass sorts
+all choices by expert, and computes all experts at once (``expert_builder``). ``experts_pass`` then recognises the mixture.
+
+A chain of ``index_add_`` is lowered if its masks are one expert's part of ``one_hot(choices)`` each, for every expert once (so that each
+choice belongs to one iteration), if the experts are equal up to their parameters and row-wise, and if nothing else reads the picked rows.
+
+In a loop over the experts that tokens chose, capture marks the begin and the end. Eager PyTorch skips iterations there: the pass proves
+that their masks are empty, and that no part of the loop is left.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ops.facts import OpKind, facts, op_name
+from autopar.ops.operands import args_of, dtype_of, shape_of, val
+from passes.clean.expert_builder import (
+    RESHAPES,
+    ExpertBuilder,
+    UnsupportedError,
+    descendants,
+    entry_of,
+    is_check,
+    is_mutable,
+    memory_of,
+)
+from passes.clean.nodes import aten, calls
+
+ENTER, LEAVE = "enter_loop", "leave_loop"
+"""The names of the ops that mark the begin and the end of a loop over the positions of true values; their operand is the condition."""
+
+_SELECTIONS = (aten.where.default, aten.nonzero_numpy.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """The router's choices ``index``, ``[tokens * choices]`` in any shape. ``one_hot`` has a last dim for the experts, ``masked``: it is
+    zero where a choice is dropped."""
+
+    index: fx.Node
+    one_hot: fx.Node
+    tokens: int
+    choices: int
+    experts: int
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """One expert's part: ``write`` adds ``value`` to the tokens; ``mask`` has an entry for each expert, choice and token."""
+
+    expert: int
+    write: fx.Node
+    mask: fx.Node
+    selection: fx.Node
+    token: fx.Node
+    choice: fx.Node | None
+    value: fx.Node
+
+
+@dataclass(slots=True)
+class LoweredLoops:
+    """``skippable``: the parameters that get no gradient in eager PyTorch if no token chooses their expert. ``refused``: the first markers
+    of marked loops that can't be lowered. ``unread``: the lines of lowered ones in which an iteration didn't read its position's value."""
+
+    skippable: dict[fx.Node, None] = field(default_factory=dict)
+    refused: list[fx.Node] = field(default_factory=list)
+    unread: dict[str, None] = field(default_factory=dict)
+
+
+def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> LoweredLoops:
+    """Lower the loops over experts whose parameters are among the placeholders ``parameters``, and erase the markers of those loops."""
+    spans, lowered = _spans(gm), LoweredLoops()
+    for chain in _chains(gm):
+        span = next((s for s in spans if any(i.write in s.body for i in chain)), None)
+        if span is not None and not span.contains(chain):
+            continue
+        loop, unread = _Loop(chain, parameters), args_of(span.leave)[1] if span is not None else ""
+        if loop.replace() and span is not None and span.erase():
+            spans.remove(span)
+            lowered.skippable |= loop.stacked
+            lowered.unread |= dict.fromkeys([unread] if unread else ())
+    lowered.refused = [span.enter for span in spans]
+    return lowered
+
+
+# -- loops that eager PyTorch partly skips -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A loop over the positions where the operand of the markers ``enter`` and ``leave`` is true."""
+
+    enter: fx.Node
+    leave: fx.Node
+    body: dict[fx.Node, None]
+
+    def contains(self, chain: list[_Iteration]) -> bool:
+        """Return whether the loop has all iterations of ``chain``, and the masks of those that eager PyTorch skips are empty."""
+        inside = all(i.write in self.body for i in chain)
+        return inside and _is_true_for_nonempty(args_of(self.enter)[0], chain[0].mask)
+
+    def erase(self) -> bool:
+        """Erase what is left of the traced loop; return whether that is possible: nothing reads it, and it has no side effects."""
+        graph, condition = self.enter.graph, args_of(self.enter)[0]
+        nodes = set(graph.nodes)
+        for node in [n for n in reversed(self.body) if n in nodes]:
+            if node.users or is_mutable(node):
+                return False
+            graph.erase_node(node)
+        for node in (self.enter, self.leave):
+            graph.erase_node(node)
+        for node in [user for user in condition.users if user.target is aten.nonzero.default]:
+            _erase_unread(node)
+        return True
+
+
+def _spans(gm: fx.GraphModule) -> list[_Span]:
+    spans, enter, body = list[_Span](), None, dict[fx.Node, None]()
+    for node in gm.graph.nodes:
+        if op_name(node) == f"autopar.{ENTER}":
+            enter, body = node, {}
+        elif op_name(node) == f"autopar.{LEAVE}":
+            assert enter is not None
+            spans.append(_Span(enter, node, body))
+            enter = None
+        elif enter is not None:
+            body[node] = None
+    return spans
+
+
+def _is_true_for_nonempty(condition: fx.Node, mask: fx.Node) -> bool:
+    """Return whether ``condition`` is true for each expert for which ``mask``, which has no negative entries, has one that isn't zero."""
+    if op_name(condition) in ("aten.gt", "aten.greater", "aten.ne", "aten.not_equal"):
+        if args_of(condition)[1] != 0 or isinstance(args_of(condition)[1], fx.Node):
+            return False
+        condition = args_of(condition)[0]
+    if op_name(condition) not in ("aten.sum", "aten.any") or len(condition.args) < 2:
+        return False
+    source, dims = args_of(condition)[:2]
+    dims = [dims] if isinstance(dims, int) else dims
+    return source is mask and {d % len(shape_of(mask)) for d in dims or ()} == {1, 2} and len(shape_of(condition)) == 1
+
+
+# -- finding loops -------------------------------------------------------------------------------------------------------
+
+
+def _chains(gm: fx.GraphModule) -> list[list[_Iteration]]:
+    """Return the chains of additions to the same tensor, one for each expert."""
+    found = {}
+    for node in calls(gm, aten.index_add_.default):
+        iteration = _iteration(node)
+        if iteration is not None:
+            found[node] = iteration
+    chains: list[list[_Iteration]] = []
+    for node, iteration in found.items():
+        before = args_of(node)[0]
+        last = chains[-1] if chains else []
+        if last and last[-1].write is before and list(before.users) == [node] and last[0].mask is iteration.mask:
+            last.append(iteration)
+        else:
+            chains.append([iteration])
+    return [c for c in chains if sorted(i.expert for i in c) == list(range(shape_of(c[0].mask)[0]))]
+
+
+def _iteration(write: fx.Node) -> _Iteration | None:
+    base, dim, token, value = args_of(write)[:4]
+    if dim != 0 or len(write.args) > 4 or write.kwargs or len(shape_of(base)) != 2:
+        return None
+    if not isinstance(token, fx.Node) or token.target is not operator.getitem or not isinstance(value, fx.Node):
+        return None
+    selection, number = args_of(token)[:2]
+    if selection.target not in _SELECTIONS or number != 1 or len(shape_of(args_of(selection)[0])) != 2:
+        return None
+    mask, expert = entry_of(args_of(selection)[0])
+    if mask is None or len(shape_of(mask)) != 3 or shape_of(mask)[2] != shape_of(base)[0]:
+        return None
+    choice = next((user for user in selection.users if user.target is operator.getitem and args_of(user)[1] == 0), None)
+    return _Iteration(expert, write, mask, selection, token, choice, value)
+
+
+def _choices(mask: fx.Node) -> _Choices | None:
+    """Return the choices of which ``mask [experts, choices, tokens]`` is the one-hot encoding, permuted."""
+    if mask.target is not aten.permute.default or list(args_of(mask)[1]) != [2, 1, 0]:
+        return None
+    experts, choices, tokens = shape_of(mask)
+    one_hot: Any = args_of(mask)[0]
+    while one_hot.target in RESHAPES and shape_of(args_of(one_hot)[0])[-1:] == (experts,):
+        one_hot = args_of(one_hot)[0]
+    plain, masked = one_hot, False
+    if one_hot.target is aten.mul.Tensor:
+        plain, kept = args_of(one_hot)[:2]
+        if not isinstance(kept, fx.Node) or dtype_of(kept) != torch.bool or shape_of(plain) != shape_of(one_hot):
+            return None
+        masked = True
+    if not isinstance(plain, fx.Node) or plain.target is not aten.one_hot.default or args_of(plain)[1] != experts:
+        return None
+    return _Choices(args_of(plain)[0], one_hot, tokens, choices, experts, masked)
+
+
+# -- lowering ------------------------------------------------------------------------------------------------------------
+
+
+class _Loop(ExpertBuilder):
+    """Replaces the iterations of a loop by one computation for all experts."""
+
+    def __init__(self, chain: list[_Iteration], parameters: set[fx.Node]) -> None:
+        super().__init__(chain[-1].write, parameters)
+        self.base = args_of(chain[0].write)[0]
+        self.chain = sorted(chain, key=lambda iteration: iteration.expert)
+        self.replaced |= {node for i in chain for node in (i.write, i.token, i.choice, i.selection) if node is not None}
+
+    def replace(self) -> bool:
+        """Lower the loop; return false, and change nothing, if that isn't possible."""
+        found = _choices(self.chain[0].mask)
+        try:
+            if found is None:
+                raise UnsupportedError
+            self._sort(found)
+            value = self.build(tuple(iteration.value for iteration in self.chain))
+            if value not in self.row_nodes or (found.masked and not self._weights_last):
+                raise UnsupportedError
+            if not self.reads_only_replaced([iteration.selection for iteration in self.chain], self.base):
+                raise UnsupportedError
+            if memory_of(self.base) in self.memory:
+                raise UnsupportedError
+        except UnsupportedError:
+            self.undo()
+            return False
+        new = self.add(aten.index_add_.default, self.base, 0, self.token, value)
+        self.anchor.replace_all_uses_with(new)
+        self.erase_replaced()
+        return True
+
+    def _sort(self, found: _Choices) -> None:
+        """Add the choices, sorted by expert: their order and tokens."""
+        self.found, rows = found, found.tokens * found.choices
+        index = self.add(aten.reshape.default, found.index, [found.tokens, found.choices])
+        self.flat = self.add(aten.reshape.default, index, [rows])
+        self.order = self.add(aten.argsort.stable, self.flat, stable=True)
+        self.token = self.add(aten.floor_divide.default, self.order, found.choices)
+        numbers = self.add(aten.to.dtype, self.flat, torch.float32)
+        self.counts = self.add(aten.histc.default, numbers, found.experts, 0, found.experts)
+
+    def ends(self) -> fx.Node:
+        return self.add(aten.cumsum.default, self.counts, 0, dtype=torch.int32)
+
+    def experts(self) -> fx.Node:
+        return self.add(aten.index.Tensor, self.flat, [self.order])
+
+    def leaf(self, nodes: tuple[fx.Node, ...]) -> fx.Node | None:
+        """Return the rows of all choices' tokens, or their weights, if ``nodes`` are those of each expert's tokens; else ``None``."""
+        found = [_pick(node, iteration) for node, iteration in zip(nodes, self.chain, strict=True)]
+        first = found[0]
+        if first is None or any(each != first for each in found):
+            return None
+        source, is_weight = first
+        tokens, choices = self.found.tokens, self.found.choices
+        if shape_of(source)[: 2 if is_weight else 1] != ((tokens, choices) if is_weight else (tokens,)):
+            return None
+        self.replaced.update(nodes)
+        self.replaced.update(args_of(node)[0] for node in nodes if node.target in RESHAPES)
+        if not is_weight:
+            return self.add(aten.index.Tensor, source, [self.token])
+        weights = source
+        if self.found.masked:
+            kept = self.add(aten.sum.dim_IntList, self.found.one_hot, [-1])
+            kept = self.add(aten.to.dtype, self.add(aten.reshape.default, kept, [tokens, choices]), dtype_of(source))
+            weights = self.add(aten.mul.Tensor, weights, kept)
+        flat = self.add(aten.reshape.default, weights, [tokens * choices])
+        return self.add(aten.unsqueeze.default, self.add(aten.index.Tensor, flat, [self.order]), 1)
+
+    @property
+    def _weights_last(self) -> bool:
+        """Return whether the last op, except for casts, multiplies the rows by the choices' weights."""
+        product: Any = self.chain[0].value
+        while facts(product).kind is OpKind.CAST:
+            product = args_of(product)[0]
+        if product.target is not aten.mul.Tensor:
+            return False
+        factors = [n for n in args_of(product)[:2] if isinstance(n, fx.Node)]
+        return any(found is not None and found[1] for found in (_pick(n, self.chain[0]) for n in factors))
+
+
+def _pick(node: fx.Node, iteration: _Iteration) -> tuple[fx.Node, bool] | None:
+    """Return ``x`` and false if ``node`` is ``x[token]``, ``weights`` and true if it is ``weights[token, choice]``; else ``None``."""
+    picked = args_of(node)[0] if node.target in RESHAPES else node
+    if not isinstance(picked, fx.Node) or picked.target is not aten.index.Tensor:
+        return None
+    source, indices = args_of(picked)[:2]
+    sizes = val(node).shape
+    if list(indices) == [iteration.token, iteration.choice]:
+        one = (
+            len(sizes) == 2 and sizes[1] == 1 and len(shape_of(source)) in (2, 3) and shape_of(source)[2:] in ((), (1,))
+        )
+        while source.target in RESHAPES and len(shape_of(source)) == 3:
+            source = args_of(source)[0]
+        return (source, True) if one and len(shape_of(source)) == 2 else None
+    if list(indices) == [None, iteration.token] and shape_of(source)[:1] == (1,) and source.target in RESHAPES:
+        source = args_of(source)[0]
+    elif list(indices) != [iteration.token] or picked is not node:
+        return None
+    whole = len(shape_of(source)) == 2 and len(sizes) == 2 and sizes[1] == shape_of(source)[1]
+    return (source, False) if whole else None
+
+
+def _erase_unread(node: fx.Node) -> None:
+    """Erase a node that only checks read, and the checks."""
+    readers = set(descendants(node, node))
+    if all(map(is_check, readers)):
+        for each in reversed([n for n in node.graph.nodes if n is node or n in readers]):
+            node.graph.erase_node(each)

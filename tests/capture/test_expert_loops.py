@@ -1,0 +1,246 @@
+"""Experts as loops over what tokens chose: one computation for all experts, exactly, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from workers import WorkerPool
+
+from autopar.capture import capture, check_capture
+from autopar.errors import CaptureError
+from autopar.search.manual import manual_plan
+from autopar.verify import check_plan, make_subject
+from autopar.verify.attacks import compare_with_eager
+
+WIDTH, COUNT, ROWS, SEQUENCE = 8, 4, 8, 6
+
+Run = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+class Mixture(nn.Module):
+    """``run(self, x, index, weights)`` gives the mixture of the tokens ``x``. No token chooses the last expert."""
+
+    def __init__(self, run: Run, chosen: int) -> None:
+        super().__init__()
+        self.run, self.chosen = run, chosen
+        self.router = nn.Linear(WIDTH, COUNT)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH)) for _ in range(COUNT)
+        )
+        self.stacked = nn.Parameter(torch.randn(COUNT, WIDTH, WIDTH) * 0.1)
+        self.bias = nn.Parameter(torch.ones(COUNT))
+        with torch.no_grad():
+            self.router.bias[-1] = -100.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, WIDTH)
+        weights, index = self.router(flat).softmax(-1).topk(self.chosen)
+        return self.run(self, flat, index, weights).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self, run: Run, chosen: int = 2) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.mixture = Mixture(run, chosen)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return F.mse_loss(self.b(h + self.mixture(h)), t)
+
+
+def model(run: Run, chosen: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(run, chosen).double()
+
+
+def batch() -> dict[str, Tensor]:
+    x = torch.linspace(-2, 3, ROWS * SEQUENCE * 4, dtype=torch.float64).reshape(ROWS, SEQUENCE, 4)
+    return {"x": (7 * x).sin(), "t": x.cos()}
+
+
+def hit_loop(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As the first Mixtral of transformers."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(index, num_classes=COUNT).permute(2, 1, 0)
+    for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+        choice, token = torch.where(mask[expert].squeeze(0))
+        rows = x[None, token].reshape(-1, WIDTH)
+        out.index_add_(0, token, m.experts[expert](rows) * weights[token, choice, None])
+    return out
+
+
+def numbers(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Positions as numbers, ``any`` as the condition, stored matrices."""
+    out = torch.zeros_like(x)
+    mask = F.one_hot(index, num_classes=COUNT).permute(2, 1, 0)
+    for expert in mask.any(dim=(1, 2)).nonzero().flatten().tolist():
+        choice, token = torch.where(mask[expert])
+        out.index_add_(0, token, (x[token] @ m.stacked[expert]).tanh() * weights[token, choice, None])
+    return out
+
+
+def capacity(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As transformers' Switch: choices beyond an expert's capacity are dropped."""
+    out = torch.zeros_like(x)
+    one_hot = F.one_hot(index, num_classes=COUNT)
+    mask = (one_hot * (one_hot.cumsum(0) <= 9)).permute(2, 1, 0)
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, m.experts[int(expert[0])](x[token]) * weights[token, choice, None])
+    return out
+
+
+def segments(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As JetMoe."""
+    gates = torch.zeros(len(x), COUNT, dtype=x.dtype).scatter(1, index, 1)
+    sizes = gates.long().sum(0).tolist()
+    _, order = index.flatten().sort(0)
+    token = order.div(index.shape[1], rounding_mode="trunc")
+    parts = x[token].split(sizes, dim=0)
+    rows = torch.cat([F.linear(part, m.stacked[i]) for i, part in enumerate(parts)], dim=0)
+    return torch.zeros_like(x).index_add(0, token, rows * weights.flatten()[order][:, None])
+
+
+@pytest.mark.parametrize("chosen", [1, 2])
+@pytest.mark.parametrize("run", [hit_loop, numbers, capacity, segments], ids=lambda run: run.__name__)
+def test_loops_become_mixtures(run: Run, chosen: int) -> None:
+    subject = make_subject(model(run, chosen), batch())
+    error = compare_with_eager(subject)
+    assert error.exact, error
+    assert COUNT in {cls.experts for cls in subject.graph.classes.values()}
+
+
+@pytest.mark.parametrize("run", [hit_loop, capacity])
+def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
+    graph = capture(model(run), batch(), precision="float64")
+    parameters = {
+        f"mixture.experts.{i}.{n}" for i in range(COUNT) for n in ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
+    assert graph.possibly_unused == parameters
+    assert any("no token chooses them" in note for note in graph.notes)
+    assert "equals the model" in check_capture(graph, model(run), batch(), None)
+    assert "mixture.experts.3.0.weight" in make_subject(model(run), batch()).gradients  # eager PyTorch has none
+
+
+def test_loops_that_ask_for_their_positions_need_no_comparison() -> None:
+    assert not capture(model(hit_loop), batch(), precision="float64").assumed
+    assert capture(model(numbers), batch(), precision="float64").assumed
+
+
+def test_experts_that_all_run_are_not_possibly_unused() -> None:
+    assert not capture(model(segments), batch(), precision="float64").possibly_unused
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"data": 2, "zero": 3}, {"expert": 2}, {"tensor": 2}],
+    ids=lambda options: " ".join(options),
+)
+@pytest.mark.parametrize("run", [hit_loop, segments], ids=lambda run: run.__name__)
+def test_programs_are_exact(run: Run, options: dict[str, Any], workers2: WorkerPool) -> None:
+    subject = make_subject(model(run), batch())
+    outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
+    assert outcome.error.exact, outcome.error
+
+
+# -- what isn't proved stays refused -----------------------------------------------------------------------------------
+
+
+def _hits(m: Any, index: Tensor) -> tuple[Tensor, Tensor]:
+    mask = F.one_hot(index, num_classes=COUNT).permute(2, 1, 0)
+    return mask, (mask.sum(dim=(-1, -2)) > 0).nonzero()
+
+
+def busy_only(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), F.one_hot(index, num_classes=COUNT).permute(2, 1, 0)
+    for expert in (mask.sum(dim=(-1, -2)) > 3).nonzero():  # skips experts with tokens
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, m.experts[expert](x[token]) * weights[token, choice, None])
+    return out
+
+
+def negative(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out, one_hot = torch.zeros_like(x), F.one_hot(index, num_classes=COUNT)
+    mask = (one_hot * (2 * (one_hot.cumsum(0) % 2) - 1)).permute(2, 1, 0)  # sums of 1 and -1 may be zero
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, m.experts[expert](x[token]) * weights[token, choice, None])
+    return out
+
+
+def more_than_rows(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out, (mask, hits) = torch.zeros_like(x), _hits(m, index)
+    for expert in hits:
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, m.experts[expert](x[token]) * weights[token, choice, None])
+        out.add_(m.bias[expert])  # for every expert that was hit, to all tokens
+    return out
+
+
+def mixed_rows(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out, (mask, hits) = torch.zeros_like(x), _hits(m, index)
+    for expert in hits:
+        choice, token = torch.where(mask[expert].squeeze(0))
+        rows = m.experts[expert](x[token])
+        out.index_add_(0, token, (rows - rows.mean(0)) * weights[token, choice, None])
+    return out
+
+
+def onto_itself(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    x = x.clone()
+    out, (mask, hits) = x.view(-1, WIDTH), _hits(m, index)
+    for expert in hits:  # a later expert reads what an earlier one added
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, m.experts[expert](x[token]) * weights[token, choice, None])
+    return out
+
+
+def unequal(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out, (mask, hits) = torch.zeros_like(x), _hits(m, index)
+    for expert in hits:
+        choice, token = torch.where(mask[expert].squeeze(0))
+        scale = 2.0 if int(expert) == 1 else 1.0
+        out.index_add_(0, token, m.experts[expert](x[token]) * scale * weights[token, choice, None])
+    return out
+
+
+def other_order(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    counts = F.one_hot(index.flatten(), COUNT).sum(0)
+    token = index.flatten().argsort(stable=True) // index.shape[1]
+    parts = x[token].split(counts.tolist())
+    rows = torch.cat([part @ m.stacked[i] for i, part in reversed(list(enumerate(parts)))])
+    return torch.zeros_like(x).index_add(0, token, rows)
+
+
+def sizes_read(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return x * max(F.one_hot(index.flatten(), COUNT).sum(0).tolist())
+
+
+REFUSED = [busy_only, negative, more_than_rows, mixed_rows, onto_itself, unequal, other_order, sizes_read]
+
+
+@pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
+def test_what_is_not_proved_is_refused(run: Run) -> None:
+    with pytest.raises(CaptureError, match=r"test_expert_loops\.py"):
+        capture(model(run), batch(), precision="float64")
+
+
+def test_a_count_of_iterations_is_no_expert() -> None:
+    def run(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out, (mask, hits) = torch.zeros_like(x), _hits(m, index)
+        for number, expert in enumerate(hits):
+            choice, token = torch.where(mask[expert].squeeze(0))
+            out.index_add_(0, token, m.experts[number](x[token]) * weights[token, choice, None])
+        return out
+
+    graph = capture(model(run), batch(), precision="float64")
+    with pytest.raises(
+        CaptureError, match="taken not to count its iterations, and the captured graph does not compute"
+    ):
+        check_capture(graph, model(run), batch(), None)
