@@ -26,7 +26,6 @@ from overlap_cases import FAST
 from overlap_page import links, plan_words
 from overlap_trace import communication_share, draw, hidden_share, traced
 from places import EVIDENCE
-from planning import machine_words
 
 from autopar.bench.contest import LEARNING_RATE, BenchmarkSession, paired_ratio
 from autopar.devices import Cluster
@@ -113,11 +112,11 @@ def ratio(line: Line, ours: str, theirs: str) -> tuple[float, tuple[float, float
 
 def page(lines: list[Line]) -> str:
     link, line = lines
-    c, best, losses = config(), best_by_hand(line), line["losses"]
+    c, best, losses, machine = config(), best_by_hand(line), line["losses"], link["calibration"]["machine"]
     return f"""# Expert parallelism on limited nodes
 
 {NODES} nodes, each a network namespace with a link of {RATE} and processors of its own, as in [overlap](overlap.md).
-{machine_words(lines)}
+Measured on {machine["cores"]} cores of {machine["processor"]}, at a load of {line["load"]} (the report itself makes about 2).
 
 The model is Qwen3-MoE of transformers: {c.num_hidden_layers} layers of {c.hidden_size} features, each with {c.num_experts} experts of
 {c.moe_intermediate_size}, of which a token takes {c.num_experts_per_tok}; batches of {MODEL.rows} rows, {MODEL.tokens:,} tokens in all,

@@ -193,8 +193,9 @@ class Decoder(nn.Module):
             }
         )
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        rates = c.rope_parameters["rope_theta"] ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
-        angles = torch.outer(torch.arange(c.max_position_embeddings), rates).repeat(1, 2)
+        places = torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim
+        rates = 1.0 / c.rope_parameters["rope_theta"] ** places  # in float32 as in transformers' model
+        angles = torch.outer(torch.arange(c.max_position_embeddings, dtype=torch.float64), rates.double()).repeat(1, 2)
         dtype = self.lm_head.weight.dtype
         self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)

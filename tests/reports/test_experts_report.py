@@ -1,4 +1,5 @@
-"""The hand-written expert parallelism of the contest: loss and gradients are those of transformers' model on one device."""
+"""The report of expert parallelism: the hand-written program computes loss and gradients of transformers' model on one device, and the page
+is what was measured."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import experts
 import pytest
 import torch
 from experts_by_hand import VARIANTS, ByHand, Variant
@@ -24,11 +26,11 @@ def trained(variant: dict[str, Any], state: str) -> dict[str, Any]:
     """In a worker: loss and gradients of the variant in float64."""
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64Everywhere():  # ``grouped_mm`` takes no float64
-            program = ByHand(Variant(**variant), config(**SMALL), torch.load(state), 1e-3)
-            return {"loss": program.backward(*batch(0)), "gradients": dict(program.gradients())}
+        program = ByHand(Variant(**variant), config(**SMALL), torch.load(state), 1e-3)
     finally:
         torch.set_default_dtype(torch.float32)
+    with Float64Everywhere():  # ``grouped_mm`` takes no float64
+        return {"loss": program.backward(*batch(0)), "gradients": dict(program.gradients())}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
@@ -40,10 +42,14 @@ def test_by_hand_computes_the_loss_and_gradients_of_one_device(variant: Variant,
     with Float64Everywhere():
         loss = loss_fn(model(ids), labels)
         loss.backward()
-    found = workers4.run("test_experts_by_hand:trained", variant.to_dict(), str(tmp_path / "state.pt"))
-    assert statistics.fmean(each["loss"] for each in found) == pytest.approx(float(loss), rel=1e-12)
+    found = workers4.run("test_experts_report:trained", variant.to_dict(), str(tmp_path / "state.pt"))
+    assert statistics.fmean(each["loss"] for each in found) == pytest.approx(float(loss.detach()), rel=1e-12)
     largest = max(float(p.grad.abs().max()) for p in model.parameters())
     for name, parameter in model.named_parameters():
         scale = max(float(parameter.grad.abs().max()), 1e-6 * largest)
         for rank in found:
             assert float((rank["gradients"][name] - parameter.grad).abs().max()) <= 1e-9 * scale, name
+
+
+def test_the_page_is_what_was_measured():
+    assert experts.PAGE.read_text() == experts.page(experts.read())
