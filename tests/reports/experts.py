@@ -30,7 +30,7 @@ from places import EVIDENCE
 from autopar.bench.contest import LEARNING_RATE, BenchmarkSession, paired_ratio
 from autopar.devices import Cluster
 from autopar.errors import LaunchError, ProgramError
-from autopar.planning import plan_model
+from autopar.planning import plan_graph
 from autopar.search import SearchOptions
 
 NODES, RATE = 4, FAST
@@ -52,10 +52,10 @@ def measure(cluster: Cluster, how: How) -> Line:
         tempfile.TemporaryDirectory() as temporary,
         BenchmarkSession(MODEL, NODES, how.steps, Path(temporary), netns) as session,
     ):
-        plans = {}
+        captured, plans = session.workload.capture(), {}
         for name, pins in PINS.items():
             options = SearchOptions(precision="float32", pin=pins)
-            graph, plans[name] = plan_model(session.workload, cluster, options)
+            graph, plans[name] = plan_graph(captured, cluster, options, session.workload.resized)
             session.open_program(name, graph, plans[name])
         state = Path(temporary) / "state.pt"  # written with the programs
         for variant in VARIANTS:
@@ -200,11 +200,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the lines go; elsewhere no page is made")
     asked = parser.parse_args()
     if not asked.page:
-        link = (
-            read(asked.results)[0]
-            if asked.same_link
-            else {"part": "link", "name": f"{NODES} nodes at {RATE}", **measure_link(NODES, RATE)}
-        )
+        if not asked.same_link:
+            link = {"part": "link", "name": f"{NODES} nodes at {RATE}", **measure_link(NODES, RATE)}
+            asked.results.write_text(json.dumps(link) + "\n")
+        link = read(asked.results)[0]
         line = measure(described(link), How(asked.rounds, asked.steps, asked.seed))
         asked.results.write_text("".join(json.dumps(each) + "\n" for each in (link, {"part": "contest", **line})))
         for name, rounds_s in line["rounds_s"].items():
