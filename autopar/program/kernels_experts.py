@@ -197,15 +197,15 @@ def in_steps(
         if len(owners) > len(exchange):
             order = order[: sum(row_counts.sent if row_counts else sizes(counts, len(order)))]
         rows = _Gather.apply(x.reshape(-1, x.shape[-1]), order, choices)
-        factors = _Gather.apply(weights.reshape(-1, 1), order, 1)
-        rows = (rows * factors).to(x.dtype) if weights_first else rows
+        if weights_first:
+            rows = (rows * _Gather.apply(weights.reshape(-1, 1), order, 1)).to(x.dtype)
         parameters = [_as_varying(parameter) for parameter in parameters]
         if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
             rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
-        rows = rows if weights_first else rows * factors
-        out = _Restore.apply(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
+        rows = _Restore.apply(rows, order, len(ids)).view(*index.shape, x.shape[-1])
+        out = (rows.sum(-2) if weights_first else _weighted_sum(rows, weights)).to(x.dtype)
         if relay:
             out = yield from sent_back(out)
         out = _as_partial(out, [axis for axis in partial_axes if _size(axis) > 1])
@@ -378,6 +378,13 @@ def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], 
     if group is not None:  # the meta device has no group
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out
+
+
+def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return ``sum_j weights[..., j] * rows[..., j, :]``; on a CPU by one product, which writes no weighted rows."""
+    if rows.is_cpu and rows.dtype == weights.dtype:
+        return (weights.unsqueeze(-2) @ rows).squeeze(-2)
+    return (rows * weights.unsqueeze(-1)).sum(-2)
 
 
 class _Gather(torch.autograd.Function):

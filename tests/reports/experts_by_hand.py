@@ -46,7 +46,7 @@ class Variant:
         return asdict(self)
 
 
-VARIANTS = (Variant(), Variant(bucket_mb=4), Variant(AFTER), Variant(product=LOOPED))
+VARIANTS = (Variant(), Variant(bucket_mb=4), Variant(AFTER), Variant(bucket_mb=4, product=LOOPED))
 
 
 # -- the model --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from autopar.bench.models import BenchModel, token_loss
 
-ROWS, LENGTH, VOCABULARY = 16, 128, 2048
+ROWS, LENGTH, VOCABULARY = 32, 128, 2048
 
 
 def config(**options: Any) -> Qwen3MoeConfig:
