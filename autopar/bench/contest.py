@@ -193,11 +193,21 @@ class BenchmarkSession:
         torch.save(self.workload.model.state_dict(), state)
         inputs = [value.name for value in graph.inputs]
         self._emitted.add(name)
-        self._open(name, "open_program", str(folder), inputs, LEARNING_RATE, str(state), self.device)
+        args = str(folder), inputs, LEARNING_RATE, str(state), self.device
+        self.open_other(name, "autopar.bench.remote:open_program", *args)
 
     def open_hand_tuned(self, recipe: HandTunedRecipe) -> None:
         """Load a hand-tuned program in the workers, or record its error in ``errors``."""
-        self._open(recipe.name, "open_hand_tuned", self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device)
+        args = self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device
+        self.open_other(recipe.name, "autopar.bench.remote:open_hand_tuned", *args)
+
+    def open_other(self, name: str, opener: str, *args: Any) -> None:
+        """Load another program in the workers by ``opener(name, *args)``, a ``"module:function"``, or record its error in ``errors``."""
+        self._openers[name] = (opener, *args)
+        self.rounds[name] = []
+        self.call(opener, name, *args)
+        if name not in self.errors:
+            self.remaining.append(name)
 
     def drop_slow(self, slower_than: float) -> None:
         """Drop contenders that failed, and hand-tuned ones that take more than ``slower_than`` times as long as the best hand-tuned one."""
@@ -244,14 +254,6 @@ class BenchmarkSession:
         processes = Processes(self.count, netns=self._netns)
         processes.call("autopar.run.remote:join", self.device, TIMEOUT_S)
         return processes
-
-    def _open(self, name: str, opener: str, *args: Any) -> None:
-        target = f"autopar.bench.remote:{opener}"
-        self._openers[name] = (target, *args)
-        self.rounds[name] = []
-        self.call(target, name, *args)
-        if name not in self.errors:
-            self.remaining.append(name)
 
 
 def _result(

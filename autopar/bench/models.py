@@ -6,6 +6,7 @@ deep.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ class BenchModel:
     targets) of ``rows`` rows and ``tokens`` tokens. ``blocks`` is the number of blocks."""
 
     name: str
-    build: Callable[[], Stack]
+    build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     rows: int
@@ -180,5 +181,9 @@ LARGE: dict[str, BenchModel] = {
 
 
 def subject(name: str) -> BenchModel:
-    """Return the model ``name`` of ``MODELS`` or ``LARGE``."""
+    """Return the model ``name`` of ``MODELS`` or ``LARGE``, or the one that ``"module:attribute"`` names."""
+    module, _, attribute = name.partition(":")
+    if attribute:
+        found: BenchModel = getattr(importlib.import_module(module), attribute)
+        return found
     return MODELS[name] if name in MODELS else LARGE[name]

@@ -48,10 +48,21 @@ the rows. It returns ``[n, h]``."""
 def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each of ``rows [n, k]`` by its expert's transposed weight in ``weight [e, m, k]``: ``[n, m]``. The first ``counts[0]`` rows
     are expert 0's, and so on. On a GPU, ``k`` and ``m`` must be multiples of 8 in bfloat16 (``looped_linear`` takes any)."""
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
+    if _has_grouped_product(rows, weight):
         product: Tensor = GroupedProduct.apply(rows, weight, counts)
         return product
     return looped_linear(rows, weight, counts)
+
+
+def _has_grouped_product(rows: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped matmul takes these operands, and is one kernel on a GPU. On a CPU it is faster than a loop in Python;
+    there the widths decide here, for only bfloat16's are checked before (``ops.experts.misaligned_products``)."""
+    if not hasattr(F, "grouped_mm"):
+        return False
+    if rows.is_cuda:
+        return rows.dtype == torch.bfloat16
+    aligned = all(width * rows.itemsize % 16 == 0 for width in weight.shape[1:])
+    return rows.is_cpu and rows.dtype in (torch.float32, torch.bfloat16) and aligned
 
 
 def looped_linear(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -185,16 +196,16 @@ def in_steps(
         row_counts = _exchange_counts(counts, exchange, len(order)) if exchange else None
         if len(owners) > len(exchange):
             order = order[: sum(row_counts.sent if row_counts else sizes(counts, len(order)))]
-        rows = x.reshape(-1, x.shape[-1])[order // choices]
-        factors = weights.reshape(-1)[order].unsqueeze(-1)
-        rows = (rows * factors).to(x.dtype) if weights_first else rows
+        rows = _Gather.apply(x.reshape(-1, x.shape[-1]), order, choices)
+        if weights_first:
+            rows = (rows * _Gather.apply(weights.reshape(-1, 1), order, 1)).to(x.dtype)
         parameters = [_as_varying(parameter) for parameter in parameters]
         if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
             rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
-        rows = rows if weights_first else rows * factors
-        out = _restore(rows, order, len(ids)).view(*index.shape, x.shape[-1]).sum(-2).to(x.dtype)
+        rows = _Restore.apply(rows, order, len(ids)).view(*index.shape, x.shape[-1])
+        out = (rows.sum(-2) if weights_first else _weighted_sum(rows, weights)).to(x.dtype)
         if relay:
             out = yield from sent_back(out)
         out = _as_partial(out, [axis for axis in partial_axes if _size(axis) > 1])
@@ -294,7 +305,7 @@ def _send_to_relays(
     def sent_back(rows: Tensor) -> Generator[None, None, Tensor]:
         returned = send(rows, relay, received, sent)
         yield
-        return _restore(returned(), order, n * len(x)).view(n, *shape).sum(0)
+        return _Restore.apply(returned(), order, n * len(x)).view(n, *shape).sum(0)
 
     return (arrived(), index, weights), sent_back
 
@@ -333,8 +344,8 @@ def _dispatch_and_combine(
     here = arrived()
     expert = torch.arange(by_expert.shape[1], device=rows.device).repeat(len(by_expert))
     order = expert.repeat_interleave(by_expert.flatten(), output_size=len(here)).argsort(stable=True)
-    done = body(here[order], counts, *parameters)
-    returned = send(_restore(done, order, len(here)), exchange, received, sent)
+    done = body(_Gather.apply(here, order, 1), counts, *parameters)
+    returned = send(_Restore.apply(done, order, len(here)), exchange, received, sent)
     yield
     return returned()
 
@@ -369,10 +380,54 @@ def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], 
     return out
 
 
-def _restore(rows: Tensor, order: Tensor, total: int) -> Tensor:
-    """Return ``total`` rows: ``rows[i]`` at ``order[i]``, zeros elsewhere. This gathers by the inverse permutation, because in-place
-    accumulation is not reproducible on a GPU."""
+def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return ``sum_j weights[..., j] * rows[..., j, :]``; on a CPU by one product, which writes no weighted rows."""
+    if rows.is_cpu and rows.dtype == weights.dtype:
+        return (weights.unsqueeze(-2) @ rows).squeeze(-2)
+    return (rows * weights.unsqueeze(-1)).sum(-2)
+
+
+class _Gather(torch.autograd.Function):
+    """Returns row ``i // copies`` of ``rows`` for each ``i`` in ``order``, which has no number twice. Without in-place accumulation, the
+    backward is as fast as the forward, and reproducible on a GPU: gradients are gathered by the inverse of ``order``, and copies added
+    up."""
+
+    @staticmethod
+    def forward(ctx, rows, order, copies):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(order)
+        ctx.rows, ctx.copies = len(rows), copies
+        return rows.index_select(0, order // copies if copies > 1 else order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (order,) = ctx.saved_tensors
+        grad = _restored(grad, order, ctx.rows * ctx.copies)
+        return (grad.unflatten(0, (ctx.rows, ctx.copies)).sum(1) if ctx.copies > 1 else grad), None, None
+
+
+class _Restore(torch.autograd.Function):
+    """Returns ``total`` rows: ``rows[i]`` at ``order[i]``, zeros elsewhere; the inverse of ``_Gather`` without copies."""
+
+    @staticmethod
+    def forward(ctx, rows, order, total):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(order)
+        return _restored(rows, order, total)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (order,) = ctx.saved_tensors
+        return grad.index_select(0, order), None, None
+
+
+spmd.register_local_autograd_function(_Gather)
+spmd.register_local_autograd_function(_Restore)
+
+
+def _restored(rows: Tensor, order: Tensor, total: int) -> Tensor:
     if len(rows) < total:
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     inverse = torch.full((total,), len(rows) - 1, dtype=torch.long, device=rows.device)
-    return rows[inverse.index_copy(0, order, torch.arange(len(order), device=rows.device))]
+    inverse.index_copy_(0, order, torch.arange(len(order), device=rows.device))
+    return rows.index_select(0, inverse)

@@ -283,6 +283,30 @@ def test_experts_without_rows_have_gradients_of_zero(fills: bool, monkeypatch: p
     assert not found[0][2][1].any()
 
 
+@pytest.mark.parametrize(("inner", "grouped"), [(8, True), (6, False)])
+def test_a_cpu_has_a_grouped_product_for_aligned_widths(
+    inner: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 rows of 16 bytes' multiples; float64 has none."""
+    called = []
+    product = kernels_experts.GroupedProduct.apply
+    monkeypatch.setattr(
+        kernels_experts.GroupedProduct, "apply", lambda *args: called.append(1) or product(*args), raising=False
+    )
+    rows, weight = (values(*shape, seed=i).float() for i, shape in enumerate([(9, 8), (4, inner, 8)]))
+    counts, g = torch.tensor([5, 0, 1, 3]), values(9, inner, seed=2).float()
+    found = []
+    for multiply in (kernels_experts.grouped_linear, kernels_experts.looped_linear):
+        own = [t.clone().requires_grad_() for t in (rows, weight)]
+        out = multiply(*own, counts)
+        found.append((out, *torch.autograd.grad(out, own, g)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert bool(called) == grouped
+    kernels_experts.grouped_linear(rows.double(), weight.double(), counts)
+    assert len(called) == grouped
+
+
 def shared_out(exchange: bool, first: bool) -> None:
     """Half the experts per rank, with other tokens or the same ones, against one process that has all; expert 1 gets nothing, and
     rank 0 owns nearly every row. With ``first``, rows are weighted before their experts."""

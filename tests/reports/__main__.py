@@ -72,6 +72,10 @@ REPORTS = {
         "the table of examples/README.md: every example, run", (program("examples_page"),), options=False
     ),
     "exactness": Report("every plan kind against one device in float64 (half an hour)", (program("matrix"),)),
+    "experts": Report(
+        "expert parallelism with and without overlap and by hand, on four nodes with limited links (root, a quiet machine, 20 minutes)",
+        (program("experts"),),
+    ),
     "faults": Report("trainings that are killed, or cut off, and go on (root, half an hour)", (program("faults"),)),
     "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
     "growth": Report("planning time against layers and devices", (program("growth"),)),

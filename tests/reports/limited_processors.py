@@ -18,6 +18,7 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup/cpu")
 LEAST_QUOTA_US = 1000  # the kernel takes no shorter one; the shorter, the steadier is a node's speed
 SWEEP_S = 0.05  # how often new threads are let out
+SHARES = 1 << 15  # of a busy machine's processors: 32 times those of an ordinary group, so that nodes get their parts
 COMPUTING = 0.75  # of the machine's processors: nodes compute with them; the rest moves bytes
 GONE_S = 5.0  # how long a killed process may take to leave its group
 
@@ -40,6 +41,7 @@ def limited_processors(names: list[str]) -> Iterator[list[tuple[str, ...]]]:
             group.mkdir()
             (group / "cpu.cfs_period_us").write_text(str(round(LEAST_QUOTA_US / share)))
             (group / "cpu.cfs_quota_us").write_text(str(LEAST_QUOTA_US))
+            (group / "cpu.shares").write_text(str(SHARES))
         sweeper.start()
         yield [("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh") for group in groups]
     finally:

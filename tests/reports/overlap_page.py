@@ -60,7 +60,7 @@ def write_page(lines: Sequence[Line]) -> None:
 
 def page(lines: Sequence[Line]) -> str:
     """``docs/evidence/overlap.md``."""
-    parts = [HEAD, _features(lines), _clock(lines), _contests(lines), _links(lines), _failures(lines)]
+    parts = [HEAD, _features(lines), _clock(lines), _contests(lines), links(lines), _failures(lines)]
     return "".join(part for part in parts if part) + "\nMade by `make report NAME=overlap`. Do not edit.\n"
 
 
@@ -231,7 +231,8 @@ def plan_words(plan: Line) -> str:
     return ", ".join([word for word in words if word] + [f"{count} microbatch{'es' * (count > 1)}"])
 
 
-def _links(lines: Sequence[Line]) -> str:
+def links(lines: Sequence[Line]) -> str:
+    """The table of links, as they were measured."""
     found = of_part(lines, LINK)
     if not found:
         return ""
