@@ -116,7 +116,7 @@ def features(nodes: int) -> tuple[Feature, ...]:
             {"data": nodes, "zero": 1},
             HandTunedRecipe(data=nodes, bucket_mb=4),
             "By hand it is DDP again, which keeps all of the optimizer's state on every node and gathers no parameters.",
-            patch=NOTHING_EARLY | SENT_AT_ONCE,
+            patch={name: NOTHING_EARLY[name] + SENT_AT_ONCE[name] for name in NOTHING_EARLY},
             nodes=nodes,
         ),
         Feature(
