@@ -110,3 +110,24 @@ def test_a_square_of_a_distance_has_its_least_value_at_zero() -> None:
         return call(aten.gt.Scalar, call(aten.mul.Tensor, distance, distance), 0)
 
     assert kind(differ) is None
+
+
+class GroupLimited(nn.Module):
+    """A router as DeepSeek-V3's: the two best of four groups of experts, by a mask that ``scatter_`` writes into zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(64, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).flatten(0, 1).sigmoid()
+        groups = scores.view(len(scores), 4, 8).amax(-1)
+        kept = torch.zeros_like(groups).scatter_(1, groups.topk(2, dim=-1).indices, 1)
+        return self.head(scores * kept.unsqueeze(-1).expand(-1, 4, 8).flatten(1)).sum()
+
+
+def test_a_mask_that_is_written_into_zeros_admits_microbatches_at_any_size() -> None:
+    """From 256 MB of zeros on they were kept as one tensor of the whole batch."""
+    with torch.device("meta"):
+        model, x = GroupLimited(), torch.zeros(1 << 13, 1 << 12, 64)
+    assert capture(model, {"x": x}).unmicrobatchable == ""

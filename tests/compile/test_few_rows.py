@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 from exactness import subject
 
 from autopar.devices import parse
+from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.planning import find_plan
 from autopar.search import SearchOptions, make_mesh
@@ -56,3 +58,11 @@ def test_copies_of_sharded_state_are_of_every_number_down_to_a_nodes() -> None:
     assert {s.replicate for s in data if s.zero == 0} == {1}
     pinned = candidates(mesh, 64, 8, dataclasses.replace(SearchOptions(), replicate=8)).every
     assert {s.replicate for s in pinned if s.zero} == {8}
+
+
+def test_reference_cycles_are_collected_again_after_a_search(graph: Graph) -> None:
+    find_plan(graph, CLUSTER, SearchOptions(time_limit_s=0.0))
+    assert gc.isenabled()
+    with pytest.raises(InfeasibleError):
+        find_plan(graph, CLUSTER, SearchOptions(memory_limit_bytes=1, explained=False))
+    assert gc.isenabled()

@@ -150,6 +150,21 @@ class TestFolded:
             sizes.append({one.members.size for one in found if one.collective.value == "all_to_all"})
         assert sizes == [{2}, {8}, {16}]
 
+    def test_resharding_depends_on_the_layout_alone(self, mixtral: Graph) -> None:
+        """The search compares candidates of one layout, wherever their experts are."""
+        pricer = Pricer(mixtral, parse("2x8xH100-80GB"), "bfloat16")
+        (mesh,) = (m for m in meshes(16) if [axis.size for axis in m] == [2, 2, 2, 2])
+        options = SearchOptions(roles=(*ROLES, Role.RING, Role.ULYSSES))
+        by_layout: dict[tuple[Role, ...], list[Strategy]] = {}
+        for roles in candidates(mesh, 64, 8, options, experts=64).roles:
+            by_layout.setdefault(Strategy(roles).layout, []).append(Strategy(roles))
+        assert max(map(len, by_layout.values())) > 3
+        others = [Strategy(roles) for roles in candidates(mesh, 64, 8, options).roles]
+        for same in by_layout.values():
+            into = {tuple(pricer.edge(0, mesh, other, s, 1) for other in others) for s in same}
+            out_of = {tuple(pricer.edge(1, mesh, s, other, 1) for other in others) for s in same}
+            assert len(into) == len(out_of) == len({pricer.p2p(1, mesh, s, 1) for s in same}) == 1
+
     def test_a_relay_gets_a_row_once_for_all_experts_of_its_node(self, mixtral: Graph) -> None:
         cls, pricer = mixtral.layers[1].cls, Pricer(mixtral, parse("2x8xH100-80GB"), "bfloat16")
         (mesh,) = (m for m in meshes(16) if [axis.size for axis in m] == [2, 2, 2, 2])
