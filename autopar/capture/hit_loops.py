@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.backward import NotTraceableError, caller
 from autopar.capture.blocks import stack
-from autopar.errors import OPAQUE_HINT
+from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.ops.meta import graph_meta
 from autopar.ops.source import source_line
 from passes.clean.expert_loops import ENTER, LEAVE, lower_expert_loops
@@ -69,6 +69,7 @@ class TraceHitLoops(TorchFunctionMode):
         ] = {}  # by the id of positions: the positions, and the condition
         self._values: dict[int, tuple[Tensor, int]] = {}  # by the id of one position: its tensor and value
         self._read: set[int] = set()  # the values that were read since the last ``forget_reads``
+        self.loop = ""  # the line of the loop whose body runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,7 +81,15 @@ class TraceHitLoops(TorchFunctionMode):
         if value is not None and _is_among(func, _READS):
             self._read.add(value)
             return _READS[func](value, *args[1:])
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if not self.loop or isinstance(error, CaptureError):
+                raise
+            # eager PyTorch may never run the body for this position, such as one beyond the experts' parameters
+            raise NotTraceableError(
+                f"torch.export refused {self.loop}: its turns depend on the data", OPAQUE_HINT
+            ) from error
         if _is_among(func, _NONZERO) and len(args) == 1 and first is not None and first.dim() == 1:
             positions = result[0] if isinstance(result, tuple) else result
             self._conditions[id(positions)] = positions, first
@@ -127,8 +136,10 @@ class _Positions:
         unread = False
         for value in reversed(range(self._condition.shape[0])):
             self._mode.forget_reads()
+            self._mode.loop = self._line
             yield value if self._shape is None else self._mode.position(value, self._shape)
             unread |= self._mode.forget_reads() != {value}
+        self._mode.loop = ""
         torch.ops.autopar.leave_loop(self._condition, self._line if unread else "")
 
     def __getattr__(self, name: str) -> Any:

@@ -78,7 +78,7 @@ class LoweredLoops:
 
 def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> LoweredLoops:
     """Lower the loops over experts whose parameters are among the placeholders ``parameters``, and erase the markers of those loops."""
-    spans, lowered = _spans(gm), LoweredLoops()
+    (spans, unfinished), lowered = _spans(gm), LoweredLoops()
     for chain in _chains(gm):
         span = next((s for s in spans if any(i.write in s.body for i in chain)), None)
         if span is not None and not span.contains(chain):
@@ -88,7 +88,7 @@ def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> LoweredL
             spans.remove(span)
             lowered.skippable |= loop.stacked
             lowered.unread |= dict.fromkeys([unread] if unread else ())
-    lowered.refused = [span.enter for span in spans]
+    lowered.refused = [*(span.enter for span in spans), *unfinished]
     return lowered
 
 
@@ -123,10 +123,12 @@ class _Span:
         return True
 
 
-def _spans(gm: fx.GraphModule) -> list[_Span]:
-    spans, enter, body = list[_Span](), None, dict[fx.Node, None]()
+def _spans(gm: fx.GraphModule) -> tuple[list[_Span], list[fx.Node]]:
+    """Return the marked loops, and the first markers of those without an end, which a ``break`` or ``return`` leaves."""
+    spans, unfinished, enter, body = list[_Span](), list[fx.Node](), None, dict[fx.Node, None]()
     for node in gm.graph.nodes:
         if op_name(node) == f"autopar.{ENTER}":
+            unfinished += [enter] if enter is not None else []
             enter, body = node, {}
         elif op_name(node) == f"autopar.{LEAVE}":
             assert enter is not None
@@ -134,7 +136,7 @@ def _spans(gm: fx.GraphModule) -> list[_Span]:
             enter = None
         elif enter is not None:
             body[node] = None
-    return spans
+    return spans, unfinished + ([enter] if enter is not None else [])
 
 
 def _is_true_for_nonempty(condition: fx.Node, mask: fx.Node) -> bool:

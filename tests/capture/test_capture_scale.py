@@ -13,6 +13,7 @@ from torch import fx, nn
 from autopar.capture import capture
 from autopar.capture.evaluate import Evaluator
 from autopar.capture.masks import classify_mask
+from autopar.shard import annotate
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,4 +131,4 @@ def test_a_mask_that_is_written_into_zeros_admits_microbatches_at_any_size() -> 
     """From 256 MB of zeros on they were kept as one tensor of the whole batch."""
     with torch.device("meta"):
         model, x = GroupLimited(), torch.zeros(1 << 13, 1 << 12, 64)
-    assert capture(model, {"x": x}).unmicrobatchable == ""
+    assert annotate(capture(model, {"x": x})).unmicrobatchable == ""

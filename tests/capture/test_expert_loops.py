@@ -222,7 +222,29 @@ def sizes_read(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return x * max(F.one_hot(index.flatten(), COUNT).sum(0).tolist())
 
 
-REFUSED = [busy_only, negative, more_than_rows, mixed_rows, onto_itself, unequal, other_order, sizes_read]
+def stops(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out, (mask, hits) = torch.zeros_like(x), _hits(m, index)
+    for expert in hits:
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, m.experts[expert](x[token]) * weights[token, choice, None])
+        if int(expert) == 2:
+            break
+    return out
+
+
+def one_class_more(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As transformers' DBRX: no expert has the last position, for which the body cannot run."""
+    out, mask = torch.zeros_like(x), F.one_hot(index, num_classes=COUNT + 1).permute(2, 1, 0)
+    for expert in (mask.sum(dim=(-1, -2)) > 0).nonzero():
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, (x[token] @ m.stacked[expert[0]]) * weights[token, choice, None])
+    return out
+
+
+REFUSED = [
+    busy_only, negative, more_than_rows, mixed_rows, onto_itself, unequal, other_order, sizes_read, stops,
+    one_class_more,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
