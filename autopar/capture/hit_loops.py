@@ -88,7 +88,7 @@ class TraceHitLoops(TorchFunctionMode):
                 raise
             # eager PyTorch may never run the body for this position, such as one beyond the experts' parameters
             raise NotTraceableError(
-                f"torch.export refused {self.loop}: its turns depend on the data", OPAQUE_HINT
+                f"torch.export refused {self.loop}: its control flow depends on the data", OPAQUE_HINT
             ) from error
         if _is_among(func, _NONZERO) and len(args) == 1 and first is not None and first.dim() == 1:
             positions = result[0] if isinstance(result, tuple) else result
@@ -133,13 +133,14 @@ class _Positions:
 
     def __iter__(self) -> Iterator[Any]:
         torch.ops.autopar.enter_loop(self._condition)
-        unread = False
-        for value in reversed(range(self._condition.shape[0])):
-            self._mode.forget_reads()
-            self._mode.loop = self._line
-            yield value if self._shape is None else self._mode.position(value, self._shape)
-            unread |= self._mode.forget_reads() != {value}
-        self._mode.loop = ""
+        unread, self._mode.loop = False, self._line
+        try:
+            for value in reversed(range(self._condition.shape[0])):
+                self._mode.forget_reads()
+                yield value if self._shape is None else self._mode.position(value, self._shape)
+                unread |= self._mode.forget_reads() != {value}
+        finally:  # also after a ``break``
+            self._mode.loop = ""
         torch.ops.autopar.leave_loop(self._condition, self._line if unread else "")
 
     def __getattr__(self, name: str) -> Any:

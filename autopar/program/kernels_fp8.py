@@ -39,10 +39,8 @@ _EXPONENT = 0x7F800000  # the exponent bits of a float32: without its other bits
 _CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit tensor cores
 TILE = 128
 """The length of a tile, and both dims of a block, of blockwise scaling."""
-_HOPPER, _CUDA = (
-    9,
-    (12, 9),
-)  # cuBLAS has blockwise products for this major compute capability, since this version of CUDA
+_HOPPER = 9  # the major compute capability for which cuBLAS has blockwise products
+_CUDA = (12, 9)  # the first version of CUDA with them
 
 
 @torch.compiler.disable  # runs uncompiled: scales are computed with views of a float's bits

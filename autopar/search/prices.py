@@ -241,7 +241,8 @@ class Prices:
         return tables[key]
 
     def _slower_dispatches(self, cls: str, config: Configuration, every: Sequence[Strategy]) -> set[tuple[Role, ...]]:
-        """Return the roles that send tokens to experts on other nodes the slower way, directly or through relays: nothing else differs."""
+        """Return the roles that send tokens to experts on other nodes the slower way, directly or through relays: nothing else differs, so
+        they need no prices under ZeRO stages and options."""
         pricers, m = self._places(config.schedule.pipeline).pricers, config.schedule.microbatches
         listed, slower = dict.fromkeys(strategy.roles for strategy in every), set[tuple[Role, ...]]()
 

@@ -105,7 +105,7 @@ class Table:
     @cached_property
     def roles_of_layouts(self) -> tuple[Roles, ...]:
         """The roles of one candidate of each layout: resharding takes equally long for all of them."""
-        return tuple({s.layout: s.roles for s in reversed(self.strategies)}[layout] for layout in self.layouts)
+        return tuple({s.layout: s.roles for s in self.strategies}.values())
 
     @cached_property
     def layout_index(self) -> Indices:

@@ -124,24 +124,6 @@ _QWEN3_8B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
-_QWEN3_235B_A22B = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
 _GPT_OSS_120B = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -173,24 +155,6 @@ _MIXTRAL_8X7B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
-_QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
 _DEEPSEEK_V2_LITE = {
     "model_type": "deepseek_v2",
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -213,6 +177,27 @@ _DEEPSEEK_V2_LITE = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+
+
+def _qwen3_moe(width: int, inner: int, inner_of_experts: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "moe_intermediate_size": inner_of_experts,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
 
 
 def _deepseek_v3(
@@ -296,7 +281,15 @@ CATALOGUE: tuple[ZooModel, ...] = (
     ZooModel("llama3-405b", "language model", 405e9, _LLAMA3_PAPER, 8192, 2048, _llama3(16384, 53248, 126, 128)),
     ZooModel("qwen3-8b", "language model", 8.2e9, "arXiv:2505.09388, table 1", 4096, 1024, _QWEN3_8B),
     ZooModel("mixtral-8x7b", "mixture of experts", 46.7e9, "arXiv:2401.04088", 4096, 1024, _MIXTRAL_8X7B),
-    ZooModel("qwen3-30b-a3b", "mixture of experts", 30.5e9, "arXiv:2505.09388, table 2", 4096, 1024, _QWEN3_30B_A3B),
+    ZooModel(
+        "qwen3-30b-a3b",
+        "mixture of experts",
+        30.5e9,
+        "arXiv:2505.09388, table 2",
+        4096,
+        1024,
+        _qwen3_moe(2048, 6144, 768, 48, 32),
+    ),
     ZooModel(
         "deepseek-v2-lite", "mixture of experts", 15.7e9, "arXiv:2405.04434, appendix B", 4096, 1024, _DEEPSEEK_V2_LITE
     ),
@@ -319,7 +312,13 @@ CATALOGUE: tuple[ZooModel, ...] = (
         _deepseek_v3(64, 384, 1, 1, 2.827, 163840),
     ),
     ZooModel(
-        "qwen3-235b-a22b", "mixture of experts", 235.1e9, "arXiv:2505.09388, table 2", 4096, 4096, _QWEN3_235B_A22B
+        "qwen3-235b-a22b",
+        "mixture of experts",
+        235.1e9,
+        "arXiv:2505.09388, table 2",
+        4096,
+        4096,
+        _qwen3_moe(4096, 12288, 1536, 94, 64),
     ),
     ZooModel("gpt-oss-120b", "mixture of experts", 116.8e9, "arXiv:2508.10925, table 1", 4096, 1024, _GPT_OSS_120B),
     ZooModel("bert-base", "masked language model", 110e6, _BERT_TABLE, 512, 256, _bert(768, 12, 12)),

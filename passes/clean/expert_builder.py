@@ -7,6 +7,7 @@ with a parameter becomes a grouped product (grouped GEMM) with the experts' stac
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ class UnsupportedError(Exception):
     """The experts' computations aren't equal up to parameters, or not row-wise."""
 
 
-class ExpertBuilder:
+class ExpertBuilder(ABC):
     """Adds the computation for all experts before ``anchor``. ``parameters`` are the placeholders of the model's parameters.
 
     ``added`` are the new nodes, ``replaced`` those that they replace, ``stacked`` the stacked parameters, and ``row_nodes`` the new nodes
@@ -46,17 +47,17 @@ class ExpertBuilder:
         self.memory: set[fx.Node] = set()  # the memory that the replaced nodes read
         self._made: dict[tuple[fx.Node, ...], fx.Node] = {}
 
+    @abstractmethod
     def leaf(self, nodes: tuple[fx.Node, ...]) -> fx.Node | None:
         """Return all experts' rows if ``nodes`` are the rows of each; else ``None``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ends(self) -> fx.Node:
         """Return the ends of each expert's rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def experts(self) -> fx.Node:
         """Return each row's expert."""
-        raise NotImplementedError
 
     def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = add(self.anchor, target, args, kwargs)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 from autopar.capture import capture, check_capture
+from autopar.capture.backward import NotTraceableError
 from autopar.errors import CaptureError
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
@@ -241,10 +242,7 @@ def one_class_more(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-REFUSED = [
-    busy_only, negative, more_than_rows, mixed_rows, onto_itself, unequal, other_order, sizes_read, stops,
-    one_class_more,
-]  # fmt: skip
+REFUSED = [busy_only, negative, more_than_rows, mixed_rows, onto_itself, unequal, other_order, sizes_read]
 
 
 @pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
@@ -266,3 +264,14 @@ def test_a_count_of_iterations_is_no_expert() -> None:
         CaptureError, match="taken not to count its iterations, and the captured graph does not compute"
     ):
         check_capture(graph, model(run), batch(), None)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [(stops, "loops over the positions of true values"), (one_class_more, "control flow depends on the data")],
+)
+def test_a_loop_that_stops_or_cannot_run_may_be_kept_whole(run: Run, reason: str) -> None:
+    """An error that names the module: where its inputs and results allow it, capture makes it one opaque op."""
+    with pytest.raises(NotTraceableError, match=reason) as caught:
+        capture(model(run), batch(), precision="float64")
+    assert "mixture" in caught.value.paths
