@@ -52,7 +52,7 @@ from autopar.search.problem import (
     under_other_schedules,
 )
 from autopar.search.state import State
-from autopar.search.steps import advance, decided, may_segment, proved_infeasible, segmented
+from autopar.search.steps import advance, decided, improve_early, may_segment, proved_infeasible, segmented
 from autopar.search.tables import Instance
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
@@ -65,6 +65,9 @@ SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
 """Shares of the time limit. Further configurations (``Further``) are opened at the latest when less than such a share is left: other
 schedules with even stages at the first share (at the second, if sequence parallelism in all layers follows), then sequence parallelism and
 uneven stages at the third."""
+
+LAST_SHARE = 0.1
+"""The share of the time limit in which the last local search runs (``improve_early``)."""
 
 
 def search(
@@ -173,6 +176,8 @@ def explore(
     while state.left_s() > 0:
         while waiting and waiting[0].is_due(state):
             waiting.pop(0).open()
+        if state.left_s() < LAST_SHARE * state.options.time_limit_s:
+            improve_early(state)
         if (node := state.pop()) is not None:
             advance(state, node)
         elif _try_segments(state) or _try_segments_where_infeasible(state):

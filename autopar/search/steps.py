@@ -130,7 +130,8 @@ def _whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> floa
 
 
 def _linear(state: State, node: SearchNode) -> None:
-    """Compute ``linear_bound``, which considers all devices together."""
+    """Compute ``linear_bound``, which considers all devices together. It stops early if the incumbent is fast."""
+    improve_early(state)
     state.solvers.add("GLOP")
     _raise_bound(state, node, linear_bound(node.instance, node.bound_s, state.cutoff_s))
 
@@ -147,9 +148,7 @@ def _textbook(state: State, node: SearchNode) -> None:
     close = bound_s < state.cutoff_s and any(s < (1 + PROMISING) * known_s for s in tried_s)
     if (far or close) and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
         started = time.monotonic()
-        step_s = _find_solution(
-            state, node.instance, close=0.0
-        )  # many are tried, and a local search takes longer than the rest
+        step_s = _find_solution(state, node.instance, early=True)
         state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = step_s
         state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
     _raise_bound(state, node, bound_s)
@@ -175,18 +174,29 @@ def _construct(state: State, node: SearchNode) -> None:
     state.push(instance, node.bound_s, node.done + 1)
 
 
-def _find_solution(state: State, instance: Instance, close: float = CLOSE) -> float:
-    """Search for a solution of the configuration; return its seconds, or infinity if none was found. ``close`` as for ``construct``."""
+def _find_solution(state: State, instance: Instance, early: bool = False) -> float:
+    """Search for a solution of the configuration; return its seconds, or infinity if none was found. Many early solutions are tried, so
+    only those that improve the incumbent get a local search, and no layers are moved: that takes longer than the rest."""
     state.opened += 1
     child = _dive(state, instance)
     if child is None:
         return np.inf
     child.cuts[:] = instance.cuts
-    found = construct(child, state.deadline, state.step_s, close)
+    known_s = state.step_s
+    found = construct(child, state.deadline, known_s, close=0.0 if early else CLOSE, moves=not early)
     if found is None:
         return np.inf
     state.offer(child, found[1])
+    if state.step_s < known_s:
+        state.early = early
     return found[0]
+
+
+def improve_early(state: State) -> None:
+    """If the incumbent is an early solution, search for a solution of its configuration once more, with moves of layers."""
+    if state.early and state.best is not None:
+        state.early = False
+        _find_solution(state, state.best[0])
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:

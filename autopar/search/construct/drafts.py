@@ -1,8 +1,9 @@
 """``construct`` returns a solution of a configuration, in four steps.
 
 1. For each mode (``modes_of``), take the fastest candidate of every kind with which all layers together fit on the devices.
-2. Cut the layers: at the linear program's mean cuts (``bounds.linear``), rounded; and so that all devices get equal work, or equal bytes,
-   with the candidates of 1. Of the latter cuts, keep the best by the simulated schedule.
+2. Cut the layers: at the linear program's mean cuts (``bounds.linear``), rounded; so that all devices get equal work, or equal bytes,
+   with the candidates of 1; and, if nearly all layers are equal, into chunks that are as even as possible. Of the latter cuts, keep the
+   best by the simulated schedule.
 3. For these cuts, choose the candidates of each stage or device within its memory, including resharding (``refine``).
 4. Run the local search (``local``).
 """
@@ -34,6 +35,9 @@ DRAFTS, REFINED, FEW, MODES = 6, 6, 2, 2
 """Maximum numbers: of picks that are cut; of drafts that are refined; of drafts that are refined if devices have several stages and the
 linear program's cuts gave a solution; of modes in which the program's cuts after the first are tried."""
 
+MOSTLY_EQUAL = 0.75
+"""Stages with equal numbers of layers are nearly balanced if at least this share of the layers is equal."""
+
 CLOSE = 0.03
 """A solution that is less than this much slower (relative) than the best plan gets a local search."""
 
@@ -55,12 +59,16 @@ class _Draft:
 
 
 def construct(
-    instance: Instance, deadline: float = np.inf, known_s: float = np.inf, close: float = CLOSE
+    instance: Instance,
+    deadline: float = np.inf,
+    known_s: float = np.inf,
+    close: float = CLOSE,
+    moves: bool = True,
 ) -> tuple[float, Solution] | None:
     """Return the best solution found, with its exact step time; ``None`` if no tried solution fits.
 
     ``known_s`` is the step time of the best plan: the local search improves solutions that are less than ``close`` slower. It ends at
-    ``deadline``.
+    ``deadline``, and moves layers between stages if ``moves``.
     """
     tries = _Tries(instance)
     picks = _picks(instance)[:DRAFTS]
@@ -83,7 +91,7 @@ def construct(
     if step_s < (1 + close) * known_s:
         found = change_candidates(instance, found, deadline)
         step_s = cost(instance, found).step_time_s
-    if step_s < (1 + close) * known_s:
+    if moves and step_s < (1 + close) * known_s:
         found = move_layers(instance, found, tries.refined, deadline)
     return cost(instance, found).step_time_s, found
 
@@ -149,15 +157,41 @@ def _sends_s(instance: Instance, pick: list[int]) -> float:
 
 
 def _balanced_by_even_chunks(instance: Instance) -> bool:
-    """Return whether stages with equal numbers of layers are nearly balanced: under interleaved 1F1B, if at most one kind has several
-    layers."""
-    return instance.schedule.name == INTERLEAVED and int((np.bincount(instance.kind) > 1).sum()) < 2
+    """Return whether stages with equal numbers of layers are nearly balanced: under interleaved 1F1B, if nearly all layers are equal."""
+    return instance.schedule.name == INTERLEAVED and np.bincount(instance.kind).max() >= MOSTLY_EQUAL * instance.layers
+
+
+def _even_cuts(instance: Instance) -> list[tuple[int, ...]]:
+    """Return cuts into chunks that are as even as possible, if these balance the stages: devices with one layer more are neighbours in the
+    ring of devices, and chunks get extra layers from the first chunk on or from the last."""
+    if not _balanced_by_even_chunks(instance):
+        return []
+    common, chunks, pp = int(np.bincount(instance.kind).argmax()), instance.schedule.chunks, instance.schedule.pipeline
+    ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
+    least, more = divmod(instance.layers - sum(ends), pp)
+    found = []
+    for start in range(pp if more else 1):
+        layers = np.full(pp, least)
+        layers[[(start + d) % pp for d in range(more)]] += 1
+        layers[[0, -1]] += ends
+        found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in _orders(chunks)]
+    return _valid(instance, found)
+
+
+def _orders(chunks: int) -> tuple[list[int], list[int]]:
+    """Return the orders in which chunks get extra layers."""
+    return list(range(chunks)), list(range(chunks))[::-1]
+
+
+def _valid(instance: Instance, found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the distinct cuts that give every stage a layer."""
+    count = instance.layers
+    return [b for b in dict.fromkeys(found) if all(i < j for i, j in pairwise(b)) and b[-1] == count]
 
 
 def _linear_program_cuts(instance: Instance) -> list[tuple[int, ...]]:
-    """Return the linear program's mean cuts, rounded. Under interleaved 1F1B, if nearly all layers are equal, return instead cuts with each
-    device's mean number of layers in chunks that are as even as possible, rounded up where the fraction is largest, or on the first
-    devices."""
+    """Return the linear program's mean cuts, rounded. If chunks that are as even as possible balance the stages, return instead cuts with
+    each device's mean number of layers in such chunks, rounded up where the fraction is largest, or on the first devices."""
     if not instance.cuts or instance.schedule.stages == 1:
         return []
     mean, stages, count = instance.cuts[-1], instance.schedule.stages, instance.layers
@@ -171,26 +205,26 @@ def _linear_program_cuts(instance: Instance) -> list[tuple[int, ...]]:
         more = count - int(least.sum())
         common, chunks = int(np.bincount(instance.kind).argmax()), instance.schedule.chunks
         ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
-        orders = list(range(chunks)), list(range(chunks))[::-1]
         found = []
         for first in (np.argsort(least - exact), np.argsort(exact - least < 0.01, kind="stable")):
             layers = least.copy()
             layers[first[:more]] += 1
-            found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in orders]
-    distinct = dict.fromkeys(found)
-    return [b for b in distinct if all(i < j for i, j in pairwise(b)) and b[-1] == count]
+            found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in _orders(chunks)]
+    return _valid(instance, found)
 
 
 def _drafts(instance: Instance, picks: list[_Pick]) -> list[_Draft]:
     """Return cuts that balance work, bytes or mixtures of both over the devices, with the candidates of each pick; sorted by the simulated
     step time, multiplied like ``_Pick``'s estimate."""
     found: list[_Draft] = []
+    even = _even_cuts(instance)
     for each in picks:
         parts, live = _sums(instance, each.pick)
         seconds = parts[:, :-1].sum(axis=1) + parts[:, -1] / instance.schedule.microbatches
         device = instance.schedule.rank_of_stage
         share = seconds / float(seconds[:, -1].mean()) * len(live)
-        cuts = list(dict.fromkeys(balanced_cuts(list((1 - w) * share + w * live), device) for w in MIXTURES))
+        balanced = (balanced_cuts(list((1 - w) * share + w * live), device) for w in MIXTURES)
+        cuts = list(dict.fromkeys([*balanced, *even]))
         at = instance.rank_of_stage[None, :], np.array(cuts)[:, 1:]
         before = at[0], np.array(cuts)[:, :-1]
         *stages, once = (sums[at].T - sums[before].T for sums in parts.swapaxes(0, 1))  # [stage, set] each
