@@ -1,13 +1,23 @@
-"""When early solutions are tried with further numbers of chunks."""
+"""Early solutions: with which numbers of chunks they are tried, from which cuts they start, and how the best one is improved."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from search_models import Devices, RandomPricer, chain
 
-from autopar.search.steps import PROMISING, _is_promising
+from autopar.schedules import Schedule
+from autopar.search import SearchOptions
+from autopar.search.construct.drafts import _even_cuts
+from autopar.search.evaluation import fits
+from autopar.search.prices import Prices
+from autopar.search.problem import configurations
+from autopar.search.state import State
+from autopar.search.steps import PROMISING, _find_solution, _is_promising, improve_early
 
 BEST, OTHER = "configuration of the incumbent", "another configuration"
 
@@ -33,3 +43,55 @@ def state(early_s: dict[str, dict[int, float]]) -> Any:
 def test_further_chunks_are_tried_early_after_a_close_solution(early_s: dict[str, dict[int, float]], promising: bool):
     config: Any = SimpleNamespace(without_chunks=OTHER)
     assert _is_promising(state(early_s), config) is promising
+
+
+def even_cuts(kinds: list[int], chunks: int) -> list[np.ndarray]:
+    """The numbers of layers of all stages, ``[chunk, device]``, for the even cuts of a model on five devices."""
+    schedule = Schedule("interleaved-1f1b", 5, 5, chunks)
+    instance: Any = SimpleNamespace(schedule=schedule, kind=np.array(kinds), layers=len(kinds))
+    return [np.diff(cuts).reshape(chunks, 5) for cuts in _even_cuts(instance)]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 6])
+def test_even_chunks_give_neighbouring_devices_one_layer_more(chunks: int):
+    found = even_cuts([0, *[1] * 32, 2], chunks)
+    assert len(found) == len({sizes.tobytes() for sizes in found}) and len(found) >= 5
+    with_more = set()
+    for sizes in found:
+        assert sizes.min() >= 1 and sizes.sum() == 34
+        layers = sizes.sum(axis=0) - [1, 0, 0, 0, 1]  # without the first and the last layer of the model
+        assert sorted(layers) == [6, 6, 6, 7, 7]
+        (gap,) = {(b - a) % 5 for a, b in [np.flatnonzero(layers == 7)]}
+        assert gap in (1, 4)
+        with_more.add(tuple(layers))
+    assert len(with_more) == 5
+
+
+def test_models_of_several_frequent_kinds_have_no_even_chunks():
+    assert not even_cuts([0, *[1, 3] * 16, 2], 2)
+
+
+def test_the_best_early_solution_is_improved_once():
+    """Moves of layers are left to the later search, which starts from the incumbent's configuration."""
+    graph, options = (
+        chain([f"c{i % 4}" for i in range(16)], 4),
+        SearchOptions(schedule="interleaved-1f1b", chunks=2, pipeline=2),
+    )
+    gains = []
+    for seed in range(8):
+        pricer = RandomPricer(graph, seed, 0.6, 0.3)
+        prices = Prices(graph, Devices(2, 1500), pricer, options)
+        for instance in filter(None, map(prices.instance, configurations(graph, 2, options, prices.pins))):
+            state = State(options, prices, pricer, time.monotonic() + 60)
+            _find_solution(state, instance, early=True)
+            if state.best is None:
+                continue
+            early_s = state.step_s
+            assert state.early
+            improve_early(state)
+            assert not state.early and fits(*state.best)
+            gains.append(1 - state.step_s / early_s)
+            opened = state.opened
+            improve_early(state)
+            assert state.opened == opened
+    assert len(gains) >= 8 and min(gains) >= 0 and max(gains) > 0.005, gains
