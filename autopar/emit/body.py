@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
 from torch import fx
 
-from autopar.emit.expressions import Text, expression, joined_call, literal
+from autopar.emit.expressions import Text, experts_call, expression, joined_call, literal
 from autopar.emit.names import Names, remark
+from autopar.ops.experts import Experts
 from autopar.ops.meta import meta
 from autopar.ops.source import is_bound, source_name
 from passes.clean.nodes import module_path
@@ -34,7 +36,7 @@ def statements(
     named: list[str] = []
     ends: list[int] = []  # index of the first line after each submodule
     handles: dict[fx.Node, str] = {}  # async conversions -> variables of their handles
-    scope = None
+    scope, here_too = None, set(nodes)
     for node in nodes:
         if node.op == "placeholder" or node in texts:
             lines += issue_lines(node, texts, names, handles)
@@ -58,10 +60,17 @@ def statements(
             ends.append(len(lines))
             lines.append(f"        # {remark(here)}")
         scope = here or scope
-        made = [one.node for one in results_of(node)] if is_joined(node) else [node]
+        made = (
+            [one.node for one in results_of(node)] if is_joined(node) else [node] if watch else _results(node, here_too)
+        )
         own = [names.fresh(value_name(result)) for result in made]
         left = ", ".join(own)
-        lines += _joined_lines(node, left, texts) if is_joined(node) else [f"        {left} = {text.text}"]
+        if is_joined(node):
+            lines += _joined_lines(node, left, texts)
+        elif isinstance(node.target, Experts):
+            lines += _experts_lines(node, left, texts)
+        else:
+            lines.append(f"        {left} = {text.text}")
         texts.update(zip(made, map(Text, own), strict=True))
         watched += [f'"{result.name}": {name}' for result, name in zip(made, own, strict=True)]
         named += own
@@ -90,11 +99,44 @@ def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list
     collective = "reduce-scatter" if source.sharded else "all-reduce"
     whose = "weights' gradients are" if len(weights_of(node)) > 1 else "weight's gradient is"
     comment = f"        # backward: the {collective} of the input's gradient runs while the {whose} computed"
-    call, given = joined_call(node, texts)
+    return [comment, *_wrapped(names, *joined_call(node, texts))]
+
+
+def _experts_lines(node: fx.Node, name: str, texts: dict[fx.Node, Text]) -> list[str]:
+    """Return the lines of a mixture of experts: a comment on where tokens' rows are sent, and the call, wrapped if it is long."""
+    axes = " and ".join(str(axis) for key in ("relay", "exchange") for axis in _tuple(node.kwargs.get(key)))
+    dispatch = f"dispatch tokens to their experts over {axes}, " if axes else ""
+    comment = f"        # {dispatch}run {meta(node)['body']}, and combine the results with the router's weights"
+    return [comment, *_wrapped(name, *experts_call(node, texts))]
+
+
+def _tuple(axes: Any) -> tuple[Any, ...]:
+    return tuple(axes) if isinstance(axes, list | tuple) else ()
+
+
+def _wrapped(names: str, call: str, given: list[str]) -> list[str]:
+    """Return the lines of an assignment of a call, with one line for each of ``given`` if it is long."""
     line = f"        {names} = {call}({', '.join(given)})"
     if len(line) <= WIDTH:
-        return [comment, line]
-    return [comment, f"        {names} = {call}(", *(f"            {one}," for one in given), "        )"]
+        return [line]
+    return [f"        {names} = {call}(", *(f"            {one}," for one in given), "        )"]
+
+
+def _results(node: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
+    """Return the results of a call that has several, if each is read, and all of them are ``among`` the emitted nodes; else the node."""
+    value = meta(node).get("val")
+    if not isinstance(value, list | tuple) or any(user.target is not operator.getitem for user in node.users):
+        return [node]
+    results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+    plain = not any(meta(user).get(key) for user in node.users for key in ("issued_after", "other_half_before"))
+    if (
+        not plain
+        or len(node.users) != len(results)
+        or set(results) != set(range(len(value)))
+        or not among >= set(node.users)
+    ):
+        return [node]
+    return [results[index] for index in range(len(value))]
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:

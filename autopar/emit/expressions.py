@@ -51,7 +51,7 @@ _FUNCTIONAL = frozenset(
 )
 _TORCH = frozenset(
     """rsqrt sqrt exp log tanh sigmoid abs sin cos pow cat stack matmul bmm mm addmm where cumsum minimum maximum erf square
-    clamp amax amin var einsum""".split()  # noqa: SIM905  a list of words
+    clamp amax amin var einsum topk sort gather scatter flip roll cumprod logsumexp logical_not""".split()  # noqa: SIM905  a list of words
 )
 _METHODS = frozenset(
     """transpose permute view reshape unsqueeze squeeze expand contiguous t clone detach flatten
@@ -134,7 +134,8 @@ def _call(node: fx.Node, texts: Texts) -> Text:
     if node.target is operator.getitem:
         return Text(f"{texts[_operand(node)].within(ATOM)}[{literal(node.args[1], texts)}]")
     if isinstance(node.target, Experts):
-        return Text(_experts(node, node.target, texts))
+        call, given = experts_call(node, texts)
+        return Text(f"{call}({', '.join(given)})")
     if is_joined(node):
         call, given = joined_call(node, texts)
         return Text(f"{call}({', '.join(given)})")
@@ -150,15 +151,18 @@ def _call(node: fx.Node, texts: Texts) -> Text:
     return form if form is not None else Text(f"{_qualified(node.target)}({_call_arguments(node, texts)})")
 
 
-def _experts(node: fx.Node, op: Experts, texts: Texts) -> str:
-    """Return the call of a mixture of experts, whose body is the layer's method ``meta["body"]``."""
-    x, index, weights, *parameters = (literal(arg, texts) for arg in node.args)
-    rest = "".join(f", {key}={literal(value, texts)}" for key, value in node.kwargs.items())
-    rest += ", weights_first=True" if op.weights_first else ""
-    more = f"[{', '.join(parameters)}], self.{meta(node)['body']}, {op.count}{rest}"
+def experts_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
+    """Return the function and the arguments of the call of a mixture of experts, whose body is the layer's method ``meta["body"]``."""
+    op = node.target
+    assert isinstance(op, Experts)
+    *tokens, parameters = *(literal(arg, texts) for arg in node.args[:3]), list(node.args[3:])
+    experts = f"{literal(parameters, texts)}, self.{meta(node)['body']}, {op.count}"
+    rest = [f"{key}={literal(value, texts)}" for key, value in node.kwargs.items()]
+    rest += ["weights_first=True"] if op.weights_first else []
+    given = [", ".join(part) for part in (tokens, [experts], rest) if part]
     if send := meta(node).get("kernel_async_op"):
-        return f"yield from kernels_experts.in_steps({send}, ({x}, {index}, {weights}), {more})"
-    return f"kernels_experts.experts({x}, {index}, {weights}, {more})"
+        return "yield from kernels_experts.in_steps", [send, f"({given[0]})", *given[1:]]
+    return "kernels_experts.experts", given
 
 
 def joined_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:

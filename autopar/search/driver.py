@@ -34,7 +34,7 @@ from autopar.plan import PinPrice, Plan, Role
 from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import cheap_bound
-from autopar.search.construct.drafts import construct
+from autopar.search.construct.drafts import CLOSE, construct
 from autopar.search.evaluation import PricedPlan, Proof, Solution, make_plan, simplified, with_actual_segments
 from autopar.search.minimum_memory import explain, explain_offload, is_feasible, least_memory, least_share
 from autopar.search.options import SearchOptions, SequencePin
@@ -67,7 +67,7 @@ schedules with even stages at the first share (at the second, if sequence parall
 uneven stages at the third."""
 
 LAST_SHARE = 0.1
-"""The share of the time limit in which the last local search runs (``improve_early``)."""
+"""The last share of the time limit, in which early solutions close to the incumbent are improved first (``improve_early``)."""
 
 
 def search(
@@ -176,8 +176,8 @@ def explore(
     while state.left_s() > 0:
         while waiting and waiting[0].is_due(state):
             waiting.pop(0).open()
-        if state.left_s() < LAST_SHARE * state.options.time_limit_s:
-            improve_early(state)
+        if state.left_s() < LAST_SHARE * state.options.time_limit_s and improve_early(state, CLOSE):
+            continue
         if (node := state.pop()) is not None:
             advance(state, node)
         elif _try_segments(state) or _try_segments_where_infeasible(state):

@@ -85,7 +85,8 @@ class State:
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
     counter: itertools.count[int] = field(default_factory=itertools.count)
-    early: bool = False  # whether the incumbent is an early solution (``steps``), which can be improved
+    early: list[tuple[float, int, Instance]] = field(default_factory=list)
+    """A heap of early solutions (``steps``) that can be improved: seconds, number, and configuration."""
     opened: int = 0
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0  # the number of configurations that were not priced when time ran out

@@ -5,6 +5,7 @@ Bounds come first: most configurations need no solution, and the linear program 
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -182,21 +183,22 @@ def _find_solution(state: State, instance: Instance, early: bool = False) -> flo
     if child is None:
         return np.inf
     child.cuts[:] = instance.cuts
-    known_s = state.step_s
-    found = construct(child, state.deadline, known_s, close=0.0 if early else CLOSE, moves=not early)
+    found = construct(child, state.deadline, state.step_s, close=0.0 if early else CLOSE, moves=not early)
     if found is None:
         return np.inf
     state.offer(child, found[1])
-    if state.step_s < known_s:
-        state.early = early
+    if early:
+        heapq.heappush(state.early, (found[0], next(state.counter), child))
     return found[0]
 
 
-def improve_early(state: State) -> None:
-    """If the incumbent is an early solution, search for a solution of its configuration once more, with moves of layers."""
-    if state.early and state.best is not None:
-        state.early = False
-        _find_solution(state, state.best[0])
+def improve_early(state: State, close: float = 0.0) -> bool:
+    """Search again in the configuration of the fastest early solution that is at most ``close`` (relative) slower than the incumbent, now
+    with moves of layers; return whether there is one. Each is improved once."""
+    if not state.early or state.early[0][0] > (1 + close) * state.step_s:
+        return False
+    _find_solution(state, heapq.heappop(state.early)[2])
+    return True
 
 
 def _dive(state: State, instance: Instance) -> Instance | None:

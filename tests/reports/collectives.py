@@ -62,6 +62,10 @@ LARGE = (
     Large("llama3-405b", "2048x8xH100-80GB", 2048, {"pipeline": 16, "tensor": 8, "chunks": 1}),
     Large("mixtral-8x7b", "64x8xH100-80GB", 1024),
     Large("gpt3-175b", "256x8xA100-80GB", 1536),
+    Large("deepseek-v3", "256x8xH800", 2048),
+    Large("kimi-k2", "512x8xH800", 4096),
+    Large("qwen3-235b-a22b", "64x8xH100-80GB", 1024),
+    Large("gpt-oss-120b", "8x8xH100-80GB", 256),
 )
 
 
