@@ -6,7 +6,8 @@ a process of its own; on a GPU, which is faster than one process needs, they run
 
 A mixture of experts in bfloat16 does the same with gradients and with Adam's moments in float32 and in bfloat16, in four microbatches a
 step (``precision-states.{jsonl,svg}``). A wider one is trained in float32, in bfloat16, and with both kinds of scales of products in 8 bits
-(``precision-fp8.{jsonl,svg}``). ``--curves precision-fp8`` trains one of the three groups; the page has all.
+(``precision-fp8.{jsonl,svg}``). Rounding alone moves the loss of a mixture by a per cent in one run, because tokens change their experts:
+each curve of the mixtures is trained with several seeds. ``--curves precision-fp8`` trains one of the three groups; the page has all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -114,6 +116,8 @@ FP8_WAYS = (
 )
 """The curves of the mixture that is wide enough for several tiles of 128."""
 CURVES = {"precision": WAYS, "precision-states": STATES, "precision-fp8": FP8_WAYS}
+SEEDS = 5
+"""Runs of each curve of the mixtures, with other initial values and batches."""
 EVERY = (*WAYS, *IN_8_BITS, *STATES, *FP8_WAYS)
 
 
@@ -123,22 +127,22 @@ def text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
-def batches(size: Size, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(size: Size, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of every step: windows of the text, drawn with one seed."""
-    data, generator = text(), torch.Generator().manual_seed(0)
+    data, generator = text(), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         starts = torch.randint(len(data) - size.length - 1, (size.rows,), generator=generator)
         windows = torch.stack([data[start : start + size.length + 1] for start in starts]).long()
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def train(way: Way, steps: int) -> dict[str, Any]:
+def train(way: Way, steps: int, seed: int = 0) -> dict[str, Any]:
     """One curve, trained in this process."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # this process is the program's one rank
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = way.mixture or SIZES[device]
-    torch.manual_seed(0)
-    model, data = size.build_mixture() if way.mixture else size.build(), list[Any](batches(size, steps))
+    torch.manual_seed(seed)
+    model, data = size.build_mixture() if way.mixture else size.build(), list[Any](batches(size, steps, seed))
     loss_fn = None if way.mixture else token_loss
     options: dict[str, Any] = {
         "precision": way.precision,
@@ -162,6 +166,7 @@ def train(way: Way, steps: int) -> dict[str, Any]:
     losses = program.train(data)
     return {
         "precision": way.name,
+        "seed": seed,
         "losses": losses,
         "loss_scale": program.scaler_state_dict().get("scale"),
         "activations_bytes": program.plan.stages[0].memory.activations,
@@ -174,9 +179,9 @@ def train(way: Way, steps: int) -> dict[str, Any]:
     }
 
 
-def train_apart(way: Way, steps: int) -> dict[str, Any]:
+def train_apart(way: Way, steps: int, seed: int = 0) -> dict[str, Any]:
     """``train`` in a process of its own."""
-    command = [sys.executable, "-W", "ignore", __file__, "--only", way.name, "--steps", str(steps)]
+    command = [sys.executable, "-W", "ignore", __file__, "--only", way.name, "--steps", str(steps), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{way.name} failed:\n{done.stderr[-4000:]}")
@@ -238,7 +243,7 @@ def page(lines: list[dict[str, Any]], states: list[dict[str, Any]], fp8: list[di
 
 def states_page(lines: list[dict[str, Any]]) -> str:
     """The section on gradients and moments in bfloat16."""
-    (reference,) = (line for line in lines if line["precision"] == STATES_REFERENCE)
+    reference = next(line for line in lines if line["precision"] == STATES_REFERENCE)
     parts = [
         "\n## Gradients and moments in bfloat16\n",
         f"A mixture of four experts with {reference['parameters'] / 1e6:.2f} million parameters, in bfloat16, learns the same text: "
@@ -248,12 +253,12 @@ def states_page(lines: list[dict[str, Any]]) -> str:
         "Sums of gradients and Adam's moments are in float32, or in bfloat16 as `allow` names them.\n",
         "![loss by step](precision-states.svg)\n",
     ]
-    return "\n".join([*parts, *last_losses("states", lines, reference)]) + "\n"
+    return "\n".join([*parts, *last_losses("states", lines, STATES_REFERENCE)]) + "\n"
 
 
 def fp8_page(lines: list[dict[str, Any]]) -> str:
     """The section on a mixture of experts with products in 8 bits."""
-    (reference,) = (line for line in lines if line["precision"] == FP8_REFERENCE)
+    reference = next(line for line in lines if line["precision"] == FP8_REFERENCE)
     parts = [
         "## A mixture of experts in 8 bits\n",
         f"A mixture of four experts with {reference['parameters'] / 1e6:.1f} million parameters, {WIDE_MIXTURE.width} wide, learns the "
@@ -263,35 +268,48 @@ def fp8_page(lines: list[dict[str, Any]]) -> str:
         "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, in the experts, too.\n",
         "![loss by step](precision-fp8.svg)\n",
     ]
-    return "\n".join([*parts, *last_losses("precision", lines, reference)]) + "\n"
+    return "\n".join([*parts, *last_losses("precision", lines, FP8_REFERENCE)]) + "\n"
 
 
-def last_losses(title: str, lines: list[dict[str, Any]], reference: dict[str, Any]) -> list[str]:
-    """The rows of a table of the losses at the end of every curve, compared with the reference's."""
-    last = math.fsum(reference["losses"][-WINDOW:])
+def last_losses(title: str, lines: list[dict[str, Any]], against: str) -> list[str]:
+    """The rows of a table of the losses at the end of every curve, compared with those of the reference with the same seeds."""
+    runs = by_curve(lines)
+    several = f"Figures are means of {len(runs[against])} runs, each with initial values and batches of its own; ± is the standard error.\n"
     parts = [
+        *([several] if len(runs[against]) > 1 else []),
         f"| {title} | last loss | to float32's | mean of the last {WINDOW} | to float32's |",
         "|---|---|---|---|---|",
     ]
-    for line in lines:
-        losses, mean = line["losses"], math.fsum(line["losses"][-WINDOW:])
-        apart = [
-            "-" if line is reference else f"{ratio - 1:+.2%}"
-            for ratio in (losses[-1] / reference["losses"][-1], mean / last)
-        ]
-        parts.append(f"| {line['precision']} | {losses[-1]:.4f} | {apart[0]} | {mean / WINDOW:.4f} | {apart[1]} |")
+    for name, own in runs.items():
+        cells = [name]
+        for window in (1, WINDOW):
+            ends = {seed: statistics.fmean(losses[-window:]) for seed, losses in own.items()}
+            ratios = [ends[seed] / statistics.fmean(losses[-window:]) - 1 for seed, losses in runs[against].items()]
+            error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.2%}" if len(ratios) > 1 else ""
+            apart = "-" if name == against else f"{statistics.fmean(ratios):+.2%}{error}"
+            cells += [f"{statistics.fmean(ends.values()):.4f}", apart]
+        parts.append(f"| {' | '.join(cells)} |")
     return parts
 
 
-def draw(lines: list[dict[str, Any]], path: Path, against: str = REFERENCE) -> None:
-    """The smoothed curves, and their differences from that of ``against``."""
-    (reference,) = (line for line in lines if line["precision"] == against)
-    base = smoothed(reference["losses"])
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3))
+def by_curve(lines: list[dict[str, Any]]) -> dict[str, dict[int, list[float]]]:
+    """The losses of every curve, by its name and the seed of the run (0 where a line has none)."""
+    found: dict[str, dict[int, list[float]]] = {}
     for line in lines:
-        curve = smoothed(line["losses"])
-        left.plot(curve, label=line["precision"], linewidth=1)
-        right.plot([a - b for a, b in zip(curve, base, strict=True)], label=line["precision"], linewidth=1)
+        found.setdefault(line["precision"], {})[line.get("seed", 0)] = line["losses"]
+    return found
+
+
+def draw(lines: list[dict[str, Any]], path: Path, against: str = REFERENCE) -> None:
+    """The smoothed curves, and their differences from that of ``against``: means over all seeds."""
+    means = {
+        name: smoothed([statistics.fmean(step) for step in zip(*own.values(), strict=True)])
+        for name, own in by_curve(lines).items()
+    }
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(8, 3))
+    for name, curve in means.items():
+        left.plot(curve, label=name, linewidth=1)
+        right.plot([a - b for a, b in zip(curve, means[against], strict=True)], label=name, linewidth=1)
     left.set_ylabel(f"loss, mean over {WINDOW} steps")
     right.set_ylabel(f"difference from {against}")
     left.legend()
@@ -309,15 +327,17 @@ def main() -> None:
         choices=[way.name for way in EVERY],
         help="print the line of one precision, write nothing",
     )
+    parser.add_argument("--seed", type=int, default=0, help="with --only")
     parser.add_argument("--page", action="store_true", help="make the page anew, train nothing")
     parser.add_argument("--curves", nargs="+", choices=CURVES, default=list(CURVES), help="the groups to train")
     asked = parser.parse_args()
     if asked.only:
-        print(json.dumps(train(next(way for way in EVERY if way.name == asked.only), asked.steps)))
+        print(json.dumps(train(next(way for way in EVERY if way.name == asked.only), asked.steps, asked.seed)))
         return
     for name in asked.curves if not asked.page else ():
         with ThreadPoolExecutor(len(WAYS) if torch.cuda.is_available() else 1) as pool:
-            lines = list(pool.map(lambda way: train_apart(way, asked.steps), CURVES[name]))
+            runs = [(way, seed) for seed in range(SEEDS if CURVES[name][0].mixture else 1) for way in CURVES[name]]
+            lines = list(pool.map(lambda run: train_apart(run[0], asked.steps, run[1]), runs))
         (EVIDENCE / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = [[json.loads(x) for x in (EVIDENCE / f"{name}.jsonl").read_text().splitlines()] for name in CURVES]
     (EVIDENCE / "precision.md").write_text(page(*found))
