@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "gpt2_tied_on_one_stage": ("gpt2", {"tensor": 2}),
     "llama_mixed": ("llama", "mixed: tensor 1, 2 and 4"),
     "llama_selective": ("llama", {"tensor": 2, "sequence": True, "recompute": "selective"}),
+    "mixtral_expert": ("mixtral", {"expert": 2}),
     "bert_recompute": ("bert", {"data": 2, "zero": 3, "recompute": True, "microbatches": 2}),
 }
 
