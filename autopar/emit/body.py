@@ -36,7 +36,7 @@ def statements(
     named: list[str] = []
     ends: list[int] = []  # index of the first line after each submodule
     handles: dict[fx.Node, str] = {}  # async conversions -> variables of their handles
-    scope, here_too = None, set(nodes)
+    scope, emitted = None, set(nodes)
     for node in nodes:
         if node.op == "placeholder" or node in texts:
             lines += issue_lines(node, texts, names, handles)
@@ -60,9 +60,7 @@ def statements(
             ends.append(len(lines))
             lines.append(f"        # {remark(here)}")
         scope = here or scope
-        made = (
-            [one.node for one in results_of(node)] if is_joined(node) else [node] if watch else _results(node, here_too)
-        )
+        made = [node] if watch and not is_joined(node) else _results(node, emitted)
         own = [names.fresh(value_name(result)) for result in made]
         left = ", ".join(own)
         if is_joined(node):
@@ -104,14 +102,11 @@ def _joined_lines(node: fx.Node, names: str, texts: dict[fx.Node, Text]) -> list
 
 def _experts_lines(node: fx.Node, name: str, texts: dict[fx.Node, Text]) -> list[str]:
     """Return the lines of a mixture of experts: a comment on where tokens' rows are sent, and the call, wrapped if it is long."""
-    axes = " and ".join(str(axis) for key in ("relay", "exchange") for axis in _tuple(node.kwargs.get(key)))
+    sent_over: list[Any] = [node.kwargs.get(key, ()) for key in ("relay", "exchange")]
+    axes = " and ".join(str(axis) for each in sent_over for axis in each)
     dispatch = f"dispatch tokens to their experts over {axes}, " if axes else ""
     comment = f"        # {dispatch}run {meta(node)['body']}, and combine the results with the router's weights"
     return [comment, *_wrapped(name, *experts_call(node, texts))]
-
-
-def _tuple(axes: Any) -> tuple[Any, ...]:
-    return tuple(axes) if isinstance(axes, list | tuple) else ()
 
 
 def _wrapped(names: str, call: str, given: list[str]) -> list[str]:
@@ -122,21 +117,24 @@ def _wrapped(names: str, call: str, given: list[str]) -> list[str]:
     return [f"        {names} = {call}(", *(f"            {one}," for one in given), "        )"]
 
 
-def _results(node: fx.Node, among: set[fx.Node]) -> list[fx.Node]:
-    """Return the results of a call that has several, if each is read, and all of them are ``among`` the emitted nodes; else the node."""
-    value = meta(node).get("val")
-    if not isinstance(value, list | tuple) or any(user.target is not operator.getitem for user in node.users):
+def _results(node: fx.Node, emitted: set[fx.Node]) -> list[fx.Node]:
+    """Return the values that a node's line assigns to names: the results of a call that has several, if each of them is read, and only by
+    nodes that are ``emitted`` with it; otherwise the node's own value."""
+    if is_joined(node):
+        return [one.node for one in results_of(node)]
+    value, users = meta(node).get("val"), list(node.users)
+    if not isinstance(value, list | tuple) or not emitted.issuperset(users):
         return [node]
-    results: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-    plain = not any(meta(user).get(key) for user in node.users for key in ("issued_after", "other_half_before"))
-    if (
-        not plain
-        or len(node.users) != len(results)
-        or set(results) != set(range(len(value)))
-        or not among >= set(node.users)
-    ):
+    if any(user.target is not operator.getitem or _has_own_line(user) for user in users):
         return [node]
-    return [results[index] for index in range(len(value))]
+    results: dict[Any, fx.Node] = {user.args[1]: user for user in users}
+    every = range(len(value))
+    return [results[index] for index in every] if len(users) == len(value) and set(results) == set(every) else [node]
+
+
+def _has_own_line(node: fx.Node) -> bool:
+    """Return whether other lines are emitted before or after the node's."""
+    return any(meta(node).get(key) for key in ("issued_after", "other_half_before"))
 
 
 def _with_deletions(lines: list[str], named: list[str], ends: list[int]) -> list[str]:

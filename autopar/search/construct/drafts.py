@@ -25,7 +25,7 @@ from autopar.search.construct.refine import Cache, refined
 from autopar.search.cuts import balanced_cuts, even_chunk_cuts
 from autopar.search.evaluation import Solution, cost
 from autopar.search.minimum_memory import least_memory
-from autopar.search.pareto import Array
+from autopar.search.pareto import Array, Indices
 from autopar.search.tables import Instance
 
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -162,25 +162,32 @@ def _balanced_by_even_chunks(instance: Instance) -> bool:
 
 
 def _even_cuts(instance: Instance) -> list[tuple[int, ...]]:
-    """Return cuts into chunks that are as even as possible, if these balance the stages: devices with one layer more are neighbours in the
-    ring of devices, and chunks get extra layers from the first chunk on or from the last."""
+    """Return cuts into chunks that are as even as possible, if these balance the stages; devices with one layer more are neighbours in the
+    ring of devices."""
     if not _balanced_by_even_chunks(instance):
         return []
-    common, chunks, pp = int(np.bincount(instance.kind).argmax()), instance.schedule.chunks, instance.schedule.pipeline
-    ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
+    ends, pp = _ends_differ(instance), instance.schedule.pipeline
     least, more = divmod(instance.layers - sum(ends), pp)
     found = []
     for start in range(pp if more else 1):
         layers = np.full(pp, least)
         layers[[(start + d) % pp for d in range(more)]] += 1
         layers[[0, -1]] += ends
-        found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in _orders(chunks)]
+        found += _in_even_chunks(instance, layers)
     return _valid(instance, found)
 
 
-def _orders(chunks: int) -> tuple[list[int], list[int]]:
-    """Return the orders in which chunks get extra layers."""
-    return list(range(chunks)), list(range(chunks))[::-1]
+def _ends_differ(instance: Instance) -> tuple[bool, bool]:
+    """Return whether the first and the last layer are of another kind than most layers."""
+    common = np.bincount(instance.kind).argmax()
+    return bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
+
+
+def _in_even_chunks(instance: Instance, layers: Indices) -> list[tuple[int, ...]]:
+    """Return cuts that give each device its number of ``layers``; chunks get extra layers from the first chunk on, or from the last."""
+    chunks, ends = instance.schedule.chunks, _ends_differ(instance)
+    orders = list(range(chunks)), list(range(chunks))[::-1]
+    return [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in orders]
 
 
 def _valid(instance: Instance, found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -203,13 +210,11 @@ def _linear_program_cuts(instance: Instance) -> list[tuple[int, ...]]:
         exact = np.diff(mean) @ instance.owns
         least = np.floor(exact + 1e-6).astype(np.int64)
         more = count - int(least.sum())
-        common, chunks = int(np.bincount(instance.kind).argmax()), instance.schedule.chunks
-        ends = bool(instance.kind[0] != common), bool(instance.kind[-1] != common)
         found = []
         for first in (np.argsort(least - exact), np.argsort(exact - least < 0.01, kind="stable")):
             layers = least.copy()
             layers[first[:more]] += 1
-            found += [even_chunk_cuts(layers.tolist(), chunks, ends, order) for order in _orders(chunks)]
+            found += _in_even_chunks(instance, layers)
     return _valid(instance, found)
 
 
