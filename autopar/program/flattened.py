@@ -71,9 +71,10 @@ def _on_flattened(collective: Callable[..., Tensor], x: Tensor, axes: Axes, opti
 
 
 def _declared(x: Tensor, types: dict[Any, Any]) -> Tensor:
-    """Return ``x`` with these types for a few axes. Without a gradient, I and R are the same, so axes may come with either."""
+    """Return ``x`` with these types for a few axes. Without a gradient, I and R are the same, so axes may come with either. Other axes
+    keep their types, and the dims that they shard."""
     known: dict[Any, Any] = spmd.get_local_type(x)
     with spmd.no_typecheck():
         own = x.view_as(x)
-    spmd.assert_local_type(own, known | types)
+    spmd.assert_type(own, known | types, spmd.get_partition_spec(x))
     return own

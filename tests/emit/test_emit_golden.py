@@ -241,6 +241,14 @@ def test_hostile_names_make_a_program(tmp_path: Path, options: dict[str, Any]) -
     assert len({record["name"] for record in records}) == len(records)
 
 
+def test_a_sequence_on_two_axes_leaves_rows_on_a_third(tmp_path: Path) -> None:
+    """The conversion of token ids to slices of the sequence, on two axes at once, keeps what a third axis shards."""
+    graph = subject("llama").graph
+    emit(graph, plan_of(graph, "data 2 x ulysses 2 x ring 2, zero 3"), tmp_path)
+    assert "flattened.convert(input_ids" in (tmp_path / "model.py").read_text()
+    assert check_program(tmp_path) == 1
+
+
 def test_names_that_become_alike_stay_apart(tmp_path: Path) -> None:
     """``a.b`` and ``a_b`` are one identifier, but two layers, with two parameters and two values between them."""
     draw = Sketch("Same")
