@@ -60,7 +60,7 @@ def statements(
             ends.append(len(lines))
             lines.append(f"        # {remark(here)}")
         scope = here or scope
-        made = [node] if watch and not is_joined(node) else _results(node, emitted)
+        made = _results(node, emitted)
         own = [names.fresh(value_name(result)) for result in made]
         left = ", ".join(own)
         if is_joined(node):

@@ -154,7 +154,7 @@ def _call(node: fx.Node, texts: Texts) -> Text:
 def experts_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
     """Return the function and the arguments of the call of a mixture of experts, whose body is the layer's method ``meta["body"]``."""
     op = node.target
-    assert isinstance(op, Experts)
+    assert isinstance(op, Experts) and not meta(node).get("caller"), node.format_node()
     *tokens, parameters = *(literal(arg, texts) for arg in node.args[:3]), list(node.args[3:])
     experts = f"{literal(parameters, texts)}, self.{meta(node)['body']}, {op.count}"
     rest = [f"{key}={literal(value, texts)}" for key, value in node.kwargs.items()]

@@ -85,7 +85,7 @@ class State:
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
     counter: itertools.count[int] = field(default_factory=itertools.count)
-    early: list[tuple[float, int, Instance]] = field(default_factory=list)
+    to_improve: list[tuple[float, int, Instance]] = field(default_factory=list)
     """A heap of early solutions (``steps``) that can be improved: seconds, number, and configuration."""
     opened: int = 0
     solvers: set[str] = field(default_factory=set)

@@ -188,16 +188,16 @@ def _find_solution(state: State, instance: Instance, early: bool = False) -> flo
         return np.inf
     state.offer(child, found[1])
     if early:
-        heapq.heappush(state.early, (found[0], next(state.counter), child))
+        heapq.heappush(state.to_improve, (found[0], next(state.counter), child))
     return found[0]
 
 
 def improve_early(state: State, close: float = 0.0) -> bool:
     """Search again in the configuration of the fastest early solution that is at most ``close`` (relative) slower than the incumbent, now
     with moves of layers; return whether there is one. Each is improved once."""
-    if not state.early or state.early[0][0] > (1 + close) * state.step_s:
+    if not state.to_improve or state.to_improve[0][0] > (1 + close) * state.step_s:
         return False
-    _find_solution(state, heapq.heappop(state.early)[2])
+    _find_solution(state, heapq.heappop(state.to_improve)[2])
     return True
 
 

@@ -11,8 +11,8 @@ import pytest
 from search_models import Devices, RandomPricer, chain
 
 from autopar.schedules import Schedule
-from autopar.search import SearchOptions
-from autopar.search.construct.drafts import _even_cuts
+from autopar.search import SearchOptions, driver
+from autopar.search.construct.drafts import CLOSE, _even_cuts
 from autopar.search.evaluation import fits
 from autopar.search.prices import Prices
 from autopar.search.problem import configurations
@@ -55,7 +55,9 @@ def even_cuts(kinds: list[int], chunks: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("chunks", [2, 3, 6])
 def test_even_chunks_give_neighbouring_devices_one_layer_more(chunks: int):
     found = even_cuts([0, *[1] * 32, 2], chunks)
-    assert len(found) == len({sizes.tobytes() for sizes in found}) and len(found) >= 5
+    assert (
+        len({sizes.tobytes() for sizes in found}) == len(found) == 10
+    )  # five devices to begin with, two orders of chunks
     with_more = set()
     for sizes in found:
         assert sizes.min() >= 1 and sizes.sum() == 34
@@ -90,3 +92,23 @@ def test_an_early_solution_is_improved_once():
             assert improve_early(state) and fits(*state.best) and not improve_early(state)
             gains.append(1 - state.step_s / early_s)
     assert len(gains) >= 8 and min(gains) >= 0 and max(gains) > 0.005, gains
+
+
+def test_the_last_tenth_of_the_time_improves_early_solutions(monkeypatch: pytest.MonkeyPatch):
+    graph, options = (
+        chain(["c"] * 8, 4),
+        SearchOptions(schedule="interleaved-1f1b", chunks=2, pipeline=2, time_limit_s=30),
+    )
+    pricer = RandomPricer(graph, 1, 0.6, 0.3)
+    asked: list[float] = []
+
+    def improve(state: State, close: float = 0.0) -> bool:
+        asked.append(close)
+        return improve_early(state, close)
+
+    monkeypatch.setattr(driver, "improve_early", improve)
+    driver.explore(graph, Devices(2, 1500), pricer, options)
+    assert not asked  # all is closed long before
+    monkeypatch.setattr(driver, "LAST_SHARE", 1.0)
+    driver.explore(graph, Devices(2, 1500), pricer, options)
+    assert asked and set(asked) == {CLOSE}
