@@ -28,7 +28,7 @@ import torch._dynamo
 from exactness import KINDS, MODELS, ROWS, subject
 from matrix_page import passed, write_page
 from places import EVIDENCE
-from results import Results, options, quiet, time_limit
+from results import Results, available_bytes, options, quiet, time_limit
 from torch import Tensor
 from workers import WorkerPool
 
@@ -49,6 +49,7 @@ MIXTURE_DEVICES = (2, 4, 4, 4, 8)
 DEVICES = 64
 ROWS_AT_64 = 128  # 64 devices in two microbatches, or 16 in eight
 CASE_S = 600  # longer than any case: what takes longer hangs
+LEAST_MEMORY_BYTES = 4e9  # with less, all workers are ended and started anew
 
 
 # -- 64 devices -------------------------------------------------------------------------------------------------------
@@ -265,14 +266,21 @@ def main() -> int:
             for case in progress.track(cases):
                 progress.update(progress.task_ids[0], description=f"{case.model}: {case.kind}")
                 if case.key not in skipped:
+                    if available_bytes() < LEAST_MEMORY_BYTES:
+                        close(pools)
                     line = case_line(case, pools)
                     results.append(line)  # after every case, so that an interrupted run can be resumed
                     if not passed(line):
                         progress.console.print(json.dumps(line), markup=False)
     finally:
-        for pool in pools.values():
-            pool.close()
+        close(pools)
     return finish(args, cases)
+
+
+def close(pools: dict[int, WorkerPool]) -> None:
+    """End the workers of all pools; the next case starts new ones. Workers grow with every case, by a megabyte or so."""
+    for pool in pools.values():
+        pool.close()
 
 
 def finish(args: argparse.Namespace, cases: list[Case]) -> int:

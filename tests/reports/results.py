@@ -13,6 +13,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import re
 import signal
 import tempfile
 import warnings
@@ -107,6 +108,11 @@ def options(about: str | None, results: Path | None) -> argparse.ArgumentParser:
     parser.add_argument("--fresh", action="store_true", help="do every case anew")
     parser.add_argument("--keep", action="store_true", help="keep what passed, whatever code it was of")
     return parser
+
+
+def available_bytes() -> int:
+    """The memory that this machine could give to new processes."""
+    return int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
 
 
 def quiet() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from places import EVIDENCE
-from results import fingerprint, quiet
+from results import available_bytes, fingerprint, quiet
 from startup_ranks import TIMEOUT_S, model
 from torch import Tensor
 from workers import WorkerPool
@@ -163,8 +162,7 @@ def why_not(layers: int) -> str:
     """What this machine lacks for the report."""
     whole = sum(parameter.nbytes for parameter in model(layers).parameters())
     memory, disk = whole + PROCESSES * 5 * GB // 8, 3 * whole + GB
-    available = int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) * 1024
-    if available < memory or shutil.disk_usage(tempfile.gettempdir()).free < disk:
+    if available_bytes() < memory or shutil.disk_usage(tempfile.gettempdir()).free < disk:
         return f"needs {memory / GB:.0f} GB of memory and {disk / GB:.0f} GB on the disk"
     return ""
 
