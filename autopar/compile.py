@@ -29,6 +29,7 @@ from autopar.checks.types import check_program
 from autopar.devices import Cluster, parse
 from autopar.emit import emit
 from autopar.errors import UsageError
+from autopar.expert_loads import expert_loads
 from autopar.graph import Graph, forget_graphs
 from autopar.keywords import Request, Training, as_keywords, read_keywords, with_explicit_signature
 from autopar.plan import Plan
@@ -81,6 +82,7 @@ def compile(
         allow: allowed numerical deviations from exact training (of ``autopar.plan.ALLOWED``).
         memory_limit_bytes: the bytes of each device's memory that a plan may use.
         calibration: a file of ``autopar profile``; by default the one at the default path, if any.
+        expert_loads: for models with experts, a file of ``train.py --expert-loads``, or the load of the busiest rank divided by the mean.
         time_limit_s: the time limit of the search.
         capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
@@ -103,7 +105,9 @@ def compile(
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
         options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
         model = with_buffer_values(model, request.init)
-        workload = Workload(model, without_inference(batch), loss_fn, None, request.precision, request.local_batch_norm)
+        numerics = (request.precision, request.local_batch_norm)
+        loads = expert_loads(request.expert_loads)
+        workload = Workload(model, without_inference(batch), loss_fn, None, *numerics, loads)
         try:
             graph, chosen = plan_model(
                 workload, cluster, options, plan=plan, capture_check=request.capture_check, progress=progress

@@ -147,6 +147,7 @@ class LayerClass:
     buffers: tuple[Value, ...] = ()
     updates: tuple[str, ...] = ()
     rows: int = 0  # of the global batch; 0: the largest dim 0 of border values
+    loads: Any = None  # ``expert_loads.ClassLoads`` of its mixtures; ``None``: even loads
 
     @property
     def gives_loss(self) -> bool:

@@ -31,6 +31,7 @@ class Request:
     allow: Collection[str] = ()
     memory_limit_bytes: int | None = None
     calibration: str | Path | None = None
+    expert_loads: str | Path | float | None = None
     time_limit_s: float = 20.0
     capture_check: bool = True
     type_check: bool = True

@@ -13,12 +13,13 @@ from pathlib import Path
 from autopar.capture import NOT_COMPARED, check_capture
 from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
+from autopar.expert_loads import EVEN, UNEVEN
 from autopar.explain import Study, suggest
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
 from autopar.ops.compilation import stays_eager
 from autopar.ops.cost import is_attention
-from autopar.plan import Plan
+from autopar.plan import DEGREES, Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import name_of
 from autopar.price import Pricer as LayerPricer
@@ -31,6 +32,7 @@ from autopar.search import (
     Shared,
     filled_plan,
     price_pins,
+    reprice,
     search,
     search_again,
 )
@@ -39,6 +41,7 @@ from autopar.search.numerics import Numerics, allowed_numerics, best_plan
 from autopar.search.options import SequencePin
 from autopar.search.problem import divisors
 from autopar.search.strategies import LONG_SEQUENCE, MOST_NODES, SEQUENCE_ROLES
+from autopar.units import gigabytes
 from autopar.workload import Recapture, Workload, sequence_length, with_numerics
 
 
@@ -231,12 +234,33 @@ def find_plan(
     without_rule = f"replicated, because no sharding rule covers it: {', '.join(graph.replicated)}"
     notes = (*found.notes, *cluster.notes, *graph.notes, *([without_rule] if graph.replicated else []))
     notes += (
+        *_cost_of_uneven_loads(graph, cluster, found),
         *_eager_layers(graph, found),
         *unsplit_layers(found, pricer.on(cluster)),
         *odd_experts(found, pricer.on(cluster)),
     )
     wall_time_s = time.perf_counter() - start_s
     return dataclasses.replace(found, wall_time_s=wall_time_s, planning_memory_bytes=peak_memory_bytes(), notes=notes)
+
+
+def _cost_of_uneven_loads(graph: Graph, cluster: Cluster, plan: Plan) -> tuple[str, ...]:
+    """Return a note on what uneven loads of experts cost, or would cost, if the plan distributes experts."""
+    if all(layer.strategy.degree(plan.mesh, *DEGREES["expert"]) == 1 for layer in plan.layers):
+        return ()
+    assumed = EVEN if any(cls.loads for cls in graph.classes.values()) else UNEVEN
+    other = assumed.on(graph)
+    again = reprice(other, cluster, LayerPricer(other, cluster, plan.precision), plan, plan.precision)
+    even, uneven = (again, plan) if assumed is EVEN else (plan, again)
+    slower = uneven.prediction.step_time_s / even.prediction.step_time_s - 1
+    more = max(b.memory.total - a.memory.total for a, b in zip(even.stages, uneven.stages, strict=True))
+    over = any(stage.memory.total > stage.memory_limit_bytes for stage in again.stages)
+    effect = f"{slower:.1%} to the step and {gigabytes(more)} to the memory of a device{', which is too much' if over else ''}"
+    if assumed is EVEN:
+        return (f"the uneven loads of experts add {effect}",)
+    return (
+        f"if the busiest device's experts got {UNEVEN.assumed:g} times the mean number of tokens, that would add {effect}; "
+        "--expert-loads prices measured loads",
+    )
 
 
 def _sequences(graph: Graph, cluster: Cluster) -> tuple[SequencePin, ...]:

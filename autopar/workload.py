@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.capture import capture, in_float8, separate_microbatches
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
+from autopar.expert_loads import ExpertLoads
 from autopar.graph import Graph
 from autopar.precision import FP8_RECIPES, normalise
 from autopar.search.numerics import Numerics
@@ -28,7 +29,8 @@ class Workload:
     """A model with an example of a global batch.
 
     With ``loss_fn`` the batch is the pair (inputs, targets). ``precision`` applies to parameters and activations; by default it is the
-    model's. With ``local_batch_norm`` batch norm uses the statistics of each rank's part of a microbatch.
+    model's. With ``local_batch_norm`` batch norm uses the statistics of each rank's part of a microbatch. Prices assume
+    ``expert_loads``, or even loads.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class Workload:
     name: str | None = None
     precision: str | torch.dtype | None = None
     local_batch_norm: bool = False
+    expert_loads: ExpertLoads | None = None
 
     def capture(self) -> Graph:
         """Return the graph of layers, completed by ``shard.annotate``.
@@ -64,7 +67,7 @@ class Workload:
                 "give a function of the model's output and the targets, such as torch.nn.functional.cross_entropy",
             )
         precision = None if self.precision is None else normalise(self.precision)
-        return annotate(
+        graph = annotate(
             capture(
                 self.model,
                 self.batch,
@@ -74,6 +77,7 @@ class Workload:
                 local_batch_norm=self.local_batch_norm,
             )
         )
+        return graph if self.expert_loads is None else self.expert_loads.on(graph)
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:
         """Return the batch's tensors by the names of the graph's inputs."""

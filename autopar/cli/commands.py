@@ -19,6 +19,7 @@ from autopar.cli.render import plan_tables
 from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, UsageError
+from autopar.expert_loads import expert_loads
 from autopar.explain import Study, nearby_batch
 from autopar.graph import Graph
 from autopar.pins import PINS, read_pins
@@ -176,7 +177,13 @@ def load(request: PlanRequest, cluster: Cluster, messages: Progress | None = Non
     sizes = SizeOptions(request.seq, request.global_batch, request.precision)
     workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
     model = with_buffer_values(workload.model, init_of(request))
-    return replace(workload, model=model, precision=request.precision, local_batch_norm=request.local_batch_norm)
+    return replace(
+        workload,
+        model=model,
+        precision=request.precision,
+        local_batch_norm=request.local_batch_norm,
+        expert_loads=expert_loads(request.expert_loads),
+    )
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -237,7 +244,7 @@ def capture_request(
 
 def recorded_options(request: PlanRequest) -> dict[str, Any]:
     """Return the options of a request that determine the plan and aren't empty, as ``Plan.request`` records them."""
-    unrecorded = ("calibration", "plan_file", "capture_check", "type_check", "init")
+    unrecorded = ("calibration", "expert_loads", "plan_file", "capture_check", "type_check", "init")
     given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}
     lists = {name: list(given[name]) for name in ("pins", "allow")}
     return {name: value for name, value in (given | lists).items() if not _is_missing(value)}

@@ -28,6 +28,7 @@ class PlanRequest:
     model: str = ""
     devices: str = ""
     calibration: str | None = None
+    expert_loads: str | None = None
     seq: int | None = None
     global_batch: int | None = None
     precision: str | None = None
@@ -116,6 +117,12 @@ calibration_option = option(
     "FILE",
     "A file that `autopar profile` wrote. Default: the file that it writes by default, if there is one.",
 )
+expert_loads_option = option(
+    "--expert-loads",
+    "FILE",
+    "How unevenly experts are chosen: a file of `train.py --expert-loads`, or the busiest rank's load divided by the mean, such as 1.2. "
+    "Default: evenly.",
+)
 precision_option = option(
     "--precision", "NAME", "Dtype of parameters and activations: bfloat16, float16, float32 or float64."
 )
@@ -131,7 +138,7 @@ allow_option = option(
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
 )
-batch_options = joined(calibration_option, *size_options, precision_option, allow_option)
+batch_options = joined(calibration_option, expert_loads_option, *size_options, precision_option, allow_option)
 model_options = joined(
     click.argument("model"),
     option("--devices", "SPEC", DEVICES_HELP, required=True),

@@ -20,6 +20,9 @@ from autopar.ops.meta import meta
 from autopar.ops.operands import operands
 from autopar.program import kernels_experts
 
+FIRST_PARAMETER = 3
+"""The index of a mixture's first operand that is a parameter of the experts, after tokens, choices and their weights."""
+
 
 class Experts:
     """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes, and both
@@ -62,7 +65,9 @@ class Experts:
 
 def of_experts(parameter: fx.Node) -> bool:
     """Return whether a placeholder is a parameter of a mixture's experts, with the experts as dim 0."""
-    return any(isinstance(user.target, Experts) and parameter in operands(user)[3:] for user in parameter.users)
+    return any(
+        isinstance(user.target, Experts) and parameter in operands(user)[FIRST_PARAMETER:] for user in parameter.users
+    )
 
 
 def misaligned_products(op: Experts, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[int, int]]:

@@ -54,19 +54,27 @@ def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatc
     # a part may be padded otherwise than the microbatch: it has the same collectives, of other sizes
     for whole, pair in zip(layer.sized.bound.pairs, passes.part.bound.pairs, strict=True):
         times = microbatches * (1 if pair in passes.shared else passes.parts)
-        yield from pair_costs(pair, runs, cluster, "activations", (1 + (whole in again)) * times, times)
+        forwards = (1 + (whole in again)) * times
+        yield from pair_costs(pair, runs, cluster, "activations", forwards, times, passes.part.times(pair))
 
 
 def pair_costs(
-    pair: CollectivePair, runs: Runs, cluster: Cluster, purpose: str, forwards: int, backwards: int
+    pair: CollectivePair,
+    runs: Runs,
+    cluster: Cluster,
+    purpose: str,
+    forwards: int,
+    backwards: int,
+    of_mean: float = 1.0,
 ) -> Iterator[CollectiveCost]:
-    """Yield the two collectives of a pair: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times."""
+    """Yield the two collectives of a pair: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times. It
+    takes as long as one of ``of_mean`` times its bytes (``SizedClass.times``)."""
     sizes = pair_sizes((pair.axes, pair.sharded), runs, cluster)
     axes = tuple(axis for i in pair.axes for axis in runs[i] if axis.stride)
     size = pair.bytes_of_group(sizes.parts, sizes.members.size)
     for collective, count in ((pair.forward, forwards), (pair.backward, backwards)):
         if collective.sends and sizes.members.size > 1:
-            seconds = group_time_s(collective, size, sizes.members, cluster)
+            seconds = group_time_s(collective, of_mean * size, sizes.members, cluster)
             yield CollectiveCost(purpose, collective, axes, sizes.members, size, seconds, count)
 
 

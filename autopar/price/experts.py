@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.graph import LayerClass
-from autopar.ops.experts import Experts, misaligned_products
+from autopar.ops.experts import FIRST_PARAMETER, Experts, misaligned_products
 from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis
 from autopar.sharding import AxisTypes
@@ -21,7 +21,7 @@ def misaligned_widths(cls: LayerClass, axes: Sequence[Axis], types: Sequence[Axi
                 cuts = [(t.needed[node.name][index].dim, axis.size) for t, axis in zip(types, axes, strict=True)]
                 shape = enumerate(shape_of(operand))  # uneven shards are padded
                 local.append(tuple(-(-n // math.prod(k for cut, k in cuts if cut == dim)) for dim, n in shape))
-            found = misaligned_products(node.target, local[3:])
+            found = misaligned_products(node.target, local[FIRST_PARAMETER:])
             if found:
                 return next(iter(found.values()))
     return None

@@ -14,7 +14,7 @@ The time of an op combines FLOPs over rate with bytes over bandwidth (``Gpu.seco
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
+from autopar.ops.experts import FIRST_PARAMETER
 from autopar.plan import Axis
 from autopar.price.collective_pairs import CollectivePair, pairs_of_layer
 from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
@@ -29,6 +30,7 @@ from autopar.price.microbatch import Pass, PeakMemory
 from autopar.price.selective import Flags
 from autopar.price.state import ALIGNMENT_BYTES, NO_PARAMETERS, ParameterCount, Precision
 from autopar.price.table import AxisFlags, ClassTable, ShapeRows
+from autopar.price.trace import INTERNAL
 from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
 from autopar.types import Collective
@@ -75,12 +77,44 @@ class Sizes:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Shares:
+    """One device's shares of the entries of a class table: ``cuts`` are the entries that axes divide, and into how many parts. The device
+    is the busiest one of each mixture of experts, whose load is ``imbalance`` times the mean."""
+
+    table: ClassTable
+    cuts: tuple[tuple[AxisFlags, int], ...]
+    imbalance: Mapping[str, float]
+
+    def of(self, whole: Floats, part: str) -> Floats:
+        """Return the device's share of each entry of ``whole``; ``part`` names the field of ``AxisFlags`` with the entries that axes
+        divide."""
+        share = np.ones_like(whole)
+        for f, parts in self.cuts:
+            share[getattr(f, part)] *= parts
+        for mixture, times in self.imbalance.items():
+            share[self._of_rows(mixture, part)] /= times
+        return whole / share
+
+    def _of_rows(self, mixture: str, part: str) -> list[int]:
+        """Return the entries of a mixture that its number of rows scales."""
+        table, op = self.table, self.table.index[mixture]
+        if part == "op":
+            return [op]
+        if part == "slot":
+            of_op = np.flatnonzero(table.slot_op == op).tolist()
+            return [i for i in of_op if table.slot_operand[i] < FIRST_PARAMETER]
+        if part == "saved":
+            return [i for i, entry in enumerate(table.saved) if (entry.node, entry.operand) == (mixture, INTERNAL)]
+        return []
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class SizedClass:
     """One microbatch of a bound class at given sizes: figures of each op, of each saved entry, and of the layer."""
 
     bound: BoundClass
     cluster: Cluster
-    cuts: tuple[tuple[AxisFlags, int], ...]  # the entries that axes divide, and into how many parts
+    shares: Shares
     pair_sizes: dict[PairRuns, PairSizes]
     forward_s: Floats  # of each op
     backward_s: Floats
@@ -97,13 +131,17 @@ class SizedClass:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def local(self, whole: Floats, part: str) -> Floats:
-        """Return one device's share of each entry of ``whole``; ``part`` names the field of ``AxisFlags`` with the entries that axes
-        divide."""
-        return _local(self.cuts, whole, part)
+        """Return the result of ``Shares.of``."""
+        return self.shares.of(whole, part)
+
+    def times(self, pair: CollectivePair) -> float:
+        """Return the rows that the busiest rank of a mixture's exchange sends or receives, divided by the mean; 1 for other pairs."""
+        return self.shares.imbalance.get(pair.op, 1.0)
 
     def seconds_of(self, pair: CollectivePair, side: str) -> float:
         """Return the seconds of a pair's forward or backward collective."""
-        return _collective_s(pair, getattr(pair, side), self.pair_sizes[pair.axes, pair.sharded], self.cluster)
+        sizes = self.pair_sizes[pair.axes, pair.sharded]
+        return _collective_s(pair, getattr(pair, side), sizes, self.cluster, self.times(pair))
 
     def pass_of(self, side: str, pairs: Collection[CollectivePair], ops: Flags | None = None) -> Pass:
         """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``pairs``."""
@@ -151,7 +189,7 @@ class SizedClass:
         by_op = np.zeros(ops)
         np.add.at(by_op, live.saver[plain], self.saved[plain])
         later = by_op.sum() - np.cumsum(by_op)  # bytes saved by later ops
-        is_cut = np.any([f.loss for f, _ in self.cuts], axis=0)
+        is_cut = np.any([f.loss for f, _ in self.shares.cuts], axis=0)
         touched = (
             live.touched_forward + np.where(is_cut, live.sharded_loss, 0.0),
             np.where(is_cut, live.sharded_loss, live.unsharded_loss),
@@ -224,27 +262,22 @@ def divisible(bound: BoundClass, given: Sizes) -> bool:
     return not (sizes % needed).any()
 
 
-def _local(cuts: Collection[tuple[AxisFlags, int]], whole: Floats, part: str) -> Floats:
-    share = np.ones_like(whole)
-    for f, parts in cuts:
-        share[getattr(f, part)] *= parts
-    return whole / share
-
-
 def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision) -> SizedClass:
     """Compute seconds and bytes of one microbatch on one device; the sizes must be ``divisible``."""
     table, gpu = bound.table, cluster.gpu
     cuts = tuple((f, parts) for f, parts in zip(bound.flags, given.parts, strict=True) if parts > 1)
+    shares = Shares(table, cuts, _imbalance(table, cuts))
+    local = shares.of
 
     def seconds(flops: Floats, moved: Floats, kernels: Floats, backward: bool) -> Floats:
-        slots = _local(cuts, moved, "slot")
+        slots = local(moved, "slot")
         traffic: Floats = np.bincount(table.slot_op, weights=slots, minlength=len(table.ops)).astype(np.float64)
-        running = gpu.seconds(table.kinds, _local(cuts, flops, "op"), traffic, precision.name, backward)
+        running = gpu.seconds(table.kinds, local(flops, "op"), traffic, precision.name, backward)
         return np.asarray(running + kernels * gpu.kernel_s)
 
-    saved = _local(cuts, table.saved_bytes, "saved")
+    saved = local(table.saved_bytes, "saved")
     inputs = np.array([table.value_bytes[name] for name in table.activations], dtype=float)
-    parameters = _local(cuts, table.parameter_numel, "parameter")
+    parameters = local(table.parameter_numel, "parameter")
     padding = -np.ceil(parameters) % (ALIGNMENT_BYTES // precision.width)
 
     def count(which: Flags) -> ParameterCount:
@@ -261,15 +294,15 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision
     return SizedClass(
         bound=bound,
         cluster=cluster,
-        cuts=cuts,
+        shares=shares,
         pair_sizes=dict(zip(bound.pair_runs, given.pairs, strict=True)),
         forward_s=seconds(table.forward_flops, table.slot_forward, table.forward_kernels, False),
         backward_s=seconds(table.backward_flops, table.slot_backward, table.backward_kernels, True),
         saved=saved,
         plain_bytes=float(saved[list(bound.plain)].sum()),
-        deferred_bytes=float(_local(cuts, table.slot_deferred, "slot").sum()),
-        input_bytes=float(_local(cuts, inputs, "activation").sum()),
-        output_bytes=float(_local(cuts, table.output_bytes, "output").sum()),
+        deferred_bytes=float(local(table.slot_deferred, "slot").sum()),
+        input_bytes=float(local(inputs, "activation").sum()),
+        output_bytes=float(local(table.output_bytes, "output").sum()),
         counts=every,
         dense=count(~table.of_experts) if has_experts else every,
         experts=count(table.of_experts) if has_experts else NO_PARAMETERS,
@@ -280,12 +313,25 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision
 
 def collective_s(pair: CollectivePair, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
     """Return the seconds of one collective of a pair whose runs are single ``axes``."""
-    return _collective_s(
-        pair, collective, pair_sizes((pair.axes, pair.sharded), tuple((a,) for a in axes), cluster), cluster
-    )
+    sizes = pair_sizes((pair.axes, pair.sharded), tuple((a,) for a in axes), cluster)
+    return _collective_s(pair, collective, sizes, cluster, 1.0)
 
 
-def _collective_s(pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster) -> float:
+def _collective_s(
+    pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster, times: float
+) -> float:
+    """Return the seconds of a collective with ``times`` the mean bytes."""
     if not collective.sends:
         return 0.0
-    return group_time_s(collective, pair.bytes_of_group(sizes.parts, sizes.members.size), sizes.members, cluster)
+    size = times * pair.bytes_of_group(sizes.parts, sizes.members.size)
+    return group_time_s(collective, size, sizes.members, cluster)
+
+
+def _imbalance(table: ClassTable, cuts: Iterable[tuple[AxisFlags, int]]) -> dict[str, float]:
+    """Return the busiest rank's load divided by the mean for each mixture, unless loads are even."""
+    if table.cls.loads is None:
+        return {}
+    ranks = [math.prod(parts for f, parts in cuts if f.experts[i]) for i in range(len(table.mixtures))]
+    return {
+        name: table.cls.loads.imbalance(i, n) for i, (name, n) in enumerate(zip(table.mixtures, ranks, strict=True))
+    }

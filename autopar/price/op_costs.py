@@ -11,7 +11,7 @@ from torch import fx
 from autopar.devices import constants
 from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT
 from autopar.ops import cost
-from autopar.ops.experts import Experts
+from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.fused import FusedOp, Size, fused_op
 from autopar.ops.operands import operands, val
@@ -179,7 +179,7 @@ def _set_fp8_bytes(costs: OpCosts) -> None:
         if (recipe := _fp8_recipe(node)) is None:
             continue
         of_gradient = recipe.gradient_roundings * rounding + 4 * narrow_pass
-        if isinstance(node.target, Experts) and slot.operand < _FIRST_PARAMETER:
+        if isinstance(node.target, Experts) and slot.operand < FIRST_PARAMETER:
             if slot.operand == 0:
                 products = _products_in_float8(node.target)
                 rows = sum(costs.size(val(operands(product)[0])) for product in products)
@@ -193,9 +193,6 @@ def _set_fp8_bytes(costs: OpCosts) -> None:
             writes = slot.operand != OUTPUT and costs.trace.requires_grad[slot.value]
             of_operand = rounding + 3 * narrow_pass + writes
             slot.backward = (of_gradient if slot.operand == OUTPUT else of_operand) * slot.bytes
-
-
-_FIRST_PARAMETER = 3  # operands of a mixture before the experts' parameters: tokens, choices, and their weights
 
 
 def _products_in_float8(op: Experts) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from autopar.devices.measured import Floats
 from autopar.flow import parameter_nodes
 from autopar.graph import LayerClass
 from autopar.ops import cost
-from autopar.ops.experts import of_experts
+from autopar.ops.experts import FIRST_PARAMETER, Experts, of_experts
 from autopar.ops.facts import facts
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
@@ -74,12 +74,13 @@ class ClassTable:
     output_bytes: Floats
     width: int  # bytes of a parameter's element in computations
     index: dict[str, int]  # of each op, by its node's name
+    mixtures: tuple[str, ...]  # the ops that are mixtures of experts
 
 
 @dataclass(frozen=True)
 class AxisFlags:
-    """The entries of a ``ClassTable`` that one axis divides, and the dim that it divides in each row of ``ShapeRows`` (``dims``; -1:
-    none)."""
+    """The entries of a ``ClassTable`` that one axis divides, the dim that it divides in each row of ``ShapeRows`` (``dims``; -1: none), and
+    whether it divides the experts of each mixture."""
 
     op: Flags
     slot: Flags
@@ -90,6 +91,7 @@ class AxisFlags:
     output: Flags
     loss: Flags
     dims: NDArray[np.intp]
+    experts: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED
         output_bytes=np.array([v.numel * element_bytes(v.dtype, dtype, precision) for v in cls.outputs], dtype=float),
         width=precision.width,
         index={node.name: i for i, node in enumerate(ops)},
+        mixtures=tuple(node.name for node in ops if isinstance(node.target, Experts)),
     )
     return table, _rows(table, nodes)
 
@@ -282,4 +285,5 @@ def flags(table: ClassTable, rows: ShapeRows, types: AxisTypes, trainer: Trainer
         output=np.array([t.sharded for t in types.outputs[: len(table.output_bytes)]], dtype=bool),
         loss=np.array([types.kernel.get(n, "").startswith("vocab_parallel") for n in where], dtype=bool),
         dims=np.array([dim(node, operand) for node, operand in rows.names], dtype=np.intp),
+        experts=tuple(dim(name, FIRST_PARAMETER) == 0 for name in table.mixtures),
     )

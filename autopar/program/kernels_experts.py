@@ -29,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own convention
 from spmd_types import P, V
 from torch import Tensor
 
+from . import expert_loads
 from .kernels import _as_partial, _declare, _require, _sharding, _size, _slice_start
 from .mesh_axes import Axis, group_of
 from .spmd import spmd
@@ -186,6 +187,7 @@ def in_steps(
     exchange = [axis for axis in exchange if _size(axis) > 1]
     relay = [axis for axis in relay if _size(axis) > 1]
     with spmd.local():
+        expert_loads.count(index, count)
         if relay:
             place = _coordinates(count, owners, exchange, relay, ids_on=index.device)
             (x, index, weights), sent_back = yield from _send_to_relays(tokens, place, relay, send)

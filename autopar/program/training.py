@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .expert_loads import Recorder
 from .guards import GuardError
 from .loader import Loader, Order, Synthetic, Tensors
 from .metrics import Meter, as_json, explaining_out_of_memory, peak_memory_bytes
@@ -155,6 +156,11 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument("--keep", type=count, metavar="K", help="how many checkpoints stay; default: train.py's")
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
+    parser.add_argument(
+        "--expert-loads",
+        metavar="FILE",
+        help="record how many tokens each expert gets, for `autopar plan --expert-loads FILE`",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write a trace of the second step, for ui.perfetto.dev")
     _add_limits(parser)
     return parser
@@ -193,7 +199,7 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
     for option in ("epochs", "shuffle"):
         if getattr(args, option) and args.dataset == "synthetic":
             parser.error(f"--{option} needs --dataset FILE: synthetic rows have no end")
-    for option in ("save", "log_file"):
+    for option in ("save", "log_file", "expert_loads"):
         given = getattr(args, option)
         if given and not (os.path.isdir(there := os.path.dirname(given) or ".") and os.access(there, os.W_OK)):
             parser.error(
@@ -417,6 +423,7 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
+    recorder = Recorder(trainer.stages, trainer.program.plan) if args.expert_loads else None
     stop, logged = None, begun
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps + 1}")
@@ -429,6 +436,8 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
             loss, _ = trainer.step_from(loader, args.on_nan)
         else:
             trainer.advance_from(loader)
+        if recorder is not None:
+            recorder.end_step()
         if read:
             log(trainer, meter, loss, trainer.steps - logged)
             logged = trainer.steps
@@ -442,6 +451,8 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
             save(trainer, args, bool(stop) or over)
     meter.close()
     loader.close()
+    if recorder is not None and not recorder.write(args.expert_loads):
+        say(f"--expert-loads {args.expert_loads}: the model has no experts, so nothing was recorded")
     return None if is_over(args, trainer, loader) else stop
 
 

@@ -69,15 +69,20 @@ def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh
         # these axes have other tokens and the same experts
         copies = strategy.degree(mesh, Role.DATA, Role.ULYSSES, Role.RING)
         sliced = strategy.degree(mesh, Role.TENSOR, Role.TENSOR_SEQUENCE)
-        for count, choices in graph.classes[layer.cls].mixtures:
+        loads = graph.classes[layer.cls].loads
+        for i, (count, choices) in enumerate(graph.classes[layer.cls].mixtures):
             tokens = choices / parts / copies / count
             slices = f", sliced over {sliced} devices" if sliced > 1 else ""
             text = f"each device has {count // degree} of {count} experts{slices} (expert {degree}), and each expert {tokens:,.0f} "
             text += "tokens of a microbatch on average"
+            if loads is not None and degree > 1:
+                text += (
+                    f"; the busiest device gets {loads.imbalance(i, degree):.3g} times the mean ({loads.of_all.source})"
+                )
+            elif degree > 1:
+                text += "; the price assumes that all experts get the same number of tokens: uneven loads are slower"
             found[text] = found.get(text, 0) + 1
-    even = "; the price assumes that all experts get the same number of tokens: uneven loads are slower"
-    uneven = any(s.degree(mesh, *DEGREES["expert"]) > 1 for s in strategies)
-    return [f"in {n} layers {text}{even if uneven else ''}" for text, n in found.items()]
+    return [f"in {n} layers {text}" for text, n in found.items()]
 
 
 def sync_notes(sync: str) -> tuple[str, ...]:
