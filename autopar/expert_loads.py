@@ -42,34 +42,40 @@ class ExpertLoads:
         Raises ``UsageError`` if they are of other layers or of other numbers of experts.
         """
         layers: dict[str, list[str]] = {}
+        experts = {name: [count for count, _ in cls.mixtures] for name, cls in graph.classes.items()}
         for layer in graph.layers:
-            if cls_mixtures := graph.classes[layer.cls].mixtures:
+            if experts[layer.cls]:
                 layers.setdefault(layer.cls, []).append(layer.name)
                 if self.counts:
-                    self._check(layer.name, [count for count, _ in cls_mixtures])
+                    self._check(layer.name, experts[layer.cls])
         if not layers:
             raise UsageError(f"{self.source} has loads of experts, and {graph.name} has no experts", "leave it out")
         classes = {
-            name: dataclasses.replace(graph.classes[name], loads=ClassLoads(self, tuple(names)))
+            name: dataclasses.replace(graph.classes[name], loads=ClassLoads(self, tuple(names), tuple(experts[name])))
             for name, names in layers.items()
         }
         return dataclasses.replace(graph, classes=graph.classes | classes)
 
     def _check(self, layer: str, experts: Sequence[int]) -> None:
-        measured = [counts.shape[1] for counts in self.counts.get(layer, ())]
-        if measured != list(experts):
-            has = f"has loads of {measured} experts for {layer}" if measured else f"has no loads for {layer}"
-            raise UsageError(
-                f"{self.source} {has}, which has {list(experts)}", "record them with a program of the same model"
-            )
+        own = self.counts.get(layer, ())
+        if len(own) == len(experts) and all(
+            counts.shape[1] >= n and not counts[:, n:].any() for counts, n in zip(own, experts, strict=True)
+        ):  # a program may have padded experts, which no token chooses
+            return
+        measured = [counts.shape[1] for counts in own]
+        has = f"has loads of {measured} experts for {layer}" if measured else f"has no loads for {layer}"
+        raise UsageError(
+            f"{self.source} {has}, which has {list(experts)}", "record them with a program of the same model"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ClassLoads:
-    """The loads of the layers of one class."""
+    """The loads of the layers of one class, and the number of experts of each of its mixtures."""
 
     of_all: ExpertLoads
     layers: tuple[str, ...]
+    experts: tuple[int, ...]
     _known: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def imbalance(self, mixture: int, ranks: int) -> float:
@@ -86,7 +92,8 @@ class ClassLoads:
             return min(self.of_all.assumed, float(ranks))
         found = []
         for layer in self.layers:
-            counts = self.of_all.counts[layer][mixture]
+            counts = self.of_all.counts[layer][mixture][:, : self.experts[mixture]]
+            counts = np.pad(counts, ((0, 0), (0, -counts.shape[1] % ranks)))
             by_rank = counts.reshape(len(counts), ranks, -1).sum(axis=2)
             found.append(by_rank.max(axis=1) / by_rank.mean(axis=1))
         return float(np.concatenate(found).mean())

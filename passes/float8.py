@@ -93,7 +93,7 @@ def _in_float8(op: Experts) -> Experts:
             weight = meta(operands(node)[1])["val"]
             if weight.dtype == torch.bfloat16 and not any(size % kernels_fp8.MULTIPLE for size in weight.shape[1:]):
                 node.target = kernels_fp8.grouped_linear
-    return Experts(body, op.count, weights_first=op.weights_first)
+    return op.with_body(body)
 
 
 def _is_router(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from torch import fx
 
 from autopar.flow import parameter_nodes
 from autopar.graph import LayerClass
+from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
@@ -61,12 +62,14 @@ def pad_class(cls: LayerClass, sharding: Sharding) -> LayerClass:
 
 def _resize(new: fx.Node, old: fx.Node) -> None:
     """Update the arguments that are sizes: a view gets the new sizes, a slice that takes all of a dim takes all of the padded dim, a loss
-    gets the true vocabulary size."""
+    gets the true vocabulary size, a mixture the padded number of experts."""
     name, kind = op_name(old), facts(old).kind
     if kind is OpKind.CLASS_LOSS:
         classes = shape_of(operands(old)[0])[-1]
         if shape_of(operands(new)[0])[-1] != classes:
             new.kwargs = {**new.kwargs, "vocabulary": classes}
+    elif isinstance(old.target, Experts):
+        new.target = old.target.padded(shape_of(operands(new)[FIRST_PARAMETER])[0])
     elif (fused := fused_op(old)) is not None:
         fused.resize(new, old)
     elif isinstance(meta(new)["val"], torch.Tensor) and shape_of(new) != shape_of(old):

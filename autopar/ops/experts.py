@@ -26,12 +26,13 @@ FIRST_PARAMETER = 3
 
 class Experts:
     """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes, and both
-    weight a token's row either before its experts (``weights_first``) or after them."""
+    weight a token's row either before its experts (``weights_first``) or after them. The last ``padding`` of ``count`` experts are zeros
+    that no token chooses, so that ranks have equally many."""
 
-    def __init__(self, body: fx.GraphModule, count: int, *, weights_first: bool = False) -> None:
+    def __init__(self, body: fx.GraphModule, count: int, *, weights_first: bool = False, padding: int = 0) -> None:
         self.__name__ = self.__qualname__ = "experts"  # fx names the node, and ``op_name`` the op, by these
         self.__module__ = kernels_experts.__name__
-        self.body, self.count, self.weights_first = body, count, weights_first
+        self.body, self.count, self.weights_first, self.padding = body, count, weights_first, padding
         self._text = tuple(_node_descriptions(body))
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, **axes: Any) -> Tensor:
@@ -47,7 +48,16 @@ class Experts:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.count, self.weights_first, self._text
+        return self.count, self.weights_first, self.padding, self._text
+
+    def with_body(self, body: fx.GraphModule) -> Experts:
+        """Return the mixture with another body."""
+        return Experts(body, self.count, weights_first=self.weights_first, padding=self.padding)
+
+    def padded(self, count: int) -> Experts:
+        """Return the mixture with ``count`` experts: those that it lacks are zeros."""
+        padding = self.padding + count - self.count
+        return Experts(self.body, count, weights_first=self.weights_first, padding=padding)
 
     def __deepcopy__(self, memo: Any) -> Experts:
         return self  # immutable
@@ -107,7 +117,7 @@ def expert_by_expert(op: Experts, names: Collection[str]) -> Experts:
     for node in body.graph.nodes:
         if node.name in names:
             node.target = kernels_experts.looped_linear
-    return Experts(body, op.count, weights_first=op.weights_first)
+    return op.with_body(body)
 
 
 def _node_descriptions(body: fx.GraphModule) -> Iterator[tuple[Any, ...]]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.devices import Cluster
 from autopar.devices.measured import Floats
-from autopar.ops.experts import FIRST_PARAMETER
+from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.plan import Axis
 from autopar.price.collective_pairs import CollectivePair, pairs_of_layer
 from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
@@ -328,10 +328,13 @@ def _collective_s(
 
 
 def _imbalance(table: ClassTable, cuts: Iterable[tuple[AxisFlags, int]]) -> dict[str, float]:
-    """Return the busiest rank's load divided by the mean for each mixture, unless loads are even."""
-    if table.cls.loads is None:
-        return {}
-    ranks = [math.prod(parts for f, parts in cuts if f.experts[i]) for i in range(len(table.mixtures))]
-    return {
-        name: table.cls.loads.imbalance(i, n) for i, (name, n) in enumerate(zip(table.mixtures, ranks, strict=True))
-    }
+    """Return the busiest rank's load divided by the mean, for each mixture with uneven loads."""
+    found = {}
+    for i, name in enumerate(table.mixtures):
+        ranks = math.prod(parts for f, parts in cuts if f.experts[i])
+        op, loads = table.ops[table.index[name]].target, table.cls.loads
+        assert isinstance(op, Experts)
+        measured = 1.0 if loads is None else loads.imbalance(i, ranks)
+        # padded experts get no rows, so that the other ranks have more than the mean
+        found[name] = max(measured, op.count / (op.count - op.padding)) if ranks > 1 else 1.0
+    return {name: times for name, times in found.items() if times > 1}

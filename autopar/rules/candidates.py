@@ -193,8 +193,8 @@ def sharded(bound: ShapedLine) -> list[Candidate]:
 def _two_letter_candidate(bound: ShapedLine, letters: str, kernel: Kernel) -> Candidate | None:
     """Return the candidate of a kernel that shards two letters on one axis; each operand is sharded along the letter that it has."""
     first, plus, second = letters.partition("+")
-    extent = math.gcd(bound.extents.get(first, 1), bound.extents.get(second, 1))
-    if not plus or extent < 2 or {first, second} & bound.fixed:
+    extents = bound.extents.get(first, 1), bound.extents.get(second, 1)
+    if not plus or min(extents) < 2 or {first, second} & bound.fixed:
         return None
     types = []
     for dims in (*bound.operands, bound.result):
@@ -202,7 +202,7 @@ def _two_letter_candidate(bound: ShapedLine, letters: str, kernel: Kernel) -> Ca
         if len(places) > 1 or -1 in places:
             return None
         types.append(S(places[0]) if places else R)
-    return Candidate(tuple(types[:-1]), types[-1], letters, kernel.name, extent)
+    return Candidate(tuple(types[:-1]), types[-1], letters, kernel.name, math.gcd(*extents))
 
 
 def _linear_candidates(bound: ShapedLine) -> list[Candidate]:

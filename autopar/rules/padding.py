@@ -8,7 +8,8 @@ A group may be padded if padding doesn't change the results of any op on its dim
 each op, and tracks whether the padding is zero or only finite. In a product that contracts the group, one factor's padding must be zero.
 Gradients of a parameter's padding need not be zero (``sigmoid(0)`` isn't), so the program zeroes them before anything reads them.
 
-Batches and sequences are never padded, and neither is a dim that a softmax, a norm or an unknown op reads.
+The experts of a mixture are a group, too: no token chooses those that are appended. Batches and sequences are never padded, and neither is
+a dim that a softmax, a norm or an unknown op reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from autopar.graph import LayerClass, cached_for_graphs
+from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.ops.facts import OpKind, aten_names, facts, op_name
 from autopar.ops.fused import fused_op
 from autopar.ops.meta import meta
@@ -187,12 +189,19 @@ class _Analysis:
                 None if dim is None else self.zero.get((v.name, dim), False)
                 for v, dim in zip(values, dims, strict=True)
             ]
-            after = padding_after(node, zero, target is not None)
+            # padded experts compute nothing, for no token chooses them
+            after = _are_experts(node, dims) or padding_after(node, zero, target is not None)
             if after is None:
                 self.fixed |= {(v.name, dim) for v, dim in zip(values, dims, strict=True) if dim is not None}
                 self.fixed |= {(node.name, target)} if target is not None else set()
             elif target is not None:
                 self.zero[node.name, target] = after
+
+
+def _are_experts(node: fx.Node, dims: Sequence[int | None]) -> bool:
+    """Return whether the dims of a letter, one for each operand, are the experts of a mixture."""
+    given = [dim for dim in dims if dim is not None]
+    return isinstance(node.target, Experts) and dims[:FIRST_PARAMETER] == [None] * FIRST_PARAMETER and set(given) == {0}
 
 
 def padding_after(node: fx.Node, zero: Sequence[bool | None], in_result: bool) -> bool | None:

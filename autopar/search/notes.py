@@ -73,7 +73,7 @@ def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh
         for i, (count, choices) in enumerate(graph.classes[layer.cls].mixtures):
             tokens = choices / parts / copies / count
             slices = f", sliced over {sliced} devices" if sliced > 1 else ""
-            text = f"each device has {count // degree} of {count} experts{slices} (expert {degree}), and each expert {tokens:,.0f} "
+            text = f"each device has {-(-count // degree)} of {count} experts{slices} (expert {degree}), and each expert {tokens:,.0f} "
             text += "tokens of a microbatch on average"
             if loads is not None and degree > 1:
                 text += (

@@ -21,6 +21,8 @@ TENSOR_ROLES = (Role.TENSOR, Role.TENSOR_SEQUENCE)
 SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_NODES = 4
 """Maximum number of nodes that a degree of tensor parallelism, or of sequence parallelism in all layers, spans without a pin."""
+MOST_PADDED = 0.25
+"""Maximum share of experts that may be appended without a pin, so that a degree divides their number."""
 LONG_SEQUENCE = 16384
 """Minimum sequence length in tokens at which the search decides sequence parallelism per layer: attention then outweighs communication."""
 
@@ -83,7 +85,8 @@ def candidates(
 
     Data parallelism takes the longest prefix of the axes whose size divides the batch (or is the pinned degree), other roles a suffix; axes
     in between are idle. Because data is a prefix in every layer, the batch dim is gathered from its innermost axis outwards, and each slice
-    stays contiguous. A layer with ``experts`` may distribute them over a degree that divides their number, directly inside the data axes.
+    stays contiguous. A layer with ``experts`` may distribute them directly inside the data axes, over a degree that divides their number or
+    pads it by little (``MOST_PADDED``).
     """
     pins = options.common if pins is None else pins
     if any(t.mode(options.of(t.name) or t.default).max_zero == 0 for t in PLAN):
@@ -187,12 +190,17 @@ def _suffixes(
                 if Role.TENSOR_EXPERT in owning and pinned.fold_experts is None:
                     continue  # all ranks have all tokens; with sequence parallelism each sends its own
                 owners = Strategy(owning).degree(inner, *DEGREES["expert"])
-                if (experts and experts % owners) or (experts and pinned.expert not in (None, owners)):
+                if experts and not (_few_padded(experts, owners) if pinned.expert is None else pinned.expert == owners):
                     continue
                 fixed = pins if pinned.expert is None else pins | {Role.EXPERT: degrees[Role.EXPERT]}
                 if all(_wanted(each, degrees, fixed, roles, gpus_per_node) for each in counts):
                     found += _dispatches(owning, inner, gpus_per_node, pinned)
     return tuple(dict.fromkeys(found))
+
+
+def _few_padded(experts: int, ranks: int) -> bool:
+    """Return whether experts that ``ranks`` do not divide may be padded without a pin: at most by ``MOST_PADDED``."""
+    return -(-experts // ranks) * ranks <= (1 + MOST_PADDED) * experts
 
 
 def _dispatches(

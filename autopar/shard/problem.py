@@ -260,12 +260,13 @@ class Problem:
         return t.dim is None or shape[t.dim] % self.size == 0 or (name, t.dim) in self._padding.groups
 
     def _divides(self, node: fx.Node, option: Candidate) -> bool:
-        """Return whether the axis's size divides the letter that the option shards, or its dims may be padded."""
+        """Return whether the axis's size divides the letter (or both letters) that the option shards, or its dims may be padded."""
         if option.letter is None or option.extent % self.size == 0:
             return True
-        types = (*option.operands, option.result)
-        places = [(value.name, t.dim) for value, t in zip((*operands(node), node), types, strict=True)]
-        return all(dim is None or (name, dim) in self._padding.groups for name, dim in places)
+        pairs = [*zip(operands(node), option.operands, strict=True), (node, option.result)]
+        if "+" in option.letter:  # dims of one letter each: padding is for the experts, not for the tokens
+            return all(self._fits(value.name, shape_of(value), t) for value, t in pairs)
+        return all(t.dim is None or (value.name, t.dim) in self._padding.groups for value, t in pairs)
 
     def _growth(self, name: str, option: Candidate) -> float:
         """Return the factor by which padding enlarges the sharded dims."""
@@ -295,7 +296,7 @@ class Problem:
             return [R, I]
         distributable = role.folded.distributes_experts and of_experts(node)
         if distributable and role.distributes_experts:
-            return [S(0)] if shape[0] % self.size == 0 else []
+            return [S(0)] if self._fits(node.name, shape, S(0)) else []
         if role.replicates_parameters:
             return [R]
         least = 1 if distributable else 0  # else every expert is sliced

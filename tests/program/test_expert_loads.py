@@ -75,6 +75,16 @@ def test_recorded_loads_are_the_routers_choices(name: str, workers2: WorkerPool,
     assert graph.classes[cls].loads.imbalance(0, 1) == 1.0
 
 
+def test_padded_experts_have_no_loads(tmp_path: Path) -> None:
+    """A program with 4 experts on 3 devices has 6; the busiest device has 13 of 18 rows."""
+    (tmp_path / "loads.json").write_text(record({"model.layers.0": [[[8, 5, 3, 2, 0, 0]]]}))
+    model, batch, _ = expert_models.mixtral(num_hidden_layers=1)
+    graph = Workload(model, batch, expert_loads=expert_loads(tmp_path / "loads.json")).capture()
+    (cls,) = (cls for cls in graph.classes.values() if cls.experts)
+    assert cls.loads.imbalance(0, 3) == pytest.approx(13 / 18 * 3)
+    assert cls.loads.imbalance(0, 4) == pytest.approx(8 / 18 * 4)
+
+
 def planned(loads: ExpertLoads | None = None, **pins: int | str) -> tuple[Graph, Plan]:
     model, batch, _ = expert_models.mixtral(hidden_size=256, intermediate_size=512)
     workload = Workload(model, batch, expert_loads=loads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import expert_models
 import pytest
 from exactness import subject
 from tiers import slow
@@ -12,6 +13,7 @@ from tiers import slow
 from autopar.cli.pricing import price_plan
 from autopar.devices import parse
 from autopar.errors import UsageError
+from autopar.expert_loads import ExpertLoads
 from autopar.flow import parameter_nodes
 from autopar.graph import Graph
 from autopar.ops.experts import of_experts
@@ -30,7 +32,7 @@ from autopar.shard.plan import role_types
 from autopar.types import Collective, R, S
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture
-from autopar.verify import check_plan
+from autopar.verify import check_plan, kind, make_subject
 
 ROLES = (*TENSOR_ROLES, Role.EXPERT)
 
@@ -63,6 +65,17 @@ class TestCandidates:
         assert all(Role.IDLE not in s.roles for s in tried if Role.EXPERT in s.roles)
         few = candidates(mesh, 2, 8, SearchOptions(roles=ROLES), experts=4).every
         assert not any(Role.EXPERT in s.roles and s.degree(mesh, Role.EXPERT) > 2 for s in few)
+
+    def test_few_experts_are_padded_without_a_pin(self) -> None:
+        """12 experts are 12 on 1, 2 and 4 devices, 16 on 8 and 16; 60 experts are 64 there, and 6 experts on 4 devices are 8."""
+        (mesh,) = meshes(16)
+
+        def tried(experts: int, **pins: int) -> set[int]:
+            found = candidates(mesh, 32, 16, SearchOptions(roles=ROLES, **pins), experts=experts).every
+            return {s.degree(mesh, Role.EXPERT) for s in found}
+
+        assert tried(60) == {1, 2, 4, 8, 16} and tried(12) == {1, 2, 4} and tried(6) == {1, 2}
+        assert tried(12, expert=8) == {8} and tried(6, expert=4) == {4}
 
     def test_only_layers_with_experts_have_them(self) -> None:
         (mesh,) = meshes(8)
@@ -305,10 +318,45 @@ def test_what_is_found_is_exact(model: str, devices: int, pins: dict[str, int], 
     assert outcome.error.exact, outcome.error
 
 
+@pytest.mark.parametrize(
+    ("experts", "devices", "options"),
+    [
+        (5, 4, {"expert": 4, "zero": 1}),
+        slow(6, 4, {"expert": 4, "overlap": "halves"}),
+        (5, 4, {"expert": 2, "tensor": 2, "sequence": True, "zero": 3}),
+        slow(5, 2, {"expert": 2, "microbatches": 2}),
+    ],
+)
+def test_padded_experts_are_exact(
+    experts: int, devices: int, options: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    given = make_subject(*expert_models.mixtral(num_local_experts=experts, num_hidden_layers=1))
+    plan = kind("padded", **options).plan(given.graph)
+    types = role_types(given.graph, 1, Role.EXPERT, options["expert"])
+    assert types is not None and "expert_exchange" in types.kernel.values()
+    outcome = check_plan(given, plan, request.getfixturevalue(f"workers{devices}"))
+    assert outcome.error.exact, outcome.error
+
+
+def test_the_busiest_device_has_no_padded_experts() -> None:
+    """Of 60 experts on 16 devices, 15 devices have four, and one has none: they compute 16/15 of the mean."""
+    sizes = Architecture(2, 2048, 16, 16, 4096, True, 1024, 2048, False, False, 60, 2)
+    graph, (mesh,) = graph_of(sizes, 64), meshes(16)
+
+    def forward_s(given: Graph) -> float:
+        pricer = Pricer(given, parse("2x8xH100-80GB"), "bfloat16")
+        price = pricer.layer(given.layers[1].cls, mesh, Strategy((Role.EXPERT,) * 4), 1)
+        assert price is not None
+        return price.forward_s
+
+    busiest, busier = (ExpertLoads("a test", assumed=times).on(graph) for times in (16 / 15, 1.2))
+    assert forward_s(graph) == forward_s(busiest) < forward_s(busier)
+
+
 def test_a_loss_over_all_tokens_choices_says_where_it_is() -> None:
     why = annotate(subject("mixtral_balanced").graph).unmicrobatchable
     assert re.search(r"needs the whole batch for histc \(line \d+ of modeling_mixtral.py: .*load_balancing_loss", why)
 
 
-def test_a_degree_that_does_not_divide_the_experts_has_no_types(mixtral: Graph) -> None:
+def test_a_degree_that_does_not_divide_the_batch_has_no_types(mixtral: Graph) -> None:
     assert role_types(mixtral, 1, Role.EXPERT, 16) is not None and role_types(mixtral, 1, Role.EXPERT, 3) is None
