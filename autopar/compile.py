@@ -159,12 +159,14 @@ def start_program(
 ) -> Program:
     """Emit the program, load it, and set its parameters: to the values of ``model``'s parameters, or as ``request.init`` says.
 
-    Without ``folder`` the program is written to a temporary folder; with it, all but one process per machine write to temporary folders.
+    Without ``folder`` the program is written to a temporary folder; with it, all processes but one write to temporary folders (but one on
+    each machine, if machines do not share the folder's file system).
     """
     request, training = request or Request(), training or Training()
     init = request.init
     state = model.state_dict() if init is None else None
-    lasting = folder is not None and ranks.is_local_rank_0()
+    writer = ranks.machine() if folder is None else ranks.writer_of(Path(folder))
+    lasting = folder is not None and ranks.writes(writer)
     home = Path(folder) if folder is not None and lasting else Path(tempfile.mkdtemp(prefix="autopar-program-"))
     try:
         # processes that read a temporary folder get the values from this process
@@ -172,7 +174,7 @@ def start_program(
         initial: Mapping[str, Tensor] | str | Path | None = state
         if init is not None:
             report(progress, "emit", f"values: {init}")
-            initial = initial_values(model, init, training.seed, home, folder)
+            initial = initial_values(model, init, training.seed, home, folder, writer)
         report(progress, "run")
         # the program was type-checked when it was emitted
         program = Program(plan, home, graph, cluster=cluster, state=initial, type_check=False, **as_keywords(training))

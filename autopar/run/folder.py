@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.program.type_check import IMPORTING, take_modules
+from autopar.run.ranks import CLAIM
 
 _PROGRAM_FILES = ("plan.json", "model.py", "train.py")
 """Files of every emitted folder; a folder that has them and a runtime may be overwritten."""
@@ -30,7 +31,8 @@ def folder_for_program(name: Any) -> Path:
     folder = Path(name)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file, and the program is a folder", "give a new folder")
-    if folder.is_dir() and any(folder.iterdir()) and not _is_program(folder):
+    has_files = folder.is_dir() and any(not path.name.startswith(CLAIM) for path in folder.iterdir())
+    if has_files and not _is_program(folder):
         raise UsageError(f"{folder} holds other files than a program", "give a new or an empty folder")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):

@@ -131,10 +131,12 @@ def initial_values(
     seed: int,
     home: Path,
     folder: str | os.PathLike[str] | None,
+    writer: str,
 ) -> Path:
-    """Return the path of the initial weights: ``init`` itself, or the file that local rank 0 writes into ``home``.
+    """Return the path of the initial weights: ``init`` itself, or the file that the program's ``writer`` (``ranks.writer_of``) writes.
 
-    ``folder`` is the program's folder that all local ranks share, if the user gave one. Raises the errors of ``write_initial_values``.
+    ``home`` is this process's folder of the program, ``folder`` the one that the user gave, if any. Raises the errors of
+    ``write_initial_values``.
     """
     if is_path(init):
         return Path(init)  # type: ignore[arg-type]
@@ -143,7 +145,7 @@ def initial_values(
             "init= writes values that all processes of a machine read",
             "under torchrun give folder=, where the program goes",
         )
-    ranks.after_local_rank_0(lambda: write_initial_values(model, init, seed, home))
+    ranks.after_writer(lambda: write_initial_values(model, init, seed, home), writer)
     return (home if folder is None else Path(folder)).resolve() / INITIAL
 
 
