@@ -231,8 +231,8 @@ _RESERVED = frozenset(
 ).union(
     keyword.kwlist,
     """torch nn F spmd kernels opaque new float range str checkpoint seeds prelude Layer LayerSpec Prelude ProgramSpec StageSpec TensorSpec
-    Tensors Total custom flattened guards kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_random kernels_ring kernels_rnn
-    kernels_vocab weight_gradients""".split(),  # noqa: SIM905  words
+    Tensors Total OPTIONS custom flattened guards kernels_ctc kernels_experts kernels_fp8 kernels_norm kernels_random kernels_ring
+    kernels_rnn kernels_vocab weight_gradients""".split(),  # noqa: SIM905  words
     (module for technique in ALL for module in technique.modules),
 )
 """Names that emitted code uses (``emit.names``): an input of such a name gets a number."""

@@ -12,7 +12,7 @@ from autopar.emit.experts import body_method, name_bodies
 from autopar.emit.expressions import Text, literal
 from autopar.emit.modules import torch_modules
 from autopar.emit.names import Names, attributes, remark
-from autopar.emit.pieces import compiled_pieces
+from autopar.emit.pieces import COMPILED, compiled_pieces
 from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.techniques.technique import Call
@@ -143,7 +143,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         computed, pieces = compiled_pieces(nodes, texts, names)
         body = [*comments, *computed]
     else:
-        decorators = ["    @torch.compile(dynamic=False)"] if compiled else []
+        decorators = [COMPILED] if compiled else []
         body = [*comments, *statements(nodes, texts, names, watch, compiled)]
     count = len(layer.cls.outputs) + len(layer.cls.updates)
     returns = "torch.Tensor" if count == 1 else "tuple[torch.Tensor, ...]"

@@ -21,7 +21,7 @@ CALLED = frozenset(
 # names that emitted modules define or import
 _RESERVED = CALLED | frozenset(
     """self float range str torch nn F spmd checkpoint key seeds prelude Layer LayerSpec StageSpec TensorSpec ProgramSpec
-    Prelude Tensors Total""".split()  # noqa: SIM905  a list of words
+    Prelude Tensors Total OPTIONS""".split()  # noqa: SIM905  a list of words
 )
 
 # attributes of every module, which parameters of the user's model may not replace

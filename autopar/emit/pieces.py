@@ -13,6 +13,9 @@ from autopar.emit.expressions import Text, literal
 from autopar.emit.names import Names
 from autopar.ops.meta import meta
 
+COMPILED = "    @torch.compile(dynamic=False, options=OPTIONS)"
+"""The decorator of a compiled method."""
+
 
 def compiled_pieces(nodes: list[fx.Node], texts: dict[fx.Node, Text], names: Names) -> tuple[list[str], list[str]]:
     """Return the lines of the generator, and those of its pieces' methods. ``texts`` has the source text of the layer's arguments and
@@ -74,7 +77,7 @@ def _piece(k: int, ops: list[fx.Node], texts: dict[fx.Node, Text], names: Names,
     body = statements(ops, local, local_names, compiled=True)
     methods += [
         "",
-        "    @torch.compile(dynamic=False)",
+        COMPILED,
         f"    def piece_{k}(self{arguments}) -> {returns}:",
         *body,
         f"        return {', '.join(local[node].text for node in outputs)}",

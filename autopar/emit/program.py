@@ -209,7 +209,7 @@ def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
     lines += ["", *(f"import {name}" for name in custom_modules(program.graph))]
     if imported := sorted(used & CALLED | modules):
         lines += _wrapped(f"from {PACKAGE} import ", imported)
-    lines += [f"from {PACKAGE}.compiled import spmd"] if compiled else []
+    lines += [f"from {PACKAGE}.compiled import OPTIONS, spmd"] if compiled else []
     lines += _wrapped(f"from {PACKAGE}.spec import ", sorted(name for name in used if name in _RECORDS))
     return "\n".join(lines)
 

@@ -153,12 +153,15 @@ def _join(name: str, touching: list[_Factor], sizes: dict[str, int]) -> _Factor:
     others = sorted({v for factor in touching for v in factor.variables} - {name})
     variables = (name, *others)
     shape = tuple(sizes[v] for v in variables)
-    total = np.zeros(shape)
+    tables = []
     for factor in touching:
         order = sorted(range(len(factor.variables)), key=lambda i: variables.index(factor.variables[i]))
         present = {factor.variables[i] for i in order}
         index = tuple(slice(None) if v in present else None for v in variables)
-        total = total + factor.table.transpose(order)[index]
+        tables.append(factor.table.transpose(order)[index])
+    total = np.broadcast_to(tables[0], shape).astype(np.float64)
+    for table in tables[1:]:
+        total += table  # in place: it may take 100 MB
     return _Factor(variables, total)
 
 
