@@ -147,7 +147,8 @@ class LayerClass:
     buffers: tuple[Value, ...] = ()
     updates: tuple[str, ...] = ()
     rows: int = 0  # of the global batch; 0: the largest dim 0 of border values
-    loads: Any = None  # ``expert_loads.ClassLoads`` of its mixtures; ``None``: even loads
+    # ``expert_loads.ClassLoads`` of its mixtures, ``None`` for even loads: prices alone depend on them, so cached types do not
+    loads: Any = field(default=None, compare=False)
 
     @property
     def gives_loss(self) -> bool:

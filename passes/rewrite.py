@@ -34,7 +34,7 @@ def rewritten_class(cls: LayerClass, options: Options) -> LayerClass:
     """Return ``cls`` after those rewrites of ``options`` that it allows."""
     for module in options.rewrites:
         found = rewrite_of(module)(cls)
-        cls = cls if isinstance(found, str) else found
+        cls = cls if isinstance(found, str) else dataclasses.replace(found, loads=cls.loads)  # ``found`` is cached
     return cls
 
 
