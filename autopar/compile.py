@@ -82,7 +82,7 @@ def compile(
         allow: allowed numerical deviations from exact training (of ``autopar.plan.ALLOWED``).
         memory_limit_bytes: the bytes of each device's memory that a plan may use.
         calibration: a file of ``autopar profile``; by default the one at the default path, if any.
-        expert_loads: for models with experts, a file of ``train.py --expert-loads``, or the load of the busiest rank divided by the mean.
+        expert_loads: a file of ``train.py --record-expert-loads``, or the load of the busiest expert-parallel rank divided by the mean.
         time_limit_s: the time limit of the search.
         capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
@@ -159,8 +159,8 @@ def start_program(
 ) -> Program:
     """Emit the program, load it, and set its parameters: to the values of ``model``'s parameters, or as ``request.init`` says.
 
-    Without ``folder`` the program is written to a temporary folder; with it, all processes but one write to temporary folders (but one on
-    each machine, if machines do not share the folder's file system).
+    Without ``folder`` the program is written to a temporary folder. With it, one process writes ``folder`` (one per machine, if machines
+    share no file system); all others write to temporary folders.
     """
     request, training = request or Request(), training or Training()
     init = request.init

@@ -1,15 +1,18 @@
 """The loads of experts: the rows (pairs of a token and a chosen expert) that a router sends to each of them, measured or assumed.
 
-Expert parallelism gives each of the ranks a slice of the experts, and all of them wait for the busiest one when results are combined. So a
-mixture takes the busiest rank's time, and that rank keeps the most activations. Its load divided by the mean load of the ranks is the
-*imbalance* (1 for even loads; the maximum violation of Wang et al. 2024, arXiv:2408.15664, is the imbalance minus 1). It grows with the
-number of ranks, for the loads of several experts on one rank average out. ``train.py --expert-loads FILE`` records the loads of a run.
+Expert parallelism gives each rank a slice of the experts; all ranks wait for the busiest one when results are combined, and that one keeps
+the most activations. The *imbalance* is its load divided by the mean (MaxVio of Wang et al. 2024, arXiv:2408.15664, plus 1). It grows with
+the degree, because a rank with several experts averages their loads.
+
+``train.py --record-expert-loads FILE`` records the loads of a run: the sums of each step over all data-parallel ranks and microbatches. The
+rows of one microbatch on one rank are less even, so that the measured imbalance is a lower bound.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +52,7 @@ class ExpertLoads:
                 if self.counts:
                     self._check(layer.name, experts[layer.cls])
         if not layers:
-            raise UsageError(f"{self.source} has loads of experts, and {graph.name} has no experts", "leave it out")
+            raise UsageError(f"{self.source}: {graph.name} has no experts", "leave --expert-loads (expert_loads=) out")
         classes = {
             name: dataclasses.replace(graph.classes[name], loads=ClassLoads(self, tuple(names), tuple(experts[name])))
             for name, names in layers.items()
@@ -62,10 +65,11 @@ class ExpertLoads:
             counts.shape[1] >= n and not counts[:, n:].any() for counts, n in zip(own, experts, strict=True)
         ):  # a program may have padded experts, which no token chooses
             return
-        measured = [counts.shape[1] for counts in own]
+        measured = ", ".join(str(counts.shape[1]) for counts in own)
         has = f"has loads of {measured} experts for {layer}" if measured else f"has no loads for {layer}"
         raise UsageError(
-            f"{self.source} {has}, which has {list(experts)}", "record them with a program of the same model"
+            f"{self.source} {has}, and the model has {', '.join(map(str, experts))} there",
+            "record them with a program of the same model",
         )
 
 
@@ -104,27 +108,31 @@ UNEVEN = ExpertLoads("an imbalance of 1.2", assumed=1.2)
 """An example, for what uneven loads would cost."""
 
 
+_HINT = "give a file that `train.py --record-expert-loads FILE` wrote, or a number such as 1.2"
+
+
 def expert_loads(given: str | Path | float | None) -> ExpertLoads | None:
     """Return the loads that ``--expert-loads`` gives: a file that a run recorded, or an imbalance to assume for every degree; ``None`` for
     ``None``. Raises ``UsageError``."""
     if given is None:
         return None
-    if isinstance(given, Path):
-        return _read(given)
+    if isinstance(given, os.PathLike):
+        return _read(Path(given))
     try:
         assumed = float(given)
     except ValueError:
         return _read(Path(str(given)))
+    except TypeError as error:
+        raise UsageError(f"expert_loads is {given!r}, neither a file nor a number", _HINT) from error
     if not 1 <= assumed < math.inf:
         raise UsageError(
-            f"an imbalance of experts' loads of {given} is impossible",
-            "it is the busiest rank's load divided by the mean: 1 or more",
+            f"an imbalance of {given} is impossible",
+            "it is the load of the busiest expert-parallel rank divided by the mean: 1 or more",
         )
     return ExpertLoads(f"an imbalance of {assumed:g}", assumed=assumed)
 
 
 def _read(path: Path) -> ExpertLoads:
-    hint = "give a file that `train.py --expert-loads FILE` wrote, or a number such as 1.2"
     try:
         record = read_json(path)
         layers = record["layers"] if isinstance(record, dict) and record.get("format") == FORMAT else None
@@ -132,9 +140,11 @@ def _read(path: Path) -> ExpertLoads:
             raise MalformedFileError("it is no record of experts' loads")
         return ExpertLoads(path.name, {name: _counts(name, layers[name]) for name in layers})
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", hint) from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}", _HINT) from error
     except MalformedFileError as error:
-        raise UsageError(f"{path}: {error}", hint) from error
+        raise UsageError(f"{path}: {error}", _HINT) from error
+    except ValueError as error:  # a null character in the path
+        raise UsageError(f"{path} is no path: {error}", _HINT) from error
 
 
 def _counts(layer: str, mixtures: Any) -> tuple[Counts, ...]:
@@ -142,7 +152,7 @@ def _counts(layer: str, mixtures: Any) -> tuple[Counts, ...]:
     found = []
     for steps in mixtures if isinstance(mixtures, list) else [None]:
         rows = steps if isinstance(steps, list) and steps and all(isinstance(row, list) for row in steps) else [[]]
-        whole = all(type(n) is int and 0 <= n < 2**62 for row in rows for n in row)
+        whole = all(type(n) is int and 0 <= n < 2**40 for row in rows for n in row)
         if not whole or not rows[0] or len({len(row) for row in rows}) > 1 or not all(map(sum, rows)):
             raise MalformedFileError(f"the loads of {shown(layer)} are no table of whole numbers, by step and expert")
         found.append(np.array(rows, dtype=np.int64))

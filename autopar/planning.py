@@ -253,6 +253,8 @@ def _cost_of_uneven_loads(graph: Graph, cluster: Cluster, plan: Plan) -> tuple[s
     even, uneven = (again, plan) if assumed is EVEN else (plan, again)
     slower = uneven.prediction.step_time_s / even.prediction.step_time_s - 1
     more = max(b.memory.total - a.memory.total for a, b in zip(even.stages, uneven.stages, strict=True))
+    if not slower and not more:
+        return ()  # padded experts make loads as uneven
     over = any(stage.memory.total > stage.memory_limit_bytes for stage in again.stages)
     effect = f"{slower:.1%} to the step and {gigabytes(more)} to the memory of a device{', which is too much' if over else ''}"
     if assumed is EVEN:

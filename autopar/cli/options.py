@@ -120,8 +120,8 @@ calibration_option = option(
 expert_loads_option = option(
     "--expert-loads",
     "FILE",
-    "How unevenly experts are chosen: a file of `train.py --expert-loads`, or the busiest rank's load divided by the mean, such as 1.2. "
-    "Default: evenly.",
+    "The loads of experts that prices assume: a file of `train.py --record-expert-loads`, or the load of the busiest expert-parallel "
+    "rank divided by the mean, such as 1.2. Default: balanced.",
 )
 precision_option = option(
     "--precision", "NAME", "Dtype of parameters and activations: bfloat16, float16, float32 or float64."

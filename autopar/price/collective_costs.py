@@ -55,7 +55,7 @@ def layer_collectives(layer: Microbatch, runs: Runs, cluster: Cluster, microbatc
     for whole, pair in zip(layer.sized.bound.pairs, passes.part.bound.pairs, strict=True):
         times = microbatches * (1 if pair in passes.shared else passes.parts)
         forwards = (1 + (whole in again)) * times
-        yield from pair_costs(pair, runs, cluster, "activations", forwards, times, passes.part.times(pair))
+        yield from pair_costs(pair, runs, cluster, "activations", forwards, times, passes.part.imbalance_of(pair))
 
 
 def pair_costs(
@@ -65,16 +65,16 @@ def pair_costs(
     purpose: str,
     forwards: int,
     backwards: int,
-    of_mean: float = 1.0,
+    imbalance: float = 1.0,
 ) -> Iterator[CollectiveCost]:
-    """Yield the two collectives of a pair: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times. It
-    takes as long as one of ``of_mean`` times its bytes (``SizedClass.times``)."""
+    """Yield the two collectives of a pair: the forward one runs ``forwards`` times per step, the backward one ``backwards`` times. Their
+    seconds are those of ``imbalance`` times the bytes: an exchange waits for the busiest rank."""
     sizes = pair_sizes((pair.axes, pair.sharded), runs, cluster)
     axes = tuple(axis for i in pair.axes for axis in runs[i] if axis.stride)
     size = pair.bytes_of_group(sizes.parts, sizes.members.size)
     for collective, count in ((pair.forward, forwards), (pair.backward, backwards)):
         if collective.sends and sizes.members.size > 1:
-            seconds = group_time_s(collective, of_mean * size, sizes.members, cluster)
+            seconds = group_time_s(collective, imbalance * size, sizes.members, cluster)
             yield CollectiveCost(purpose, collective, axes, sizes.members, size, seconds, count)
 
 

@@ -134,14 +134,14 @@ class SizedClass:
         """Return the result of ``Shares.of``."""
         return self.shares.of(whole, part)
 
-    def times(self, pair: CollectivePair) -> float:
-        """Return the rows that the busiest rank of a mixture's exchange sends or receives, divided by the mean; 1 for other pairs."""
+    def imbalance_of(self, pair: CollectivePair) -> float:
+        """Return the load of the busiest rank divided by the mean for the exchanges of a mixture; 1 for other pairs."""
         return self.shares.imbalance.get(pair.op, 1.0)
 
     def seconds_of(self, pair: CollectivePair, side: str) -> float:
         """Return the seconds of a pair's forward or backward collective."""
         sizes = self.pair_sizes[pair.axes, pair.sharded]
-        return _collective_s(pair, getattr(pair, side), sizes, self.cluster, self.times(pair))
+        return _collective_s(pair, getattr(pair, side), sizes, self.cluster, self.imbalance_of(pair))
 
     def pass_of(self, side: str, pairs: Collection[CollectivePair], ops: Flags | None = None) -> Pass:
         """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``pairs``."""
@@ -318,23 +318,24 @@ def collective_s(pair: CollectivePair, collective: Collective, axes: tuple[Axis,
 
 
 def _collective_s(
-    pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster, times: float
+    pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster, imbalance: float
 ) -> float:
-    """Return the seconds of a collective with ``times`` the mean bytes."""
+    """Return the seconds of a collective of ``imbalance`` times the bytes."""
     if not collective.sends:
         return 0.0
-    size = times * pair.bytes_of_group(sizes.parts, sizes.members.size)
+    size = imbalance * pair.bytes_of_group(sizes.parts, sizes.members.size)
     return group_time_s(collective, size, sizes.members, cluster)
 
 
 def _imbalance(table: ClassTable, cuts: Iterable[tuple[AxisFlags, int]]) -> dict[str, float]:
     """Return the busiest rank's load divided by the mean, for each mixture with uneven loads."""
-    found = {}
+    found: dict[str, float] = {}
     for i, name in enumerate(table.mixtures):
         ranks = math.prod(parts for f, parts in cuts if f.experts[i])
         op, loads = table.ops[table.index[name]].target, table.cls.loads
         assert isinstance(op, Experts)
         measured = 1.0 if loads is None else loads.imbalance(i, ranks)
         # padded experts get no rows, so that the other ranks have more than the mean
-        found[name] = max(measured, op.count / (op.count - op.padding)) if ranks > 1 else 1.0
-    return {name: times for name, times in found.items() if times > 1}
+        times = max(measured, op.count / (op.count - op.padding)) if ranks > 1 else 1.0
+        found |= {name: times} if times > 1 else {}
+    return found

@@ -11,8 +11,8 @@ import torch
 from .spmd import spmd
 
 OPTIONS = {"cpp.max_horizontal_fusion_size": 1}
-"""On CPUs, torch 2.13 joins independent loops into one, and gets gradients of layers with a transposed input wrong, silently (a layer norm
-behind a residual connection was off by half). Each loop alone is right; GPUs run other code."""
+"""In torch 2.13, Inductor's horizontal fusion on CPUs computes wrong gradients for layers with transposed inputs, silently (a layer norm
+behind a residual connection was off by half); this turns it off. Code for GPUs does not have it."""
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "redistribute", "reduce_scatter", "reinterpret")
 

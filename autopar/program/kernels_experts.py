@@ -187,7 +187,7 @@ def in_steps(
     exchange = [axis for axis in exchange if _size(axis) > 1]
     relay = [axis for axis in relay if _size(axis) > 1]
     with spmd.local():
-        expert_loads.count(index, count)
+        expert_loads.count(index, count, parameters[0])
         if relay:
             place = _coordinates(count, owners, exchange, relay, ids_on=index.device)
             (x, index, weights), sent_back = yield from _send_to_relays(tokens, place, relay, send)

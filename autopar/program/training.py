@@ -157,9 +157,9 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint, if there is one")
     parser.add_argument(
-        "--expert-loads",
+        "--record-expert-loads",
         metavar="FILE",
-        help="record how many tokens each expert gets, for `autopar plan --expert-loads FILE`",
+        help="record how many tokens each expert gets in the last steps, for `autopar plan --expert-loads FILE`",
     )
     parser.add_argument("--trace", metavar="FILE", help="write a trace of the second step, for ui.perfetto.dev")
     _add_limits(parser)
@@ -199,8 +199,10 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
     for option in ("epochs", "shuffle"):
         if getattr(args, option) and args.dataset == "synthetic":
             parser.error(f"--{option} needs --dataset FILE: synthetic rows have no end")
-    for option in ("save", "log_file", "expert_loads"):
+    for option in ("save", "log_file", "record_expert_loads"):
         given = getattr(args, option)
+        if given and os.path.isdir(given):
+            parser.error(f"--{option.replace('_', '-')} {given} is a folder: give the name of a file")
         if given and not (os.path.isdir(there := os.path.dirname(given) or ".") and os.access(there, os.W_OK)):
             parser.error(
                 f"--{option.replace('_', '-')} {given} cannot be written: {there} is no folder that can be written to"
@@ -423,7 +425,7 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
-    recorder = Recorder(trainer.stages, trainer.program.plan) if args.expert_loads else None
+    recorder = Recorder(trainer.stages, trainer.program.plan) if args.record_expert_loads else None
     stop, logged = None, begun
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps + 1}")
@@ -451,9 +453,19 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
             save(trainer, args, bool(stop) or over)
     meter.close()
     loader.close()
-    if recorder is not None and not recorder.write(args.expert_loads):
-        say(f"--expert-loads {args.expert_loads}: the model has no experts, so nothing was recorded")
+    if recorder is not None:
+        record_loads(recorder, args.record_expert_loads, trainer.world.device)
     return None if is_over(args, trainer, loader) else stop
+
+
+def record_loads(recorder: Recorder, path: str, device: torch.device) -> None:
+    """Write the recorded loads; say why not if there are none, or the file can't be written."""
+    try:
+        why = recorder.write(path, device)
+    except OSError as error:  # the training's result is still to be saved
+        why = str(error.strerror)
+    if why:
+        say(f"--record-expert-loads {path}: {why}")
 
 
 def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:

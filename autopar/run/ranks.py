@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, UsageError
 from autopar.plan import Plan
 
 CLAIM = ".writer-"
-"""The start of the names of files by which machines elect the writer of a folder (``writer_of``)."""
+"""The start of the name of a file that shows which machines share a folder (``writer_of``)."""
+
+ANSWERS_S = 300
+"""The seconds after which rank 0 removes this file, whether or not all ranks have looked for it."""
 
 _stores: list[dist.Store] = []  # one for each exchange, kept alive because rank 0 serves it until all ranks have read
 
@@ -42,42 +47,68 @@ def _new_store() -> dist.Store:
 
 
 def machine() -> str:
-    """Return the number of this process's machine."""
-    return os.environ.get("GROUP_RANK", "0")
+    """Return a name of this process's machine: ``torchrun``'s number, or the host's name under other launchers."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def writer_of(folder: Path) -> str:
-    """Return the number of the machine whose local rank 0 writes this machine's ``folder``: one for all machines that share the folder's
-    file system, otherwise this one. All ranks call this.
+    """Return the machine whose local rank 0 writes this machine's ``folder``: rank 0's machine, if the two share the folder's file system,
+    otherwise this one. All ranks call this.
 
-    Each machine tries to create the same file, which one of those that share it can do (``O_EXCL``, on NFS, too).
+    Raises:
+        UsageError: the folder can't be made on this machine.
+        AutoparError: it can't be made where another process has to.
     """
     if not is_one_of_several():
         return machine()
     store = _new_store()
     number = len(_stores)
-    if is_rank_0():
-        store.set(f"autopar/claim/{number}", f"{CLAIM}{uuid.uuid4().hex}")
-
-    def claim() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / _waited(store, f"autopar/claim/{number}")
-        try:
-            with file.open("x") as made:
-                made.write(machine())
-            owner = machine()
-        except FileExistsError:
-            while not (owner := file.read_text()):  # its writer has created it, and not yet written
+    file, owner, done = f"autopar/file/{number}", f"autopar/writer/{number}/{machine()}", f"autopar/done/{number}"
+    made: Path | None = None
+    try:
+        if is_local_rank_0():
+            with _reporting(store, owner, folder):
+                if is_rank_0():
+                    made = folder / f"{CLAIM}{uuid.uuid4().hex}"
+                    with _reporting(store, file, folder):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        made.write_text("")
+                    store.set(file, f"{machine()}\n{made.name}")
+                found, _, name = _answer(store, file).partition("\n")
+                folder.mkdir(
+                    parents=True, exist_ok=True
+                )  # asks the server, which a network file system's cache need not do
+                store.set(owner, found if (folder / name).exists() else machine())
+        return _answer(store, owner)
+    finally:
+        store.add(done, 1)
+        if made is not None:
+            limit = time.monotonic() + ANSWERS_S
+            while store.add(done, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < limit:
                 time.sleep(0.01)
-        store.set(f"autopar/writer/{number}/{machine()}", owner)
-        store.add(f"autopar/claimed/{number}", 1)
-        if owner == machine():
-            while store.add(f"autopar/claimed/{number}", 0) < int(os.environ.get("GROUP_WORLD_SIZE", "1")):
-                time.sleep(0.01)
-            file.unlink()
+            with contextlib.suppress(OSError):
+                made.unlink()
 
-    after_writer(claim, machine())
-    return _waited(store, f"autopar/writer/{number}/{machine()}")
+
+@contextlib.contextmanager
+def _reporting(store: dist.Store, key: str, folder: Path) -> Iterator[None]:
+    """Let the processes that wait for ``key`` fail if this context does; raise ``UsageError`` if the folder can't be made or written."""
+    try:
+        yield
+    except (OSError, AutoparError) as error:
+        store.set(key, "")
+        if isinstance(error, AutoparError):
+            raise
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror}", "give a folder that can be made and written to"
+        ) from error
+
+
+def _answer(store: dist.Store, key: str) -> str:
+    """Wait for another process's answer; raise ``AutoparError`` if it failed."""
+    if not (answer := _waited(store, key)):
+        raise AutoparError("another process cannot write the program's folder", "that process's message says why")
+    return answer
 
 
 def writes(owner: str) -> bool:

@@ -32,7 +32,7 @@ from autopar.plan import (
     folded,
 )
 from autopar.schedules import Schedule, check_schedule, default_schedule
-from autopar.search.options import check_allowed, check_refused, check_replicas
+from autopar.search.options import check_allowed, check_experts, check_refused, check_replicas
 from autopar.segments import shortened
 from autopar.techniques import LAYER, PLAN, Options
 from autopar.techniques.sync import SYNC
@@ -180,6 +180,8 @@ def filled_plan(
     classes = [graph.classes[layer.cls] for layer in graph.layers]
     if given.expert and given.expert > 1 and not any(cls.experts for cls in classes):
         raise UsageError(f"expert={given.expert}: {graph.name} has no mixture of experts", "leave expert out")
+    for index in range(len(graph.layers)):
+        check_experts(graph, index, given.expert)
     replicas = data * degrees["expert"]
     if microbatch is not None:
         count, odd = divmod(graph.batch_size, replicas * microbatch)

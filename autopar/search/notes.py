@@ -73,12 +73,13 @@ def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh
         for i, (count, choices) in enumerate(graph.classes[layer.cls].mixtures):
             tokens = choices / parts / copies / count
             slices = f", sliced over {sliced} devices" if sliced > 1 else ""
-            text = f"each device has {-(-count // degree)} of {count} experts{slices} (expert {degree}), and each expert {tokens:,.0f} "
+            each, padded = -(-count // degree), count % degree > 0
+            here = f"{'at most ' * padded}{each} of {count} experts{slices}"
+            text = f"each device has {here} (expert {degree}), and each expert {tokens:,.0f} "
             text += "tokens of a microbatch on average"
             if loads is not None and degree > 1:
-                text += (
-                    f"; the busiest device gets {loads.imbalance(i, degree):.3g} times the mean ({loads.of_all.source})"
-                )
+                imbalance = max(loads.imbalance(i, degree), each * degree / count)
+                text += f"; the busiest device gets {imbalance:.3g} times the mean ({loads.of_all.source})"
             elif degree > 1:
                 text += "; the price assumes that all experts get the same number of tokens: uneven loads are slower"
             found[text] = found.get(text, 0) + 1

@@ -216,11 +216,20 @@ def _of_experts(graph: Graph, layer: int, pins: LayerPins) -> LayerPins:
     experts may be folded over a degree that is not pinned)."""
     experts = graph.classes[graph.layers[layer].cls].experts
     if pins.expert is None or experts:
+        check_experts(graph, layer, pins.expert)
         return pins
     if not any(cls.experts for cls in graph.classes.values()) and pins.expert > 1:
         raise UsageError(f"expert {pins.expert}: {graph.name} has no mixture of experts", "remove the pin")
     unknown = any(pins.of(name) is None for name in FOLDS[pins.fold_experts or "none"])
     return replace(pins, expert=None, data=None if unknown else pins.data and pins.data * pins.expert_axis)
+
+
+def check_experts(graph: Graph, layer: int, degree: int | None) -> None:
+    """Raise ``UsageError`` if a degree of expert parallelism is above the number of experts of one of the layer's mixtures."""
+    name, cls = graph.layers[layer].name, graph.layers[layer].cls
+    fewest = min((count for count, _ in graph.classes[cls].mixtures), default=0)
+    if fewest and degree is not None and degree > fewest:
+        raise UsageError(f"expert={degree}: {name} has {fewest} experts", f"give a degree of at most {fewest}")
 
 
 def selects(selector: str, name: str, cls: str) -> bool:

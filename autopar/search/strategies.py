@@ -22,7 +22,7 @@ SEQUENCE_ROLES = (Role.ULYSSES, Role.RING)
 MOST_NODES = 4
 """Maximum number of nodes that a degree of tensor parallelism, or of sequence parallelism in all layers, spans without a pin."""
 MOST_PADDED = 0.25
-"""Maximum share of experts that may be appended without a pin, so that a degree divides their number."""
+"""Maximum share of padded experts without a pin."""
 LONG_SEQUENCE = 16384
 """Minimum sequence length in tokens at which the search decides sequence parallelism per layer: attention then outweighs communication."""
 
@@ -85,8 +85,8 @@ def candidates(
 
     Data parallelism takes the longest prefix of the axes whose size divides the batch (or is the pinned degree), other roles a suffix; axes
     in between are idle. Because data is a prefix in every layer, the batch dim is gathered from its innermost axis outwards, and each slice
-    stays contiguous. A layer with ``experts`` may distribute them directly inside the data axes, over a degree that divides their number or
-    pads it by little (``MOST_PADDED``).
+    stays contiguous. A layer with ``experts`` may distribute them directly inside the data axes, over a degree that divides their
+    number, or needs few padded experts (``MOST_PADDED``).
     """
     pins = options.common if pins is None else pins
     if any(t.mode(options.of(t.name) or t.default).max_zero == 0 for t in PLAN):
@@ -199,8 +199,8 @@ def _suffixes(
 
 
 def _few_padded(experts: int, ranks: int) -> bool:
-    """Return whether experts that ``ranks`` do not divide may be padded without a pin: at most by ``MOST_PADDED``."""
-    return -(-experts // ranks) * ranks <= (1 + MOST_PADDED) * experts
+    """Return whether ``ranks`` have at least one of the experts each, and need few padded ones (``MOST_PADDED``)."""
+    return ranks <= experts and -(-experts // ranks) * ranks <= (1 + MOST_PADDED) * experts
 
 
 def _dispatches(

@@ -264,7 +264,7 @@ class Problem:
         if option.letter is None or option.extent % self.size == 0:
             return True
         pairs = [*zip(operands(node), option.operands, strict=True), (node, option.result)]
-        if "+" in option.letter:  # dims of one letter each: padding is for the experts, not for the tokens
+        if "+" in option.letter:  # each dim has one of the two letters: experts may be padded, tokens must divide
             return all(self._fits(value.name, shape_of(value), t) for value, t in pairs)
         return all(t.dim is None or (value.name, t.dim) in self._padding.groups for value, t in pairs)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from workers import WorkerPool
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.run import ranks
 from autopar.run.folder import folder_for_program
 
@@ -53,6 +54,31 @@ def test_one_process_writes_a_folder(shared: bool, workers4: WorkerPool, tmp_pat
     assert len({json.dumps(each["losses"]) for each in found}) == 1
     for folder in map(Path, folders):
         assert (folder / "model.py").is_file() and not list(folder.glob(f"{ranks.CLAIM}*"))
+
+
+def elected(folders: list[str]) -> str:
+    """In one of four workers, two on each of two machines: the writer of the machine's folder, or why there is none."""
+    rank = int(os.environ["RANK"])
+    place = {"GROUP_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with mock.patch.dict(os.environ, place):
+        try:
+            return ranks.writer_of(Path(folders[rank // 2]))
+        except AutoparError as error:
+            return error.message
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_machine_that_cannot_write_ends_the_wait_of_the_others(
+    fails: int, workers4: WorkerPool, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    folders = [str(tmp_path / "folder")] * 2
+    folders[fails] = str(tmp_path / "file" / "folder")
+    found = workers4.run("test_run_ranks:elected", folders)
+    own, other = found[2 * fails : 2 * fails + 2]
+    assert "cannot be written: Not a directory" in own and "another process cannot write" in other
+    rest = [each for i, each in enumerate(found) if i // 2 != fails]
+    assert rest == (["0", "0"] if fails else ["another process cannot write the program's folder"] * 2)
 
 
 def test_a_claim_is_no_other_file(tmp_path: Path) -> None:

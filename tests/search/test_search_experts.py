@@ -77,6 +77,12 @@ class TestCandidates:
         assert tried(60) == {1, 2, 4, 8, 16} and tried(12) == {1, 2, 4} and tried(6) == {1, 2}
         assert tried(12, expert=8) == {8} and tried(6, expert=4) == {4}
 
+    def test_a_degree_above_the_experts_is_refused(self, mixtral: Graph) -> None:
+        with pytest.raises(UsageError, match="expert=128: .* has 64 experts"):
+            pins_by_layer(mixtral, SearchOptions(expert=128))
+        with pytest.raises(UsageError, match="expert=128: .* has 64 experts"):
+            filled_plan(mixtral, 128, {"expert": 128})
+
     def test_only_layers_with_experts_have_them(self) -> None:
         (mesh,) = meshes(8)
         assert not any(Role.EXPERT in s.roles for s in candidates(mesh, 8, 8, SearchOptions(roles=ROLES)).every)
