@@ -83,9 +83,10 @@ class LocalLayer:
         nodes = self.graph.graph.nodes
         found = {tuple(node.args[1]) for node in nodes if node.target is convert}
         found |= {converted_types(node)[1] for node in nodes if is_joined(node)}
-        for name in {name for types in self.sharding.types for name in types.kernel}:
+        # an op may have different kernels on different axes, such as the two hops of a dispatch: each has collectives of its own
+        for name, kernel in {item for types in self.sharding.types for item in types.kernel.items()}:
             pairs = zip(self.sharding.axes, self.sharding.types, strict=True)
-            found.add(tuple(a.name for a, types in pairs if name in types.kernel and a.name != MICROBATCH))
+            found.add(tuple(a.name for a, t in pairs if t.kernel.get(name) == kernel and a.name != MICROBATCH))
         return {axes for axes in found if len(axes) > 1}
 
     def border(self, index: int) -> tuple[SpmdType, ...]:

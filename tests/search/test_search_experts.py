@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
+from pathlib import Path
 
 import expert_models
 import pytest
 from exactness import subject
 from tiers import slow
+from workers import WorkerPool
 
 from autopar.cli.pricing import price_plan
 from autopar.devices import parse
+from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.expert_loads import ExpertLoads
 from autopar.flow import parameter_nodes
 from autopar.graph import Graph
 from autopar.ops.experts import of_experts
-from autopar.plan import Plan, Role, Strategy
+from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.planning import write_plan
 from autopar.price import Pricer
 from autopar.schedules import NO_PIPELINE, Schedule
 from autopar.search import SearchOptions, search
-from autopar.search.manual import filled_plan
+from autopar.search.manual import filled_plan, manual_plan
 from autopar.search.options import pins_by_layer
 from autopar.search.prices import Prices
 from autopar.search.problem import Configuration, meshes
@@ -32,7 +36,7 @@ from autopar.shard.plan import role_types
 from autopar.types import Collective, R, S
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture
-from autopar.verify import check_plan, kind, make_subject
+from autopar.verify import Subject, check_plan, kind, make_subject
 
 ROLES = (*TENSOR_ROLES, Role.EXPERT)
 
@@ -342,6 +346,40 @@ def test_padded_experts_are_exact(
     assert types is not None and "expert_exchange" in types.kernel.values()
     outcome = check_plan(given, plan, request.getfixturevalue(f"workers{devices}"))
     assert outcome.error.exact, outcome.error
+
+
+HOPS = {
+    (Role.EXPERT_RELAYED, Role.EXPERT, Role.EXPERT): {("a1", "a2")},
+    (Role.EXPERT_RELAYED, Role.EXPERT_RELAYED, Role.EXPERT): {("a0", "a1")},
+    (Role.EXPERT, Role.EXPERT, Role.TENSOR): {("a0", "a1")},
+}
+
+
+def hops(roles: tuple[Role, ...]) -> tuple[Subject, Plan]:
+    """A mixture whose experts are distributed over three axes, in these roles."""
+    given = make_subject(*expert_models.mixtral(num_local_experts=8, num_hidden_layers=1))
+    mesh = tuple(Axis(f"a{i}", 2, 4 >> i) for i in range(3))
+    has = [given.graph.classes[layer.cls].experts > 0 for layer in given.graph.layers]
+    own = {i: Strategy(roles if of_experts else Strategy(roles).layout) for i, of_experts in enumerate(has)}
+    return given, manual_plan(given.graph, mesh=mesh, strategies=own)
+
+
+@pytest.mark.parametrize("roles", HOPS)
+def test_each_hop_of_a_dispatch_has_a_group_over_its_axes(roles: tuple[Role, ...], tmp_path: Path) -> None:
+    """An op with different kernels on different axes: each kernel's collectives run over its own axes, flattened."""
+    given, plan = hops(roles)
+    emit(given.graph, plan, tmp_path)
+    (line,) = (each for each in (tmp_path / "model.py").read_text().splitlines() if "flattened=" in each)
+    assert HOPS[roles] <= set(ast.literal_eval(re.search(r"flattened=(\(.*\)),", line)[1]))  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_dispatches_over_several_axes_are_exact() -> None:
+    with WorkerPool(8) as pool:
+        for roles in HOPS:
+            given, plan = hops(roles)
+            outcome = check_plan(given, plan, pool)
+            assert outcome.error.exact, (roles, outcome.error)
 
 
 def test_the_busiest_device_has_no_padded_experts() -> None:
