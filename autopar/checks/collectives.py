@@ -1,9 +1,11 @@
 """Checks the structure of an emitted program: its types must be those that the search chose, its collectives those that were priced.
 
-It checks two properties: types in every layer, collectives also at every boundary between layers. It reads the graphs that are emitted:
+It checks three properties: types in every layer, collectives and their groups also at every boundary between layers. It reads the graphs
+that are emitted:
 
 * *types*: every op produces its value in the type that the search chose, and only the conversions in the graph change types; then every
   operand must arrive in the type that its op needs, and every conversion must start from the actual type of its value;
+* *groups*: the program makes a process group for the axes of each collective;
 * *collectives*: the passes leave exactly those collectives in the graph that the layer's types imply and the cost model prices
   (``price.collective_pairs``): on the same values, over the same axes, with the same bytes on each device, forward and backward, including
   those inside kernels.
@@ -74,7 +76,7 @@ def check_collectives(program: LocalProgram) -> int:
     Raises ``ProgramError`` with the layer, the value and the axes if types are not the chosen ones, or collectives not the priced ones.
     """
     found = 0
-    crossed: set[str] = set()
+    crossed: set[tuple[str, ...]] = set()
     names = {id(layer): program.graph.layers[i].name for i, layer in reversed(list(enumerate(program.layers)))}
     for layer in {id(layer): layer for layer in program.layers}.values():
         name = names[id(layer)]
@@ -82,16 +84,25 @@ def check_collectives(program: LocalProgram) -> int:
         emitted = list(exchanges(layer))
         _compare(Counter(priced(layer)), Counter(emitted), name)
         found += len(emitted)
-        crossed.update(axis for one in emitted for axis in one.axes)
+        crossed.update(one.axes for one in emitted)
     for stage in program.stages:
         for resharding in stage.reshardings:
             where = f"the boundary before {program.graph.layers[resharding.layer].name}"
             expected, emitted = _at_boundary(resharding, program)
             _compare(Counter(expected), Counter(emitted), where)
             found += len(emitted)
-            crossed.update(axis for one in emitted for axis in one.axes)
-    _check_replicas(program, crossed)
+            crossed.update(one.axes for one in emitted)
+    _check_groups(program, crossed)
+    _check_replicas(program, {axis for axes in crossed for axis in axes})
     return found
+
+
+def _check_groups(program: LocalProgram, crossed: set[tuple[str, ...]]) -> None:
+    """Raise ``ProgramError`` if collectives run over several axes (``crossed`` are those of each) that the program makes no group for."""
+    groupless = {axes for axes in crossed if len(axes) > 1} - set(program.flattened)
+    if groupless:
+        shown = "; ".join(", ".join(axes) for axes in sorted(groupless))
+        raise ProgramError(f"the program has collectives over {shown}, and makes no process group for them", hint=_HINT)
 
 
 def _check_replicas(program: LocalProgram, crossed: set[str]) -> None:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import re
 from pathlib import Path
+from unittest import mock
 
 import expert_models
 import pytest
@@ -13,10 +14,11 @@ from exactness import subject
 from tiers import slow
 from workers import WorkerPool
 
+from autopar.checks.collectives import check_collectives
 from autopar.cli.pricing import price_plan
 from autopar.devices import parse
 from autopar.emit import emit
-from autopar.errors import UsageError
+from autopar.errors import ProgramError, UsageError
 from autopar.expert_loads import ExpertLoads
 from autopar.flow import parameter_nodes
 from autopar.graph import Graph
@@ -368,9 +370,15 @@ def hops(roles: tuple[Role, ...]) -> tuple[Subject, Plan]:
 def test_each_hop_of_a_dispatch_has_a_group_over_its_axes(roles: tuple[Role, ...], tmp_path: Path) -> None:
     """An op with different kernels on different axes: each kernel's collectives run over its own axes, flattened."""
     given, plan = hops(roles)
-    emit(given.graph, plan, tmp_path)
+    program = emit(given.graph, plan, tmp_path)
     (line,) = (each for each in (tmp_path / "model.py").read_text().splitlines() if "flattened=" in each)
     assert HOPS[roles] <= set(ast.literal_eval(re.search(r"flattened=(\(.*\)),", line)[1]))  # type: ignore[index]
+    check_collectives(program)
+    with (
+        mock.patch.object(type(program), "flattened", ()),
+        pytest.raises(ProgramError, match="makes no process group"),
+    ):
+        check_collectives(program)
 
 
 @pytest.mark.slow
