@@ -73,7 +73,8 @@ class IssuedCollective:
 def check_collectives(program: LocalProgram) -> int:
     """Check every layer and boundary of the program, and return the number of collectives (equal layers counted once).
 
-    Raises ``ProgramError`` with the layer, the value and the axes if types are not the chosen ones, or collectives not the priced ones.
+    Raises ``ProgramError`` with the layer, the value and the axes if types are not the chosen ones, collectives not the priced ones, or
+    a collective has no process group.
     """
     found = 0
     crossed: set[tuple[str, ...]] = set()

@@ -131,7 +131,7 @@ class SizedClass:
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def local(self, whole: Floats, part: str) -> Floats:
-        """Return the result of ``Shares.of``."""
+        """Return this device's share of each entry of ``whole``, as ``Shares.of`` does."""
         return self.shares.of(whole, part)
 
     def imbalance_of(self, pair: CollectivePair) -> float:

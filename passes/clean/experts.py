@@ -198,7 +198,7 @@ def _split_fused(graph: fx.Graph, parameters: dict[fx.Node, fx.Node]) -> tuple[f
         if found is None or stored not in outside or list(stored.users) != [users] or len(weight.users) != 1:
             continue
         outer = outside[stored]
-        if len(outer.users) > 1 or not splittable(outer, *outer.users):
+        if not splittable(outer):
             continue
         for number, ((start, end), slices) in enumerate(found.items()):
             outer_part = part(outer, number, 2 if transposed else 1, start, end)

@@ -112,7 +112,7 @@ def fused_projections_pass(gm: fx.GraphModule) -> fx.GraphModule:
         transposed = op_name(weight) == "aten.t"
         stored = args_of(weight)[0] if transposed else weight
         tensors = [stored] if bias is None else [stored, bias]
-        if not all(splittable(t, node if t is not stored or not transposed else weight) for t in tensors):
+        if not all(map(splittable, tensors)):
             continue
         for index, ((start, end), slices) in enumerate(found.items()):
             weight_part = part(stored, index, int(transposed), start, end)
@@ -147,10 +147,10 @@ def pieces(node: fx.Node) -> dict[tuple[int, int], list[fx.Node]] | None:
     return ordered if len(ordered) > 1 and expected == shape_of(node)[-1] else None
 
 
-def splittable(tensor: fx.Node, only_user: fx.Node) -> bool:
-    """Return whether the tensor is a complete parameter, not a slice of one, with no other reader."""
+def splittable(tensor: fx.Node) -> bool:
+    """Return whether the tensor is a complete parameter, not a slice of one, with a single reader."""
     parameter = meta(tensor).get("parameter")
-    return parameter is not None and parameter.dim is None and list(tensor.users) == [only_user]
+    return parameter is not None and parameter.dim is None and len(tensor.users) == 1
 
 
 def part(tensor: fx.Node, index: int, dim: int, start: int, end: int) -> fx.Node:

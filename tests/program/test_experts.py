@@ -414,3 +414,26 @@ def test_fsdp_shards_experts_over_the_data_axes_that_do_not_distribute_them(
     experts, query = (places[f"model.layers.0.{name}"] for name in ("mlp.experts.down_proj", "self_attn.q_proj.weight"))
     assert (experts.zero, experts.axes, query.zero, query.axes) == (zero, ("data",), 3, ("data", "expert"))
     assert query.shards == (("data", "expert") if replicate == 1 else ("expert",))
+
+
+class SharedExperts(torch.nn.Module):
+    """A layer that sends its tokens twice to the same experts, by two routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = expert_models.mixtral(num_hidden_layers=1)[0].model.layers[0].mlp
+        again = expert_models.mixtral(num_hidden_layers=1)[0].model.layers[0].mlp
+        again.experts = block.experts
+        self.first, self.second = block, again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x))
+
+
+def test_fused_experts_that_two_mixtures_share_stay_whole() -> None:
+    """Their gate and up projection is one parameter, which is not split for two readers."""
+    torch.manual_seed(0)
+    model, x = SharedExperts().double(), values(2, 8, 32)
+    graph = Workload(model, x, lambda y: y.square().mean()).capture()
+    assert sum(len(cls.mixtures) for cls in graph.classes.values()) == 2
+    assert {name for name in graph.parameters if "gate_up" in name} == {"first.experts.gate_up_proj"}
