@@ -1,5 +1,32 @@
-"""Cost models of other trainers: they price a plan as Megatron-LM, FSDP or DeepSpeed would run it."""
+"""Other trainers: what each can run, what that costs, and its configuration files, written and read.
 
+A file for each trainer (``megatron``, ``fsdp`` for torchtitan and Accelerate, ``deepspeed``, ``nanotron``) holds a ``Trainer``. ``model``
+has the cost model that all of them configure.
+"""
+
+from autopar.trainers.deepspeed import DeepSpeed
+from autopar.trainers.fsdp import Accelerate, Torchtitan
+from autopar.trainers.megatron import Megatron
 from autopar.trainers.model import OtherTrainer
+from autopar.trainers.nanotron import Nanotron
+from autopar.trainers.setting import Setting
+from autopar.trainers.trainer import Exported, Reading, Trainer
 
-__all__ = ["OtherTrainer"]
+MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE, NANOTRON = Megatron(), Torchtitan(), DeepSpeed(), Accelerate(), Nanotron()
+
+TRAINERS: dict[str, Trainer] = {each.name: each for each in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}
+"""The trainers for which plans are made, by name."""
+
+__all__ = [
+    "ACCELERATE",
+    "DEEPSPEED",
+    "MEGATRON",
+    "NANOTRON",
+    "TORCHTITAN",
+    "TRAINERS",
+    "Exported",
+    "OtherTrainer",
+    "Reading",
+    "Setting",
+    "Trainer",
+]

@@ -16,6 +16,7 @@ from autopar.errors import UsageError
 from autopar.precision import FLOAT8, SPELLINGS, TF32
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import Technique
+from autopar.trainers.setting import Setting
 
 
 class RowError(UsageError):
@@ -38,27 +39,6 @@ class Architecture:
     dropout: bool
     experts: int = 0
     experts_per_token: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Parallel degrees and training recipe. ``facts`` are properties of the run that the row's prose mentions, such as ``"eager"`` (keys of
-    ``_FACTS``); ``replicate`` is the number of HSDP replicas."""
-
-    data: int
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-    chunks: int
-    sequence: bool
-    zero: int
-    activations: str  # a value of ``techniques.activations``
-    precision: str  # "bfloat16", "float16", "float32" or "float8"
-    global_batch: int
-    microbatch: int
-    facts: frozenset[str]
-    replicate: int = 1
 
 
 @dataclass(frozen=True, slots=True)

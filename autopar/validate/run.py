@@ -11,12 +11,12 @@ from autopar.data_files import MalformedFileError, parse_json
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan, Role
+from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.search import evaluate
+from autopar.trainers.layout import plan_parts
 from autopar.validate.models import graph_of, textbook, textbook_types
 from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
-from autopar.validate.setting import cluster_of, plan_of_row, reported_bytes, trainer_of
+from autopar.validate.setting import cluster_of, reported_bytes, trainer_of
 
 _ROWS = 8  # batch size of the small graph that determines the op-level layouts
 
@@ -116,18 +116,8 @@ class Bench:
     def price(self, row: Row) -> tuple[Plan, int]:
         """Return the row's priced plan, and the memory capacity of a device."""
         graph, cluster, pricer = self.prices(row)
-        context = Role.ULYSSES if "all-to-all context" in row.setting.facts else Role.RING
-        row_plan = plan_of_row(graph, row.setting, context)
-        plan = evaluate(
-            graph,
-            cluster,
-            pricer,
-            mesh=row_plan.mesh,
-            stage_bounds=row_plan.bounds,
-            strategies=row_plan.strategies,
-            schedule=row_plan.schedule,
-            precision=row_plan.precision,
-        )
+        trainer = trainer_of(row.setting)
+        plan = plan_parts(graph, row.setting, trainer.root_zero(row.setting)).evaluate(graph, cluster, pricer)
         return plan, cluster.memory_capacity_bytes
 
     def prices(self, row: Row) -> tuple[Graph, Cluster, Pricer]:
@@ -136,7 +126,7 @@ class Bench:
         if row.hardware not in self.clusters:
             self.clusters[row.hardware] = cluster_of(row.hardware)
         cluster = self.clusters[row.hardware]
-        trainer = trainer_of(row.setting, cluster)
+        trainer = trainer_of(row.setting).model(row.setting, cluster)
         key = (id(graph), row.hardware, row.setting.precision, trainer)
         if key not in self.pricers:
             solve = textbook_types(graph, self.plain(row))

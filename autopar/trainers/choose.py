@@ -1,0 +1,360 @@
+"""The fastest setting that a trainer can run: every setting of its space is priced, or excluded by a lower bound of its time or memory.
+
+All blocks have the same strategy, so there are few settings (thousands): degrees, ZeRO stage, microbatch size, chunks, recomputation. They
+are grouped into *families* that differ only in recomputation, which never makes a step faster. The bound of a family is the mean work of a
+pipeline rank without recomputation; families are evaluated in the order of an estimate (the bound plus a pipeline's bubble) until no
+bound is below the best step time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from autopar.devices import Cluster
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.graph import Graph
+from autopar.layer_price import LayerPrice
+from autopar.plan import Plan
+from autopar.precision import name_of
+from autopar.price import Pricer
+from autopar.search.problem import divisors
+from autopar.shard.plan import Solve
+from autopar.shard.solve import solve
+from autopar.sharding import AxisTypes
+from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.trainers.layout import plan_parts, schedule_of, setting_mesh, stage_bounds, strategies_of
+from autopar.trainers.megatron import is_even
+from autopar.trainers.setting import Setting
+from autopar.trainers.trainer import Trainer
+
+MOST_CHUNKS = 12
+"""The largest number of stages on a pipeline rank that is tried."""
+
+MOST_MICROBATCH = 32
+"""The largest number of sequences in a microbatch that is tried."""
+
+CONTEXT_FROM = 8192
+"""The shortest sequence, in tokens, for which context parallelism is tried without a pin."""
+
+PINS = ("tensor", "pipeline", "context", "expert", "zero", "replicate", "chunks", "microbatch", "activations")
+"""The fields of ``Setting`` that may be fixed."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """The best setting with its plan; ``families`` is the number of families of settings, ``evaluated`` the number of priced plans."""
+
+    setting: Setting
+    plan: Plan
+    families: int
+    evaluated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Settings that differ only in recomputation, with a lower bound and an estimate of their step time in seconds."""
+
+    setting: Setting
+    bound_s: float
+    estimate_s: float
+
+
+def best_setting(
+    graph: Graph,
+    cluster: Cluster,
+    trainer: Trainer,
+    pins: Mapping[str, Any] | None = None,
+    report: Report | None = None,
+) -> TrainerPlan:
+    """Return the fastest setting of ``trainer`` that fits; ``pins`` fixes fields of ``Setting`` (``PINS``).
+
+    Raises:
+        UsageError: a pin is not one of the trainer's decisions.
+        InfeasibleError: no setting fits.
+    """
+    return _Choice(graph, cluster, trainer, dict(pins or {})).run(report)
+
+
+class TrainerPricers:
+    """Prices settings of one trainer, with a cache of pricers: settings with equal cost models share one, and all share types."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, trainer: Trainer, types: Solve | None = None) -> None:
+        self.graph, self.cluster, self.trainer = graph, cluster, trainer
+        self._pricers: dict[Any, Pricer] = {}
+        self._solved: dict[tuple[Any, ...], AxisTypes | None] = {}
+        self._types = types or self._solve
+
+    def _solve(self, cls: Any, role: Any, size: int) -> AxisTypes | None:
+        key = cls.name, role, size
+        if key not in self._solved:
+            self._solved[key] = solve(cls, role, size)
+        return self._solved[key]
+
+    def of(self, s: Setting) -> Pricer:
+        """Return the pricer of a setting."""
+        model = self.trainer.model(s, self.cluster)
+        key = model, s.precision
+        if key not in self._pricers:
+            self._pricers[key] = Pricer(self.graph, self.cluster, s.precision, self._types, model)
+        return self._pricers[key]
+
+    def plan(self, s: Setting) -> Plan:
+        """Return the priced plan of a setting; errors as in ``search.evaluate``."""
+        parts = plan_parts(self.graph, s, self.trainer.root_zero(s))
+        return parts.evaluate(self.graph, self.cluster, self.of(s))
+
+
+@dataclass
+class _Choice:
+    graph: Graph
+    cluster: Cluster
+    trainer: Trainer
+    pins: dict[str, Any]
+    pricers: TrainerPricers = field(init=False)
+    best: tuple[Setting, Plan] | None = None
+    evaluated: int = 0
+    refusal: str = ""
+
+    def __post_init__(self) -> None:
+        self.pricers = TrainerPricers(self.graph, self.cluster, self.trainer)
+        for name, value in self.pins.items():
+            if name not in PINS:
+                raise UsageError(
+                    f"{name}={value} is not a decision of {self.trainer.title}, which has one strategy for all layers",
+                    f"pin {', '.join(PINS)}",
+                )
+
+    @property
+    def best_s(self) -> float:
+        return math.inf if self.best is None else self.best[1].prediction.step_time_s
+
+    def run(self, report: Report | None) -> TrainerPlan:
+        families = sorted(self._families(), key=lambda family: family.estimate_s)
+        for number, family in enumerate(families):
+            if report is not None and number % 25 == 0:
+                report(f"{number} of {len(families)} kinds of settings, best {self.best_s:.4g} s")
+            if family.bound_s < self.best_s:
+                self._evaluate(family.setting)
+        if self.best is None:
+            reason = self.refusal or f"the devices, the batch and the model admit no setting of {self.trainer.title}"
+            raise InfeasibleError(
+                f"no setting of {self.trainer.title} fits: {reason}", "use more devices, more memory, or another trainer"
+            )
+        return TrainerPlan(*self.best, len(families), self.evaluated)
+
+    def _evaluate(self, s: Setting) -> None:
+        """Price the settings of a family, least recomputation first, until one fits."""
+        kinds = [KEEP, *(kind for kind in (SELECTIVE, FULL) if kind in self.trainer.space.activations)]
+        kinds = [kind for kind in kinds if self.pins.get("activations", kind) == kind]
+        for bounds in self._cuts(s):
+            for kind in kinds:
+                chosen = dataclasses.replace(s, activations=kind, cuts=bounds[1:-1])
+                fits = self._try(chosen)
+                if fits and kind == FULL and self.trainer.space.some_blocks and "activations" not in self.pins:
+                    self._fewest_blocks(chosen, bounds)
+                if fits or fits is None:
+                    break
+
+    def _fewest_blocks(self, s: Setting, bounds: tuple[int, ...]) -> None:
+        """Recompute as few blocks of each stage as fit, by bisection: fewer take more memory and less time."""
+        low, high = 0, max(b - a for a, b in pairwise(bounds))
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._try(dataclasses.replace(s, recomputed=middle)):
+                high = middle
+            else:
+                low = middle
+
+    def _try(self, s: Setting) -> bool | None:
+        """Price a setting, and keep it if it is the best one that fits. Return whether it fits, ``None`` if it has no price."""
+        self.evaluated += 1
+        try:
+            plan = self.pricers.plan(s)
+        except AutoparError as error:
+            self.refusal = self.refusal or error.message
+            return None
+        if plan.too_full:
+            stage = max(plan.stages, key=lambda stage: stage.memory.total)
+            self.refusal = f"a device of {stage.memory_limit_bytes / 1e9:.1f} GB would need {stage.memory.total / 1e9:.1f}"
+            return False
+        if plan.prediction.step_time_s < self.best_s:
+            self.best = s, plan
+        return True
+
+    def _cuts(self, s: Setting) -> list[tuple[int, ...]]:
+        """Return the stage bounds to try: equal numbers of blocks, and if the trainer admits any, bounds by the layers' times."""
+        even = stage_bounds(self.graph, s)
+        if s.stages == 1:
+            return [even]
+        found = [even] if is_even(even) else []
+        if self.trainer.space.uneven:
+            prices = self._prices(s)
+            assert prices is not None, s
+            found.append(balanced_bounds([p.forward_s + p.backward_s for p in prices], s.stages))
+        return list(dict.fromkeys(found))
+
+    def _families(self) -> Iterator[Family]:
+        for s in self._degrees():
+            prices = self._prices(s)
+            if prices is None:
+                continue
+            limit = min(stage.memory_limit_bytes for stage in self.cluster.stages(s.pipeline))
+            states = sum(p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes for p in prices) / s.pipeline
+            if states > limit:
+                self.refusal = self.refusal or f"a device of {limit / 1e9:.1f} GB would need {states / 1e9:.1f} for states"
+                continue
+            once_s = sum(p.step_s for p in prices) / s.pipeline
+            work_s = s.microbatches * sum(p.forward_s + p.backward_s for p in prices) / s.pipeline
+            for chunks in self._chunks(s):
+                bubble = (s.pipeline - 1) / (s.microbatches * chunks)
+                yield Family(dataclasses.replace(s, chunks=chunks), work_s + once_s, work_s * (1 + bubble) + once_s)
+
+    def _prices(self, s: Setting) -> list[LayerPrice] | None:
+        """Return the price of every layer without recomputation; ``None`` if one has none."""
+        mesh, schedule = setting_mesh(s), schedule_of(s)
+        parts_roles = strategies_of(dataclasses.replace(s, activations=KEEP), mesh)
+        pricer = self.pricers.of(s).on(self.cluster.stages(s.pipeline)[0])
+        root = self.trainer.root_zero(s)
+        block, dense = parts_roles
+        ends = dataclasses.replace(dense, zero=root) if root is not None and dense.zero else dense
+        last, found = len(self.graph.layers) - 1, []
+        for i, layer in enumerate(self.graph.layers):
+            own = ends if i in (0, last) else block if self.graph.classes[layer.cls].experts else dense
+            price = pricer.layer(layer.cls, mesh, own, schedule.microbatches)
+            if price is None:
+                return None
+            found.append(price)
+        return found
+
+    def _chunks(self, s: Setting) -> Iterator[int]:
+        if s.pipeline == 1 or not self.trainer.space.chunks:
+            if self.pins.get("chunks", 1) == 1:
+                yield 1
+            return
+        for chunks in (self.pins["chunks"],) if "chunks" in self.pins else range(1, MOST_CHUNKS + 1):
+            if s.pipeline * chunks <= len(self.graph.layers) - 2 and (chunks == 1 or s.microbatches % s.pipeline == 0):
+                yield chunks
+
+    def _degrees(self) -> Iterator[Setting]:
+        """Yield the settings without chunks and recomputation that divide devices and batch."""
+        space, count, batch = self.trainer.space, self.cluster.count, self.graph.batch_size
+        blocks, per_node = max(1, len(self.graph.layers) - 2), self.cluster.gpus_per_node
+        seq = self.graph.tokens // batch
+        tensors = self._allowed("tensor", divisors(min(count, per_node)), space.tensor)
+        pipelines = self._allowed("pipeline", [n for n in divisors(count) if n <= blocks], space.pipeline)
+        long = [n for n in divisors(count) if n <= 4 * per_node and seq % (2 * n) == 0] if seq >= CONTEXT_FROM else [1]
+        contexts = self._allowed("context", [1, *long], space.context)
+        for pipeline, tensor, context in itertools.product(pipelines, tensors, contexts):
+            data, odd = divmod(count, pipeline * tensor * context)
+            if odd or batch % data:
+                continue
+            for expert, fold in self._experts(data, context, tensor):
+                for zero, replicate in self._sharding(data, context, tensor, expert):
+                    yield from self._sized(
+                        Setting(
+                            data=data,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            context=context,
+                            expert=expert,
+                            chunks=1,
+                            sequence=tensor > 1 and self.trainer.name != "accelerate",
+                            zero=zero,
+                            activations=KEEP,
+                            precision=name_of(self.graph.dtype),
+                            global_batch=batch,
+                            microbatch=1,
+                            facts=self.trainer.facts_of(tensor),
+                            replicate=replicate,
+                            fold=fold,
+                        )
+                    )
+
+    def _allowed(self, name: str, values: list[int], has: bool) -> list[int]:
+        """Return the values of a degree to try: 1 if the trainer lacks this parallelism, the pinned value, or all."""
+        values = list(dict.fromkeys(values)) if has else [1]
+        if name not in self.pins:
+            return values
+        if not has and self.pins[name] != 1:
+            raise UsageError(f"{name}={self.pins[name]}: {self.trainer.title} has no {name} parallelism", "leave it out")
+        return [self.pins[name]]
+
+    def _experts(self, data: int, context: int, tensor: int) -> Iterator[tuple[int, str]]:
+        counts = {cls.experts for cls in self.graph.classes.values() if cls.experts}
+        if not counts or not self.trainer.space.expert:
+            if self.pins.get("expert", 1) == 1:
+                yield 1, "none"
+            return
+        least = min(counts)
+        seen = set()
+        for fold in self.trainer.space.folds:
+            inner = context * (tensor if fold == "all" else 1)
+            for own in divisors(data):
+                degree = own * inner
+                if degree > least or least % degree or self.pins.get("expert", degree) != degree:
+                    continue
+                name = "none" if inner == 1 else "context" if tensor == 1 else fold
+                if (degree, name) not in seen:
+                    seen.add((degree, name))
+                    yield degree, name
+        if (1, "none") not in seen and self.pins.get("expert", 1) == 1:
+            yield 1, "none"
+
+    def _sharding(self, data: int, context: int, tensor: int, expert: int) -> Iterator[tuple[int, int]]:
+        """Yield ZeRO stages, each with numbers of HSDP replicas."""
+        ranks = data * context
+        stages = self.trainer.space.zero if ranks > 1 else (0,)
+        wanted = self.pins.get("zero")
+        for zero in stages if wanted is None or ranks == 1 else (wanted,):
+            copies = divisors(data)[:-1] if self.trainer.space.replicate and zero >= 2 and expert == context == 1 else [1]
+            for replicate in copies or [1]:
+                if self.pins.get("replicate", replicate) == replicate:
+                    yield zero, replicate
+
+    def _sized(self, s: Setting) -> Iterator[Setting]:
+        each = s.global_batch // s.data
+        for microbatch in divisors(each):
+            if microbatch <= MOST_MICROBATCH and self.pins.get("microbatch", microbatch) == microbatch:
+                yield dataclasses.replace(s, microbatch=microbatch)
+
+
+def balanced_bounds(seconds: list[float], stages: int) -> tuple[int, ...]:
+    """Return the bounds of ``stages`` stages, none empty, whose slowest one is as fast as possible, given the seconds of every layer.
+
+    Bisection over the time of the slowest stage, each stage taking as many layers as fit; the most layers go to the earliest stages.
+    """
+    low, high = max(max(seconds), sum(seconds) / stages), sum(seconds)
+    found = _filled(seconds, stages, high)
+    assert found is not None, (len(seconds), stages)
+    for _ in range(50):
+        middle = (low + high) / 2
+        bounds = _filled(seconds, stages, middle)
+        if bounds is None:
+            low = middle
+        else:
+            found, high = bounds, middle
+    return found
+
+
+def _filled(seconds: list[float], stages: int, most: float) -> tuple[int, ...] | None:
+    """Return bounds of stages that take at most ``most`` seconds each and leave a layer for every later stage; ``None`` if there are
+    none."""
+    bounds, at = [0], 0
+    for stage in range(stages):
+        total, first = 0.0, at
+        last = len(seconds) - (stages - 1 - stage)
+        while at < last and total + seconds[at] <= most * (1 + 1e-12):
+            total, at = total + seconds[at], at + 1
+        if at == first:
+            return None
+        bounds.append(at)
+    return tuple(bounds) if at == len(seconds) else None

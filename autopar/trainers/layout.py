@@ -1,0 +1,155 @@
+"""From a trainer's setting to a plan: mesh, strategy of every layer, stage cuts, schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.errors import InfeasibleError
+from autopar.graph import Graph
+from autopar.plan import Axis, Plan, Role, Strategy, folded
+from autopar.price import Pricer
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule
+from autopar.search import evaluate, make_mesh
+from autopar.search.problem import Devices
+from autopar.techniques.activations import KEEP
+from autopar.trainers import figures
+from autopar.trainers.setting import Setting
+
+
+@dataclass(frozen=True)
+class PlanParts:
+    """The plan of a setting, as arguments of ``search.evaluate``."""
+
+    mesh: tuple[Axis, ...]
+    bounds: tuple[int, ...]
+    strategies: list[Strategy]
+    schedule: Schedule
+    precision: str
+
+    def evaluate(self, graph: Graph, cluster: Devices, pricer: Pricer) -> Plan:
+        """Return the priced plan; errors as in ``search.evaluate``."""
+        return evaluate(
+            graph,
+            cluster,
+            pricer,
+            mesh=self.mesh,
+            stage_bounds=self.bounds,
+            strategies=self.strategies,
+            schedule=self.schedule,
+            precision=self.precision,
+        )
+
+
+def plan_parts(graph: Graph, s: Setting, root_zero: int | None = None) -> PlanParts:
+    """Return the plan of a setting. ``root_zero`` is the ZeRO stage of the first and the last layer, by default that of all.
+
+    Trainers recompute blocks, never the first and the last layer. Raises ``InfeasibleError`` if there are more stages than layers.
+    """
+    mesh = setting_mesh(s)
+    block, dense = strategies_of(s, mesh)
+    ends = dense.with_options(activations=KEEP)
+    if root_zero is not None and dense.zero:
+        ends = dataclasses.replace(ends, zero=root_zero)
+    strategies = [block if graph.classes[layer.cls].experts else dense for layer in graph.layers]
+    strategies[0] = strategies[-1] = ends
+    bounds = stage_bounds(graph, s)
+    if s.recomputed is not None:
+        for start, stop in pairwise(bounds):
+            blocks = [i for i in range(start, stop) if 0 < i < len(strategies) - 1]
+            for i in blocks[s.recomputed :]:
+                strategies[i] = strategies[i].with_options(activations=KEEP)
+    return PlanParts(mesh, bounds, strategies, schedule_of(s), s.precision)
+
+
+def setting_mesh(s: Setting) -> tuple[Axis, ...]:
+    """Return the mesh of one stage."""
+    copies = s.replicate if s.expert == 1 and s.context == 1 else 1
+    own = s.expert // _folded(s)
+    inner = ("expert", own), ("context", s.context), ("tensor", s.tensor)
+    return make_mesh(("replicas", copies), ("data", s.data // own // copies), *inner)
+
+
+def strategies_of(s: Setting, mesh: tuple[Axis, ...]) -> tuple[Strategy, Strategy]:
+    """Return the strategies of blocks with experts and without."""
+    own, copies = s.expert // _folded(s), mesh[0].size if mesh[0].name == "replicas" else 1
+    role = {
+        "replicas": Role.DATA,
+        "data": Role.DATA,
+        "expert": Role.EXPERT,
+        "context": Role.ULYSSES if "all-to-all context" in s.facts else Role.RING,
+        "tensor": Role.TENSOR_SEQUENCE if s.sequence else Role.TENSOR,
+    }
+    strategy = Strategy(
+        folded((role[axis.name] for axis in mesh), s.fold),
+        zero=s.zero if s.data // own * s.context > 1 else 0,
+        activations=s.activations,
+    )
+    # in a layer without experts, the expert axis is data-parallel
+    dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
+    if dense.zero:
+        return tuple(dataclasses.replace(each, replicate=copies) if each.zero else each for each in (strategy, dense))
+    return strategy, dense
+
+
+def _folded(s: Setting) -> int:
+    """Return the product of the degrees over whose ranks experts lie besides their own axis."""
+    return {"none": 1, "context": s.context, "all": s.context * s.tensor}[s.fold]
+
+
+def schedule_of(s: Setting) -> Schedule:
+    """Return the pipeline schedule: 1F1B, interleaved with several chunks."""
+    chunks = s.chunks if s.pipeline > 1 else 1
+    name = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
+    return Schedule(name, s.pipeline, s.microbatches, chunks)
+
+
+def stage_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
+    """Return the first layer of each stage and the number of layers: the setting's cuts, or those of ``even_bounds``."""
+    return even_bounds(graph, s) if s.cuts is None else (0, *s.cuts, len(graph.layers))
+
+
+def even_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
+    """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
+
+    Published settings don't say which blocks each stage had. If the number of stages divides not the blocks but the layers (with embedding
+    and head), stages have equal numbers of layers. Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, they are assumed to
+    have equal FLOPs.
+
+    Raises ``InfeasibleError`` if there are more stages than layers.
+    """
+    stages, blocks = s.stages, len(graph.layers) - 2
+    if stages > blocks + 2 or (stages > 1 and blocks < 1):
+        raise InfeasibleError(f"{blocks} blocks cannot be cut into {stages} stages", "give it fewer stages")
+    if stages == 1:
+        return 0, len(graph.layers)
+    head = head_weight(graph)
+    if blocks % stages == 0 and head < figures.HEAVY_HEAD.value:
+        each = blocks // stages
+        return (0, *(1 + each * i for i in range(1, stages)), len(graph.layers))
+    if (blocks + 2) % stages == 0 and head < figures.HEAVY_HEAD.value:  # embedding and head count as a block each
+        each = (blocks + 2) // stages
+        return tuple(each * i for i in range(stages + 1))
+    return balanced(blocks, head, stages)
+
+
+def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
+    """Return stage bounds that cut where the running sum of FLOPs passes a multiple of the stages' equal share. Every stage gets at least
+    one layer. ``head`` is the FLOPs of the head over those of a block."""
+    total = blocks + head
+    bounds = [0]
+    for stage in range(1, stages):
+        share = total * stage / stages
+        at = 1 + min(blocks, int(share) + 1)  # cut after the block that crosses the share
+        bounds.append(min(max(at, bounds[-1] + 1), blocks + 2 - (stages - stage)))
+    return (*bounds, blocks + 2)
+
+
+def head_weight(graph: Graph) -> float:
+    """Return the ratio of the head's matrix elements to the first block's: approximately that of their FLOPs in a model without experts."""
+    size = {
+        layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
+        for layer in graph.layers
+    }
+    return size[graph.layers[-1].name] / max(1, size[graph.layers[1].name])

@@ -1,0 +1,252 @@
+"""Megatron-Core: flags of ``pretrain_gpt.py``, and the same names in YAML files of Megatron-Bridge and NeMo."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from autopar.devices import Cluster
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.trainers.flags import read_flags
+from autopar.trainers.layout import stage_bounds
+from autopar.trainers.options import Option
+from autopar.trainers.setting import Setting
+from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, whole_number
+
+_RECOMPUTE = Flag("recompute", str)
+_METHOD, _BLOCKS = Flag("recompute_method", str), Flag("recomputed", whole_number)
+
+FLAGS = {
+    "tensor_model_parallel_size": Flag("tensor", whole_number),
+    "pipeline_model_parallel_size": Flag("pipeline", whole_number),
+    "context_parallel_size": Flag("context", whole_number),
+    "cp_comm_type": Flag("context_kind", str),
+    "expert_model_parallel_size": Flag("expert", whole_number),
+    "expert_tensor_parallel_size": Flag("expert_tensor", whole_number),
+    "micro_batch_size": Flag("microbatch", whole_number),
+    "global_batch_size": Flag("global_batch", whole_number),
+    "seq_length": Flag("seq", whole_number),
+    "encoder_seq_length": Flag("seq", whole_number),
+    "sequence_parallel": Flag("sequence", True),
+    "use_distributed_optimizer": Flag("zero", 1),
+    "num_distributed_optimizer_instances": Flag("replicate", whole_number),
+    "num_virtual_stages_per_pipeline_rank": Flag("chunks", whole_number),
+    "virtual_pipeline_model_parallel_size": Flag("chunks", whole_number),
+    "num_layers_per_virtual_pipeline_stage": Flag("chunk_layers", whole_number),
+    "pipeline_model_parallel_layout": Flag("layout", str),
+    "recompute_granularity": _RECOMPUTE,
+    "activations_checkpoint_granularity": _RECOMPUTE,
+    "recompute_method": _METHOD,
+    "activations_checkpoint_method": _METHOD,
+    "recompute_num_layers": _BLOCKS,
+    "activations_checkpoint_num_layers": _BLOCKS,
+    "recompute_activations": Flag("recompute", SELECTIVE),
+    "bf16": Flag("precision", "bfloat16"),
+    "fp16": Flag("precision", "float16"),
+    "fp8_format": Flag("precision", lambda text: "float8"),
+    "fp8": Flag("precision", lambda text: "float8"),
+    "overlap_grad_reduce": Flag(FACT, "overlapped gradients"),
+    "overlap_grad_sync": Flag(FACT, "overlapped gradients"),
+    "tp_comm_overlap": Flag(FACT, "overlapped tensor"),
+    "ub_tp_comm_overlap": Flag(FACT, "overlapped tensor"),
+    "use_flash_attn": Flag(FACT, "flash attention"),
+    "attention_backend": Flag("attention", str),
+    "cross_entropy_loss_fusion": Flag(FACT, "fused loss"),
+    "grad_reduce_in_bf16": Flag(FACT, "16-bit gradients"),
+}
+"""What decides the plan and its price, by the flags' names with underscores."""
+
+_RESOLVED = ("context_kind", "expert_tensor", "chunk_layers", "layout", "recompute", "recompute_method", "attention")
+
+
+class Megatron(Trainer):
+    name = "megatron"
+    title = "Megatron-Core"
+    checked = "megatron-core 0.16.0"
+    space = Space(
+        zero=(0, 1),
+        some_blocks=True,
+        tensor=True,
+        pipeline=True,
+        context=True,
+        expert=True,
+        folds=("context", "all"),
+        chunks=True,
+        uneven=True,
+    )
+    facts = frozenset({"Megatron", "flash attention", "overlapped gradients", "fused loss"})
+
+    def facts_of(self, tensor: int) -> frozenset[str]:
+        return self.facts | ({"overlapped tensor"} if tensor > 1 else set())
+
+    def fuses(self, s: Setting) -> bool:
+        return "eager" not in s.facts
+
+    def terms(self, s: Setting) -> dict[str, Any]:
+        return {"regather": True, "accumulation_fusion": True}
+
+    def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
+        words = _parallelism(s) + _batch(s, graph) + _pipeline(s, graph)
+        words = [(name, *(f"'{word}'" if "|" in word else word for word in rest)) for name, *rest in words]
+        lines = ["# source this file, and start: torchrun ... pretrain_gpt.py ${PLAN_ARGS[@]} ..."]
+        lines += ["PLAN_ARGS=(", *(f"    {' '.join(each)}" for each in words), ")"]
+        notes = ["flags of the model, the data, the optimizer and the learning rate are yours to add"]
+        if s.expert > 1 and s.tensor > 1 and not s.sequence:
+            notes.append("Megatron requires --sequence-parallel for experts beside tensor parallelism")
+        return Exported({"megatron_args.sh": "\n".join(lines) + "\n"}, tuple(notes))
+
+    def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
+        found = read_flags(options, FLAGS, lambda name: name.rpartition(".")[2].lstrip("-").replace("-", "_"))
+        if found is None:
+            return None
+        values, facts, notes = dict(found.values), {"Megatron", *found.facts}, [*found.notes]
+        values |= _fold(values)
+        if values.get("context_kind") == "a2a":
+            facts.add("all-to-all context")
+        facts.add("unfused attention" if values.get("attention") in ("unfused", "local") else "flash attention")
+        values |= _stages(values, blocks)
+        if kind := values.get("recompute"):
+            values |= _recomputation(kind, values, notes)
+        else:
+            values.pop("recomputed", None)
+        return Reading({k: v for k, v in values.items() if k not in _RESOLVED}, frozenset(facts), tuple(notes))
+
+
+def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return over which ranks experts lie: Megatron's expert degree covers context-parallel ranks first, and tensor-parallel ranks if
+    ``expert_tensor`` is 1."""
+    expert, tensor, context = (values.get(name, 1) for name in ("expert", "tensor", "context"))
+    sliced = values.get("expert_tensor", tensor)
+    if expert == 1:
+        return {}
+    if sliced not in (1, tensor):
+        raise UsageError(
+            f"expert_tensor_parallel_size is {sliced}, and autopar prices experts that are whole (1) or sliced like the rest ({tensor})",
+            "give one of the two",
+        )
+    inner = context * (tensor if sliced == 1 else 1)
+    if expert % inner:
+        raise UsageError(
+            f"expert_model_parallel_size = {expert} covers a part of {inner} context- and tensor-parallel ranks, which autopar does not "
+            "price",
+            f"use a multiple of {inner}",
+        )
+    return {"fold": "all" if sliced == 1 and tensor > 1 else "context" if context > 1 else "none"}
+
+
+def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
+    """Return the chunks and the cuts of the pipeline."""
+    pipeline = values.get("pipeline", 1)
+    if text := values.get("layout"):
+        bounds = layout_bounds(text, blocks)
+        if (len(bounds) - 1) % pipeline:
+            raise UsageError(
+                f"the layout has {len(bounds) - 1} stages, which {pipeline} pipeline ranks do not divide",
+                "separate stages by |",
+            )
+        return {"chunks": (len(bounds) - 1) // pipeline, "cuts": bounds[1:-1]}
+    if (each := values.get("chunk_layers")) and pipeline > 1:
+        if blocks % (pipeline * each):
+            raise UsageError(
+                f"{blocks} blocks do not divide into virtual stages of {each} on {pipeline} pipeline ranks",
+                "change num-layers-per-virtual-pipeline-stage",
+            )
+        return {"chunks": blocks // (pipeline * each)}
+    return {}
+
+
+def _recomputation(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the technique of a kind of recomputation, and to how many blocks of each stage it applies."""
+    if kind == FULL:
+        blocks = values.get("recomputed", 1)
+        if values.get("recompute_method") == "block":
+            return {"activations": FULL, "recomputed": blocks}
+        return {"activations": FULL if blocks == 1 else f"{FULL}:{blocks}", "recomputed": None}
+    if kind != SELECTIVE:
+        raise UsageError(f"the recompute granularity is {kind!r}", "Megatron's are full and selective")
+    notes.append("selective recomputation is priced as none: flash attention saves no scores to recompute")
+    return {"activations": KEEP, "recomputed": None}
+
+
+def _parallelism(s: Setting) -> list[tuple[str, ...]]:
+    words: list[tuple[str, ...]] = [
+        ("--tensor-model-parallel-size", str(s.tensor)),
+        ("--pipeline-model-parallel-size", str(s.pipeline)),
+        ("--context-parallel-size", str(s.context)),
+    ]
+    words += [("--cp-comm-type", "a2a" if "all-to-all context" in s.facts else "p2p")] if s.context > 1 else []
+    if s.expert > 1:
+        words.append(("--expert-model-parallel-size", str(s.expert)))
+        words.append(("--expert-tensor-parallel-size", str(1 if s.fold == "all" else s.tensor)))
+    words += [("--sequence-parallel",)] if s.sequence else []
+    words += [("--tp-comm-overlap",)] if "overlapped tensor" in s.facts else []
+    words += [("--use-distributed-optimizer",)] if s.zero else []
+    if "overlapped gradients" in s.facts:
+        words.append(("--overlap-grad-reduce",))
+        words += [("--overlap-param-gather",)] if s.zero else []
+    return words
+
+
+def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
+    words: list[tuple[str, ...]] = [
+        ("--micro-batch-size", str(s.microbatch)),
+        ("--global-batch-size", str(s.global_batch)),
+        ("--seq-length", str(graph.tokens // graph.batch_size)),
+    ]
+    precisions = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
+    words += [precisions[s.precision]] if s.precision in precisions else []
+    words += [("--grad-reduce-in-bf16",)] if "16-bit gradients" in s.facts else []
+    words += [("--attention-backend", "flash")] if "flash attention" in s.facts else []
+    words += [("--cross-entropy-loss-fusion",)] if "fused loss" in s.facts else []
+    return words
+
+
+def _pipeline(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
+    words: list[tuple[str, ...]] = []
+    if s.pipeline > 1:
+        bounds = stage_bounds(graph, s)
+        if not is_even(bounds):
+            words.append(("--pipeline-model-parallel-layout", layout_text(bounds)))
+        elif s.chunks > 1:
+            words.append(("--num-virtual-stages-per-pipeline-rank", str(s.chunks)))
+    if s.activations == FULL:
+        every = s.recomputed is None
+        words.append(("--recompute-granularity", "full"))
+        words.append(("--recompute-method", "uniform" if every else "block"))
+        words.append(("--recompute-num-layers", str(1 if every else s.recomputed)))
+    return words
+
+
+def is_even(bounds: Sequence[int]) -> bool:
+    """Return whether all stages have the same number of blocks: the first also has the embedding, the last the head."""
+    sizes = [b - a for a, b in pairwise(bounds)]
+    sizes[0] -= 1
+    sizes[-1] -= 1
+    return len(set(sizes)) == 1 and sizes[0] > 0
+
+
+def layout_text(bounds: Sequence[int]) -> str:
+    """Return ``--pipeline-model-parallel-layout`` of stages with these bounds: ``E`` is the embedding, ``t`` a block, ``L`` the head, and
+    ``|`` separates stages."""
+    last = bounds[-1] - 1
+    letters = ["E" if i == 0 else "L" if i == last else "t" for i in range(bounds[-1])]
+    return "|".join("".join(letters[a:b]) for a, b in pairwise(bounds))
+
+
+def layout_bounds(text: str, blocks: int) -> tuple[int, ...]:
+    """Return the stage bounds of a layout such as ``Ettt|(tt|)*29,tttL``. Raises ``UsageError`` if it does not have ``blocks`` blocks
+    between one embedding and one head."""
+    letters = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        letters = re.sub(pattern, lambda match: match[1] * int(match[2]), letters)
+    stages = letters.split("|")
+    if "".join(stages) != f"E{'t' * blocks}L":
+        raise UsageError(
+            f"the pipeline layout {text!r} is not an embedding (E), {blocks} blocks (t) and a head (L)",
+            "multi-token heads (m) are not read",
+        )
+    return (0, *accumulate(map(len, stages)))
