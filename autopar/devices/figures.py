@@ -59,7 +59,10 @@ def _devices(cluster: Cluster) -> list[dict[str, Any]]:
                     "sustained products",
                     gpu.flops_per_s("bfloat16"),
                     "FLOP/s, bfloat16",
-                    sources.get("sustained") or overall or _cite("MATMUL_EFFICIENCY" if usual else "SUSTAINED"),
+                    sources.get("sustained")
+                    or sources.get("sustained_as")
+                    or overall
+                    or _cite("MATMUL_EFFICIENCY" if usual else "SUSTAINED"),
                 ),
                 ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _cite("ATTENTION_EFFICIENCY")),
             ]

@@ -205,10 +205,13 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """Return the FLOP/s of large matrix products in training: as measured in training, or else in a short benchmark (by default
-    ``MATMUL_EFFICIENCY`` of the peak), reduced for power-limited GPUs."""
+    """Return the FLOP/s of large matrix products in training: as measured in training, or else as many of its peak as the kind that
+    ``sustained_as`` names, or else in a short benchmark (by default ``MATMUL_EFFICIENCY`` of the peak), reduced for power-limited GPUs."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
+    if measured := entry.get("sustained_as"):
+        other = table()[measured]
+        return peak * _sustained(other, _peak(other)) / _peak(other)
     best = entry.get("achievable_matmul_bf16_tflops")
     reached = float(best) * _TERA if best else peak * c.MATMUL_EFFICIENCY.value
     return reached * c.SUSTAINED.value if entry.get("power_limited") else reached

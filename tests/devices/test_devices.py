@@ -56,6 +56,18 @@ def test_h100_figures_are_the_files():
     assert dict(cluster.gpu.sources)["bf16"].startswith("stas00/ml-engineering")
 
 
+def test_kinds_of_a_generation_sustain_the_measured_fraction_of_their_peaks():
+    """All kinds of Blackwell's servers have the fraction of the one that was measured, in products and in copies."""
+    b200 = parse("8xB200").gpu
+    assert b200.flops_per_s("bfloat16") == pytest.approx(1097.6e12)
+    for name in ("B300", "GB200"):
+        gpu = parse(f"8x{name}").gpu
+        assert gpu.matmul_efficiency == pytest.approx(b200.matmul_efficiency)
+        assert gpu.memory_efficiency == b200.memory_efficiency
+    shown = {row["figure"]: row["source"] for row in cluster_figures(parse("8xGB200"))}
+    assert "B200-180GB-SXM" in shown["sustained products"]
+
+
 def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
     for name, tflops in (
         ("H100-80GB", 1979),
@@ -101,7 +113,8 @@ def test_every_figure_of_a_kind_has_its_source(name):
     entry = hardware.table()[name]
     keys = {"peak_bf16": "bf16", "peak_fp16": "fp16", "peak_fp8": "fp8", "peak_fp32": "fp32", "peak_tf32": "fp32"}
     keys["peak_fp8_blockwise"] = "fp8_blockwise"
-    keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained")} | {"nvlink_gb": "nvlink"}
+    keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained_as")}
+    keys |= {"nvlink_gb": "nvlink", "sustained_matmul": "sustained"}
     wanted = {source for figure in entry for key, source in keys.items() if figure.startswith(key)}
     assert {"hbm", "host"} < wanted <= set(entry["sources"])
 
