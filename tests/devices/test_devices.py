@@ -75,6 +75,27 @@ def test_kinds_of_a_generation_sustain_the_measured_fraction_of_their_peaks():
     assert "B200-180GB-SXM" in shown["sustained products"]
 
 
+def test_products_in_8_bits_reach_what_a_benchmark_in_8_bits_does(tmp_path):
+    """Training reaches as much of it as of the benchmark in bfloat16; a kind without one reaches the same fractions in both."""
+    h100, b200, gb300 = (parse(f"8x{name}").gpu for name in ("H100-80GB", "B200", "GB300"))
+    assert h100.flops_per_s("float8") == h100.flops_per_s("float8_blockwise")
+    assert h100.flops_per_s("float8") == pytest.approx(1402.6e12 * constants.SUSTAINED.value)
+    assert b200.flops_per_s("float8") == pytest.approx(3432.5e12 * 1097.6 / 1745)
+    assert gb300.flops_per_s("float8") == pytest.approx(b200.flops_per_s("float8") * 5000 / 4500)
+    # cuBLAS has no blockwise scaling there: its products are bfloat16's
+    assert b200.flops_per_s("float8_blockwise") == b200.flops_per_s("bfloat16")
+    for name in ("A100-80GB", "MI300X"):
+        gpu = parse(f"8x{name}").gpu
+        assert gpu.flops_per_s("float8") == pytest.approx(gpu.peak_flops["float8"] * gpu.matmul_efficiency)
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'gpu = "H100-80GB"\npeak_bf16_tflops = 800\n'
+    )  # another part: its products in 8 bits are bfloat16's
+    assert parse(str(path)).gpu.flops_per_s("float8") == parse(str(path)).gpu.flops_per_s("bfloat16")
+    shown = {row["figure"]: row["source"] for row in cluster_figures(parse("8xH100-80GB"))}
+    assert "achievable matmul" in shown["sustained float8"]
+
+
 def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
     for name, tflops in (
         ("H100-80GB", 1979),
@@ -126,7 +147,7 @@ def test_every_figure_of_a_kind_has_its_source(name):
     keys = {"peak_bf16": "bf16", "peak_fp16": "fp16", "peak_fp8": "fp8", "peak_fp32": "fp32", "peak_tf32": "fp32"}
     keys["peak_fp8_blockwise"] = "fp8_blockwise"
     keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained_as")}
-    keys |= {"nvlink_gb": "nvlink", "sustained_matmul": "sustained"}
+    keys |= {"nvlink_gb": "nvlink", "sustained_matmul": "sustained", "achievable_matmul_fp8": "achievable_fp8"}
     wanted = {source for figure in entry for key, source in keys.items() if figure.startswith(key)}
     assert {"hbm", "host"} < wanted <= set(entry["sources"])
 
