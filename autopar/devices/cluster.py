@@ -82,7 +82,8 @@ class Network:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU, or one process on a CPU. ``peak_flops`` has dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...). ``op_floor_s`` is
-    the host's time to launch an op, ``kernel_s`` the device's time to start a kernel. ``measured`` has the times that ``autopar profile``
+    the host's time to launch an op, ``kernel_s`` the device's time to start a kernel. ``efficiencies`` has the fractions of peaks that
+    products reach in those precisions for which it is not ``matmul_efficiency``. ``measured`` has the times that ``autopar profile``
     measured, if any."""
 
     name: str
@@ -94,6 +95,7 @@ class Gpu:
     op_floor_s: float
     kernel_s: float = constants.KERNEL_S.value
     attention_efficiency: float = constants.ATTENTION_EFFICIENCY.value
+    efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
     sources: tuple[tuple[str, str], ...] = ()
     measured: Ops | None = field(default=None, hash=False)
 
@@ -117,7 +119,7 @@ class Gpu:
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the achieved FLOP/s of a large matrix product."""
-        return self.peak_flops[dtype] * self.matmul_efficiency
+        return self.peak_flops[dtype] * self.efficiencies.get(dtype, self.matmul_efficiency)
 
     def attention_flops_per_s(self, dtype: str) -> float:
         """Return the achieved FLOP/s of flash attention, which isn't done in FP8."""

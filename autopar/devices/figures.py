@@ -50,16 +50,17 @@ def _devices(cluster: Cluster) -> list[dict[str, Any]]:
     memory = sources.get("hbm") or sources.get("memory") or overall
     peak = sources.get("bf16") or sources.get("fp16") or sources.get("flops") or overall
     known, usual = "bfloat16" in gpu.peak_flops, gpu.matmul_efficiency == constants.MATMUL_EFFICIENCY.value
+    sustained = sources.get("sustained") or sources.get("sustained_as") or overall
+    sustained = sustained or _cite("MATMUL_EFFICIENCY" if usual else "SUSTAINED")
     rows = [
         ("memory", gpu.memory_bytes, "bytes", sources.get("memory_size") or memory),
         *((f"peak {t}", flops, "FLOP/s", _peak_source(t, sources) or peak) for t, flops in gpu.peak_flops.items()),
         *(
             [
-                (
-                    "sustained products",
-                    gpu.flops_per_s("bfloat16"),
-                    "FLOP/s, bfloat16",
-                    sources.get("sustained") or overall or _cite("MATMUL_EFFICIENCY" if usual else "SUSTAINED"),
+                ("sustained products", gpu.flops_per_s("bfloat16"), "FLOP/s, bfloat16", sustained),
+                *(
+                    (f"sustained {t}", gpu.flops_per_s(t), "FLOP/s", sources.get("achievable_fp8") or sustained)
+                    for t in gpu.efficiencies
                 ),
                 ("flash attention", gpu.attention_flops_per_s("bfloat16"), "FLOP/s", _cite("ATTENTION_EFFICIENCY")),
             ]

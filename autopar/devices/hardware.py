@@ -200,18 +200,34 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
         if entry.get("power_limited")
         else c.MEMORY_EFFICIENCY.value,
         op_floor_s=c.OP_FLOOR_S.value,
+        efficiencies=_efficiencies(entry),
         sources=tuple(sorted(entry["sources"].items())),
     )
 
 
 def _sustained(entry: Mapping[str, Any], peak: float) -> float:
-    """Return the FLOP/s of large matrix products in training: as measured in training, or else in a short benchmark (by default
-    ``MATMUL_EFFICIENCY`` of the peak), reduced for power-limited GPUs."""
+    """Return the FLOP/s of large matrix products in training: as measured in training, or else as many of its peak as the kind that
+    ``sustained_as`` names, or else in a short benchmark (by default ``MATMUL_EFFICIENCY`` of the peak), reduced for power-limited GPUs."""
     if seen := entry.get("sustained_matmul_bf16_tflops"):
         return float(seen) * _TERA
+    if measured := entry.get("sustained_as"):
+        other = table()[measured]
+        return peak * _sustained(other, _peak(other)) / _peak(other)
     best = entry.get("achievable_matmul_bf16_tflops")
     reached = float(best) * _TERA if best else peak * c.MATMUL_EFFICIENCY.value
     return reached * c.SUSTAINED.value if entry.get("power_limited") else reached
+
+
+def _efficiencies(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the fractions of FP8 peaks that products reach in training, if a short benchmark measured products in FP8 (on the kind that
+    ``sustained_as`` names, if there is one). Training reaches as much of that benchmark as it does in bfloat16."""
+    measured = table()[entry["sustained_as"]] if "sustained_as" in entry else entry
+    best = measured.get("achievable_matmul_fp8_tflops")
+    if best is None:
+        return {}
+    reached = best / measured["achievable_matmul_bf16_tflops"] * _sustained(measured, _peak(measured))
+    fraction = reached / (measured["peak_fp8_dense_tflops"] * _TERA)
+    return {precision: fraction for precision in rates(entry, "_dense") if precision in FP8_PRECISIONS}
 
 
 def links(name: str, gpus_per_node: int) -> tuple[Link, Link]:

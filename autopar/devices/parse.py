@@ -446,7 +446,7 @@ def _gpu(path: Path, data: dict[str, Any]) -> Gpu:
         changes["memory_bytes_per_s"] = data["memory_gb_per_s"] * 1e9
     other_peak = bf16 and bf16 != known.peak_flops["bfloat16"]  # other peaks follow from it
     if other_peak:
-        changes["peak_flops"] = hardware.peaks(bf16, None, given)
+        changes |= {"peak_flops": hardware.peaks(bf16, None, given), "efficiencies": {}}
     elif given:
         changes["peak_flops"] = known.peak_flops | given
     if not any(key in data for key in _SOURCES):

@@ -35,6 +35,13 @@ from autopar.types import Collective
         ("8xB300", 1, 8, "B300-288GB-SXM"),
         ("8xGB200", 2, 4, "GB200"),
         ("2xRTX-4090", 1, 2, "RTX4090"),
+        ("72xGB300", 18, 4, "GB300"),
+        ("8xMI325X", 1, 8, "MI325X"),
+        ("8xMI350X", 1, 8, "MI350X"),
+        ("8xMI355X", 1, 8, "MI355X"),
+        ("8xH20", 1, 8, "H20-96GB-SXM"),
+        ("8xH20-141GB", 1, 8, "H20-141GB-SXM"),
+        ("2xRTX-5090", 1, 2, "RTX5090"),
     ],
 )
 def test_text(text, nodes, per_node, gpu):
@@ -56,6 +63,39 @@ def test_h100_figures_are_the_files():
     assert dict(cluster.gpu.sources)["bf16"].startswith("stas00/ml-engineering")
 
 
+def test_kinds_of_a_generation_sustain_the_measured_fraction_of_their_peaks():
+    """All kinds of Blackwell's servers have the fraction of the one that was measured, in products and in copies."""
+    b200 = parse("8xB200").gpu
+    assert b200.flops_per_s("bfloat16") == pytest.approx(1097.6e12)
+    for name in ("B300", "GB200", "GB300"):
+        gpu = parse(f"8x{name}").gpu
+        assert gpu.matmul_efficiency == pytest.approx(b200.matmul_efficiency)
+        assert gpu.memory_efficiency == b200.memory_efficiency
+    shown = {row["figure"]: row["source"] for row in cluster_figures(parse("8xGB200"))}
+    assert "B200-180GB-SXM" in shown["sustained products"]
+
+
+def test_products_in_8_bits_reach_what_a_benchmark_in_8_bits_does(tmp_path):
+    """Training reaches as much of it as of the benchmark in bfloat16; a kind without one reaches the same fractions in both."""
+    h100, b200, gb300 = (parse(f"8x{name}").gpu for name in ("H100-80GB", "B200", "GB300"))
+    assert h100.flops_per_s("float8") == h100.flops_per_s("float8_blockwise")
+    assert h100.flops_per_s("float8") == pytest.approx(1402.6e12 * constants.SUSTAINED.value)
+    assert b200.flops_per_s("float8") == pytest.approx(3432.5e12 * 1097.6 / 1745)
+    assert gb300.flops_per_s("float8") == pytest.approx(b200.flops_per_s("float8") * 5000 / 4500)
+    # cuBLAS has no blockwise scaling there: its products are bfloat16's
+    assert b200.flops_per_s("float8_blockwise") == b200.flops_per_s("bfloat16")
+    for name in ("A100-80GB", "MI300X"):
+        gpu = parse(f"8x{name}").gpu
+        assert gpu.flops_per_s("float8") == pytest.approx(gpu.peak_flops["float8"] * gpu.matmul_efficiency)
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'gpu = "H100-80GB"\npeak_bf16_tflops = 800\n'
+    )  # another part: its products in 8 bits are bfloat16's
+    assert parse(str(path)).gpu.flops_per_s("float8") == parse(str(path)).gpu.flops_per_s("bfloat16")
+    shown = {row["figure"]: row["source"] for row in cluster_figures(parse("8xH100-80GB"))}
+    assert "achievable matmul" in shown["sustained float8"]
+
+
 def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
     for name, tflops in (
         ("H100-80GB", 1979),
@@ -63,6 +103,11 @@ def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
         ("B300", 4500),
         ("A100-80GB", 312),
         ("V100-32GB", 125 / 8),
+        ("GB300", 5000),
+        ("MI355X", 5000),
+        ("H20", 296),
+        ("RTX-5090", 419),
+        ("RTX-4090", 330.3),
     ):
         assert parse(f"8x{name}").gpu.peak_flops["float8"] == tflops * 1e12
     path = tmp_path / "cluster.toml"
@@ -75,7 +120,7 @@ def test_rates_in_8_bits_are_the_files_or_those_in_16(tmp_path):
 def test_nvlink_connects_the_nodes_of_a_domain(tmp_path):
     known = parse("64xGB200")
     assert (known.nodes, known.gpus_per_node, known.nvlink_domain, known.linked_gpus) == (16, 4, 72, 64)
-    assert parse("288xGB200").linked_gpus == 72
+    assert parse("288xGB200").linked_gpus == parse("288xGB300").linked_gpus == 72
     assert parse("64xH100").linked_gpus == 8
     path = tmp_path / "rack.toml"
     path.write_text('nodes = 16\ngpus_per_node = 4\ngpu = "H100"\nnvlink_domain = 32\n')
@@ -101,7 +146,8 @@ def test_every_figure_of_a_kind_has_its_source(name):
     entry = hardware.table()[name]
     keys = {"peak_bf16": "bf16", "peak_fp16": "fp16", "peak_fp8": "fp8", "peak_fp32": "fp32", "peak_tf32": "fp32"}
     keys["peak_fp8_blockwise"] = "fp8_blockwise"
-    keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained")} | {"nvlink_gb": "nvlink"}
+    keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained_as")}
+    keys |= {"nvlink_gb": "nvlink", "sustained_matmul": "sustained", "achievable_matmul_fp8": "achievable_fp8"}
     wanted = {source for figure in entry for key, source in keys.items() if figure.startswith(key)}
     assert {"hbm", "host"} < wanted <= set(entry["sources"])
 
@@ -182,6 +228,13 @@ def test_an_integer_is_cuda_devices_where_there_are_enough(monkeypatch):
         ("NVIDIA A100-PCIE-80GB", 85e9, "A100-PCIE-80GB"),
         ("Tesla V100-SXM2-32GB", 34e9, "V100-32GB-SXM2"),
         ("NVIDIA GeForce RTX 4090", 25e9, "RTX4090"),
+        ("NVIDIA GeForce RTX 5090", 34e9, "RTX5090"),
+        ("NVIDIA B300 SXM6 AC", 288e9, "B300-288GB-SXM"),
+        ("NVIDIA GB300", 297e9, "GB300"),
+        ("NVIDIA H20", 102e9, "H20-96GB-SXM"),
+        ("NVIDIA H20-3e", 151e9, "H20-141GB-SXM"),
+        ("AMD Instinct MI325X", 274e9, "MI325X"),
+        ("AMD Instinct MI355X", 309e9, "MI355X"),
     ],
 )
 def test_names_that_drivers_give(driver, memory, name):
