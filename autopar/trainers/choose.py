@@ -24,12 +24,14 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.search.problem import divisors
+from autopar.search.evaluation import by_stage, layer_prices, step_cost
+from autopar.search.problem import Configuration, divisors
+from autopar.search.timeline import Device
 from autopar.shard.plan import Solve
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes
 from autopar.techniques.activations import FULL, KEEP, SELECTIVE
-from autopar.trainers.layout import plan_parts, schedule_of, setting_mesh, stage_bounds, strategies_of
+from autopar.trainers.layout import PlanParts, plan_parts, setting_mesh, stage_bounds, strategies_of
 from autopar.trainers.megatron import is_even
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import Trainer
@@ -37,8 +39,8 @@ from autopar.trainers.trainer import Trainer
 MOST_CHUNKS = 12
 """The largest number of stages on a pipeline rank that is tried."""
 
-MOST_MICROBATCH = 32
-"""The largest number of sequences in a microbatch that is tried."""
+MICROBATCHES = (1, 2, 4, 8, 16, 32)
+"""The numbers of sequences in a microbatch that are tried."""
 
 CONTEXT_FROM = 8192
 """The shortest sequence, in tokens, for which context parallelism is tried without a pin."""
@@ -107,10 +109,18 @@ class TrainerPricers:
             self._pricers[key] = Pricer(self.graph, self.cluster, s.precision, self._types, model)
         return self._pricers[key]
 
+    def parts(self, s: Setting) -> PlanParts:
+        """Return the plan of a setting, without prices."""
+        return plan_parts(self.graph, s, self.trainer.root_zero(s))
+
     def plan(self, s: Setting) -> Plan:
         """Return the priced plan of a setting; errors as in ``search.evaluate``."""
-        parts = plan_parts(self.graph, s, self.trainer.root_zero(s))
-        return parts.evaluate(self.graph, self.cluster, self.of(s))
+        return self.parts(s).evaluate(self.graph, self.cluster, self.of(s))
+
+    def prices(self, parts: PlanParts, s: Setting) -> tuple[list[LayerPrice], list[float], list[float]]:
+        """Return the arguments of ``step_cost`` for a setting; errors as in ``search.evaluate``."""
+        config = Configuration(parts.mesh, parts.schedule)
+        return layer_prices(self.graph, self.cluster, self.of(s), config, parts.bounds, parts.strategies)
 
 
 @dataclass
@@ -123,9 +133,17 @@ class _Choice:
     best: tuple[Setting, Plan] | None = None
     evaluated: int = 0
     refusal: str = ""
+    layers: list[tuple[str, bool]] = field(init=False)
+    """The kind of every layer: its class, and whether it is the first or the last."""
+    kinds: Counter[tuple[str, bool]] = field(init=False)
+    mixtures: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pricers = TrainerPricers(self.graph, self.cluster, self.trainer)
+        last = len(self.graph.layers) - 1
+        self.layers = [(layer.cls, i in (0, last)) for i, layer in enumerate(self.graph.layers)]
+        self.kinds = Counter(self.layers)
+        self.mixtures = {name for name, cls in self.graph.classes.items() if cls.experts}
         for name, value in self.pins.items():
             if name not in PINS:
                 raise UsageError(
@@ -147,48 +165,66 @@ class _Choice:
         if self.best is None:
             reason = self.refusal or f"the devices, the batch and the model admit no setting of {self.trainer.title}"
             raise InfeasibleError(
-                f"no setting of {self.trainer.title} fits: {reason}", "use more devices, more memory, or another trainer"
+                f"no setting of {self.trainer.title} fits: {reason}",
+                "use more devices, more memory, or another trainer",
             )
         return TrainerPlan(*self.best, len(families), self.evaluated)
 
     def _evaluate(self, s: Setting) -> None:
         """Price the settings of a family, least recomputation first, until one fits."""
         kinds = [KEEP, *(kind for kind in (SELECTIVE, FULL) if kind in self.trainer.space.activations)]
-        kinds = [kind for kind in kinds if self.pins.get("activations", kind) == kind]
         for bounds in self._cuts(s):
             for kind in kinds:
+                if self.pins.get("activations", kind) != kind:
+                    continue
                 chosen = dataclasses.replace(s, activations=kind, cuts=bounds[1:-1])
-                fits = self._try(chosen)
-                if fits and kind == FULL and self.trainer.space.some_blocks and "activations" not in self.pins:
-                    self._fewest_blocks(chosen, bounds)
-                if fits or fits is None:
+                over = self._excess(chosen)
+                if over is None:
                     break
+                if over > 0:
+                    self.refusal = self.refusal or f"a device would need {over / 1e9:.1f} GB more than it has"
+                    continue
+                if kind == FULL and self.trainer.space.some_blocks and "activations" not in self.pins:
+                    chosen = self._fewest_blocks(chosen, bounds)
+                self._keep_if_faster(chosen)
+                break
 
-    def _fewest_blocks(self, s: Setting, bounds: tuple[int, ...]) -> None:
-        """Recompute as few blocks of each stage as fit, by bisection: fewer take more memory and less time."""
-        low, high = 0, max(b - a for a, b in pairwise(bounds))
+    def _fewest_blocks(self, s: Setting, bounds: tuple[int, ...]) -> Setting:
+        """Return the setting with as few recomputed blocks in each stage as fit, by bisection: fewer take more memory and less time."""
+        low, high, found = 0, max(b - a for a, b in pairwise(bounds)), s
         while high - low > 1:
             middle = (low + high) // 2
-            if self._try(dataclasses.replace(s, recomputed=middle)):
-                high = middle
+            fewer = dataclasses.replace(s, recomputed=middle)
+            if self._excess(fewer) == 0:
+                high, found = middle, fewer
             else:
                 low = middle
+        return found
 
-    def _try(self, s: Setting) -> bool | None:
-        """Price a setting, and keep it if it is the best one that fits. Return whether it fits, ``None`` if it has no price."""
-        self.evaluated += 1
+    def _excess(self, s: Setting) -> float | None:
+        """Return the bytes beyond the limit on the first device that lacks memory, 0 if all have enough, ``None`` without a price."""
+        parts = self.pricers.parts(s)
         try:
-            plan = self.pricers.plan(s)
+            prices = by_stage(self.pricers.prices(parts, s)[0], parts.bounds)
         except AutoparError as error:
             self.refusal = self.refusal or error.message
             return None
-        if plan.too_full:
-            stage = max(plan.stages, key=lambda stage: stage.memory.total)
-            self.refusal = f"a device of {stage.memory_limit_bytes / 1e9:.1f} GB would need {stage.memory.total / 1e9:.1f}"
-            return False
-        if plan.prediction.step_time_s < self.best_s:
-            self.best = s, plan
-        return True
+        for rank, stage in enumerate(self.cluster.stages(s.pipeline)):
+            own = [prices[i] for i in parts.schedule.stages_of(rank)]
+            over = Device(parts.schedule, rank, own).at_peak().total - stage.memory_limit_bytes
+            if over > 0:
+                return over
+        return 0.0
+
+    def _keep_if_faster(self, s: Setting) -> None:
+        """Price a setting that fits, and keep it if it is the fastest so far."""
+        self.evaluated += 1
+        parts = self.pricers.parts(s)
+        prices, edges, sends = self.pricers.prices(parts, s)
+        if step_cost(parts.bounds, prices, edges, sends, parts.schedule, self.best_s).step_time_s < self.best_s:
+            plan = self.pricers.plan(s)
+            if not plan.too_full:  # tied parameters in several stages take more memory
+                self.best = s, plan
 
     def _cuts(self, s: Setting) -> list[tuple[int, ...]]:
         """Return the stage bounds to try: equal numbers of blocks, and if the trainer admits any, bounds by the layers' times."""
@@ -199,40 +235,44 @@ class _Choice:
         if self.trainer.space.uneven:
             prices = self._prices(s)
             assert prices is not None, s
-            found.append(balanced_bounds([p.forward_s + p.backward_s for p in prices], s.stages))
+            seconds = [prices[kind].forward_s + prices[kind].backward_s for kind in self.layers]
+            found.append(balanced_bounds(seconds, s.stages))
         return list(dict.fromkeys(found))
 
     def _families(self) -> Iterator[Family]:
         for s in self._degrees():
-            prices = self._prices(s)
-            if prices is None:
+            of_kinds = self._prices(s)
+            if of_kinds is None:
                 continue
+            prices = [(of_kinds[kind], count) for kind, count in self.kinds.items()]
             limit = min(stage.memory_limit_bytes for stage in self.cluster.stages(s.pipeline))
-            states = sum(p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes for p in prices) / s.pipeline
+            states = (
+                sum(n * (p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes) for p, n in prices) / s.pipeline
+            )
             if states > limit:
-                self.refusal = self.refusal or f"a device of {limit / 1e9:.1f} GB would need {states / 1e9:.1f} for states"
+                self.refusal = (
+                    self.refusal or f"a device of {limit / 1e9:.1f} GB would need {states / 1e9:.1f} for states"
+                )
                 continue
-            once_s = sum(p.step_s for p in prices) / s.pipeline
-            work_s = s.microbatches * sum(p.forward_s + p.backward_s for p in prices) / s.pipeline
+            once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
+            work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
             for chunks in self._chunks(s):
                 bubble = (s.pipeline - 1) / (s.microbatches * chunks)
                 yield Family(dataclasses.replace(s, chunks=chunks), work_s + once_s, work_s * (1 + bubble) + once_s)
 
-    def _prices(self, s: Setting) -> list[LayerPrice] | None:
-        """Return the price of every layer without recomputation; ``None`` if one has none."""
-        mesh, schedule = setting_mesh(s), schedule_of(s)
-        parts_roles = strategies_of(dataclasses.replace(s, activations=KEEP), mesh)
-        pricer = self.pricers.of(s).on(self.cluster.stages(s.pipeline)[0])
-        root = self.trainer.root_zero(s)
-        block, dense = parts_roles
+    def _prices(self, s: Setting) -> dict[tuple[str, bool], LayerPrice] | None:
+        """Return the price of each kind of layer (``_kind``) without recomputation; ``None`` if one has none."""
+        mesh, root = setting_mesh(s), self.trainer.root_zero(s)
+        block, dense = strategies_of(s, mesh)
         ends = dataclasses.replace(dense, zero=root) if root is not None and dense.zero else dense
-        last, found = len(self.graph.layers) - 1, []
-        for i, layer in enumerate(self.graph.layers):
-            own = ends if i in (0, last) else block if self.graph.classes[layer.cls].experts else dense
-            price = pricer.layer(layer.cls, mesh, own, schedule.microbatches)
+        pricer = self.pricers.of(s).on(self.cluster.stages(s.pipeline)[0])
+        found: dict[tuple[str, bool], LayerPrice] = {}
+        for name, is_end in self.kinds:
+            own = ends if is_end else block if name in self.mixtures else dense
+            price = pricer.layer(name, mesh, own, s.microbatches)
             if price is None:
                 return None
-            found.append(price)
+            found[name, is_end] = price
         return found
 
     def _chunks(self, s: Setting) -> Iterator[int]:
@@ -240,9 +280,13 @@ class _Choice:
             if self.pins.get("chunks", 1) == 1:
                 yield 1
             return
+        sizes = set()  # of the largest stage
         for chunks in (self.pins["chunks"],) if "chunks" in self.pins else range(1, MOST_CHUNKS + 1):
-            if s.pipeline * chunks <= len(self.graph.layers) - 2 and (chunks == 1 or s.microbatches % s.pipeline == 0):
-                yield chunks
+            size = -(-len(self.layers) // (s.pipeline * chunks))
+            if s.pipeline * chunks <= len(self.layers) - 2 and (chunks == 1 or s.microbatches % s.pipeline == 0):
+                if size not in sizes:
+                    yield chunks
+                sizes.add(size)
 
     def _degrees(self) -> Iterator[Setting]:
         """Yield the settings without chunks and recomputation that divide devices and batch."""
@@ -285,11 +329,13 @@ class _Choice:
         if name not in self.pins:
             return values
         if not has and self.pins[name] != 1:
-            raise UsageError(f"{name}={self.pins[name]}: {self.trainer.title} has no {name} parallelism", "leave it out")
+            raise UsageError(
+                f"{name}={self.pins[name]}: {self.trainer.title} has no {name} parallelism", "leave it out"
+            )
         return [self.pins[name]]
 
     def _experts(self, data: int, context: int, tensor: int) -> Iterator[tuple[int, str]]:
-        counts = {cls.experts for cls in self.graph.classes.values() if cls.experts}
+        counts = {self.graph.classes[name].experts for name in self.mixtures}
         if not counts or not self.trainer.space.expert:
             if self.pins.get("expert", 1) == 1:
                 yield 1, "none"
@@ -315,15 +361,17 @@ class _Choice:
         stages = self.trainer.space.zero if ranks > 1 else (0,)
         wanted = self.pins.get("zero")
         for zero in stages if wanted is None or ranks == 1 else (wanted,):
-            copies = divisors(data)[:-1] if self.trainer.space.replicate and zero >= 2 and expert == context == 1 else [1]
+            copies = (
+                divisors(data)[:-1] if self.trainer.space.replicate and zero >= 2 and expert == context == 1 else [1]
+            )
             for replicate in copies or [1]:
                 if self.pins.get("replicate", replicate) == replicate:
                     yield zero, replicate
 
     def _sized(self, s: Setting) -> Iterator[Setting]:
-        each = s.global_batch // s.data
-        for microbatch in divisors(each):
-            if microbatch <= MOST_MICROBATCH and self.pins.get("microbatch", microbatch) == microbatch:
+        each, pinned = s.global_batch // s.data, self.pins.get("microbatch")
+        for microbatch in MICROBATCHES if pinned is None else (pinned,):
+            if each % microbatch == 0:
                 yield dataclasses.replace(s, microbatch=microbatch)
 
 

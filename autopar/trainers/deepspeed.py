@@ -68,13 +68,18 @@ class DeepSpeed(Trainer):
         switches = {"bfloat16": "bf16", "float16": "fp16"}
         if s.precision in switches:
             data[switches[s.precision]] = {"enabled": True}
-        notes = [f"sequences of {graph.tokens // graph.batch_size} tokens; the optimizer and its learning rate are yours"]
+        notes = [
+            f"sequences of {graph.tokens // graph.batch_size} tokens; the optimizer and its learning rate are yours"
+        ]
         if s.activations == FULL:
             notes.append("every block is recomputed: call model.gradient_checkpointing_enable() in your script")
         return Exported({"ds_config.json": json.dumps(data, indent=2) + "\n"}, tuple(notes))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        if not any(option.name.partition(".")[0] in ("zero_optimization", "train_micro_batch_size_per_gpu") for option in options):
+        if not any(
+            option.name.partition(".")[0] in ("zero_optimization", "train_micro_batch_size_per_gpu")
+            for option in options
+        ):
             return None
         found = read_flags(options, _FLAGS, lambda name: name)
         if found is None:

@@ -105,7 +105,9 @@ class Torchtitan(FullyShardedTrainer):
         words = [f"--{section}.{name} {_word(value)}" for (section, name), value in fields.items() if value is not True]
         words += [f"--{section}.{name}" for (section, name), value in fields.items() if value is True]
         words.append(f"activation_checkpoint:{policy}")
-        lines = ["# source this file, and start: torchrun ... -m torchtitan.train --module M --config C ${PLAN_ARGS[@]}"]
+        lines = [
+            "# source this file, and start: torchrun ... -m torchtitan.train --module M --config C ${PLAN_ARGS[@]}"
+        ]
         lines += ["PLAN_ARGS=(", *(f"    {word}" for word in words), ")"]
         notes = ["the model, its data and its optimizer are those of your --module and --config"]
         return Exported(
@@ -209,7 +211,9 @@ def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str) -> str:
     """Return a Python function that sets the fields of a torchtitan configuration."""
     classes = {"none": "None", SELECTIVE: "SelectiveAC.Config()", "full": "FullAC.Config()"}
     name = classes[policy].partition(".")[0]
-    lines = ['"""Sets the parallelism of a torchtitan configuration: call `planned` at the end of your function in config_registry."""']
+    lines = [
+        '"""Sets the parallelism of a torchtitan configuration: call `planned` at the end of your function in config_registry."""'
+    ]
     lines += ["", "from torchtitan.trainer import Trainer"]
     lines += [f"from torchtitan.distributed.activation_checkpoint import {name}"] if name != "None" else []
     lines += ["", "", "def planned(config: Trainer.Config) -> Trainer.Config:"]

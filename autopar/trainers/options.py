@@ -51,7 +51,14 @@ def read_options(path: str | Path) -> list[Option]:
         if file.suffix in (".json", ".yaml", ".yml", ".toml"):
             return list(_leaves(_parsed(text, file.suffix), ""))
         return of_words(shell_words(text))
-    except (MalformedFileError, yaml.YAMLError, tomllib.TOMLDecodeError, SyntaxError, ValueError, RecursionError) as error:
+    except (
+        MalformedFileError,
+        yaml.YAMLError,
+        tomllib.TOMLDecodeError,
+        SyntaxError,
+        ValueError,
+        RecursionError,
+    ) as error:
         first = str(error).partition("\n")[0]
         raise UsageError(f"{path} is not readable: {first}", "its suffix says how it is read") from error
 
