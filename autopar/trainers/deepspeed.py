@@ -65,7 +65,7 @@ class DeepSpeed(Trainer):
                 "reduce_scatter": True,
             },
         }
-        switches = {"bfloat16": "bf16", "float16": "fp16"}
+        switches = {"bfloat16": "bf16", "float16": "fp16", "float8": "bf16"}
         if s.precision in switches:
             data[switches[s.precision]] = {"enabled": True}
         notes = [
@@ -73,6 +73,12 @@ class DeepSpeed(Trainer):
         ]
         if s.activations == FULL:
             notes.append("every block is recomputed: call model.gradient_checkpointing_enable() in your script")
+        if s.microbatches > 1:
+            notes.append(
+                "let your module return its loss alone: gradients are divided by gradient_accumulation_steps at every output"
+            )
+        if s.precision == "float8":
+            notes.append("products in 8 bits are not written: bfloat16 is")
         return Exported({"ds_config.json": json.dumps(data, indent=2) + "\n"}, tuple(notes))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.trainers.options import Option
-from autopar.trainers.trainer import FACT, Flag, Reading
+from autopar.trainers.trainer import FACT, Flag, Reading, switch
 
 _OFF = ("false", "no", "off", "0", "none", "null", "")
 
@@ -55,7 +55,7 @@ def _value(option: Option, flag: Flag) -> Any:
         return None if isinstance(text, bool | None | str | int) and str(text).lower() in _OFF else flag.read
     if text is None:
         return None
-    if text is True and flag.read is not bool:
+    if text is True and flag.read is not switch:
         raise UsageError(f"{option.name} has no value", f"write {option.name} followed by its value")
     try:
         return flag.read(str(text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
 from autopar.trainers.options import Option
 from autopar.trainers.setting import Setting
-from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, whole_number
+from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, switch, whole_number
 
 
 class FullyShardedTrainer(Trainer):
@@ -31,10 +31,6 @@ class FullyShardedTrainer(Trainer):
 
     def root_zero(self, s: Setting) -> int | None:
         return 2
-
-
-def _switch(text: str) -> bool:
-    return text.lower() in ("true", "1", "yes", "on")
 
 
 def _degree(text: str) -> int:
@@ -61,7 +57,8 @@ _TITAN = {
     "parallelism.data_parallel_shard_degree": Flag("shard", _degree),
     "parallelism.data_parallel_replicate_degree": Flag("replicate", whole_number),
     "parallelism.fsdp_reshard_after_forward": Flag("reshard", str),
-    "parallelism.enable_sequence_parallel": Flag("sequence", _switch),
+    "parallelism.enable_sequence_parallel": Flag("sequence", switch),
+    "parallelism.no_enable_sequence_parallel": Flag("sequence", False),
     "parallelism.pipeline_parallel_schedule": Flag("schedule", str),
     "parallelism.pipeline_parallel_microbatch_size": Flag("pipeline_microbatch", whole_number),
     "parallelism.pipeline_parallel_layers_per_stage": Flag("chunk_layers", whole_number),
@@ -102,17 +99,14 @@ class Torchtitan(FullyShardedTrainer):
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         fields = _titan_fields(s, graph)
         policy = {KEEP: "none", SELECTIVE: SELECTIVE, FULL: "full"}[s.activations]
-        words = [f"--{section}.{name} {_word(value)}" for (section, name), value in fields.items() if value is not True]
-        words += [f"--{section}.{name}" for (section, name), value in fields.items() if value is True]
-        words.append(f"activation_checkpoint:{policy}")
         lines = [
             "# source this file, and start: torchrun ... -m torchtitan.train --module M --config C ${PLAN_ARGS[@]}"
         ]
-        lines += ["PLAN_ARGS=(", *(f"    {word}" for word in words), ")"]
-        notes = ["the model, its data and its optimizer are those of your --module and --config"]
+        words = [_titan_words(section, name, value) for (section, name), value in fields.items()]
+        lines += ["PLAN_ARGS=(", *(f"    {word}" for word in words), f"    activation_checkpoint:{policy}", ")"]
         return Exported(
             {"torchtitan_args.sh": "\n".join(lines) + "\n", "torchtitan_plan.py": _titan_function(fields, policy)},
-            tuple(notes),
+            tuple(_titan_notes(s)),
         )
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
@@ -163,16 +157,16 @@ def _sharding(values: dict[str, Any], data: int, pipeline: int) -> dict[str, Any
 
 def _titan_fields(s: Setting, graph: Graph) -> dict[tuple[str, str], Any]:
     """Return torchtitan's configuration by (section, field)."""
-    bounds = stage_bounds(graph, s)
     micro = {"pipeline_parallel_microbatch_size": s.microbatch} if s.pipeline > 1 else {}
     schedule = {"pipeline_parallel_schedule": "Interleaved1F1B" if s.chunks > 1 else "1F1B"} if s.pipeline > 1 else {}
-    parts = {"module_fqns_per_model_part": stage_modules(bounds)} if s.pipeline > 1 else {}
+    parts = {"module_fqns_per_model_part": stage_modules(stage_bounds(graph, s))} if s.pipeline > 1 else {}
+    replicate = s.replicate if s.zero else s.data  # without ZeRO all ranks are replicas
     parallelism = {
-        "data_parallel_replicate_degree": s.replicate,
-        "data_parallel_shard_degree": s.data // s.replicate,
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": s.data // replicate,
         "fsdp_reshard_after_forward": "always" if s.zero == 3 else "never",
         "tensor_parallel_degree": s.tensor,
-        "enable_sequence_parallel": s.sequence,
+        **({"enable_sequence_parallel": s.sequence} if s.tensor > 1 else {}),
         "context_parallel_degree": s.context,
         "expert_parallel_degree": s.expert,
         "pipeline_parallel_degree": s.pipeline,
@@ -185,12 +179,36 @@ def _titan_fields(s: Setting, graph: Graph) -> dict[tuple[str, str], Any]:
         "global_batch_size": s.global_batch,
         "seq_len": graph.tokens // graph.batch_size,
         "mixed_precision_param": s.precision if s.precision in ("bfloat16", "float32") else "bfloat16",
+        # torchtitan refuses them with a pipeline, and with experts whose tokens the host counts
+        **({"disable_cuda_graphs": True} if s.pipeline > 1 or s.expert > 1 else {}),
     }
+    facts = {"compiled": "enable", "overlapped tensor": "enable_async_tensor_parallel"}
     return {
         **{("parallelism", name): value for name, value in parallelism.items()},
         **{("training", name): value for name, value in training.items()},
-        **({("compile", "enable"): True} if "compiled" in s.facts else {}),
+        **{("compile", name): True for fact, name in facts.items() if fact in s.facts},
     }
+
+
+def _titan_notes(s: Setting) -> Iterator[str]:
+    yield "the model, its data and its optimizer are those of your --module and --config"
+    if "fused loss" in s.facts:
+        yield "priced with ChunkedLossWrapper as the configuration's loss, as in torchtitan's own: set it in yours"
+    if s.context > 1:
+        yield "context parallelism needs a model with attn_backend='flex'"
+    if s.zero == 1 or (s.zero == 0 and s.context > 1):
+        yield f"torchtitan has no ZeRO stage {s.zero} for these ranks: parameters are sharded and stay gathered"
+    if s.precision not in ("bfloat16", "float32"):
+        yield f"{s.precision} is not written: bfloat16 is, and products in 8 bits are a converter of your model_registry"
+
+
+def _titan_words(section: str, name: str, value: Any) -> str:
+    """Return a field as words of the command line: a switch has no value, and a list of lists of names is a word for each list."""
+    if isinstance(value, bool):
+        return f"--{section}.{'' if value else 'no_'}{name}"
+    if isinstance(value, list):
+        return f"--{section}.{name} {' '.join(','.join(part) for part in value)}"
+    return f"--{section}.{name} {value}"
 
 
 def stage_modules(bounds: Sequence[int]) -> list[list[str]]:
@@ -198,13 +216,6 @@ def stage_modules(bounds: Sequence[int]) -> list[list[str]]:
     last = bounds[-1] - 1
     names = [["tok_embeddings"], *([f"layers.{i}"] for i in range(last - 1)), ["norm", "lm_head"]]
     return [[name for i in range(a, b) for name in names[i]] for a, b in pairwise(bounds)]
-
-
-def _word(value: Any) -> str:
-    """Return a value as words of a command line: a list of lists of names is one word for each list."""
-    if isinstance(value, list):
-        return " ".join(",".join(part) for part in value)
-    return str(value)
 
 
 def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str) -> str:
@@ -225,7 +236,7 @@ def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str) -> str:
 _ACCELERATE = {
     "fsdp_config.fsdp_version": Flag("version", whole_number),
     "fsdp_config.fsdp_reshard_after_forward": Flag("reshard", str),
-    "fsdp_config.fsdp_activation_checkpointing": Flag("checkpointing", _switch),
+    "fsdp_config.fsdp_activation_checkpointing": Flag("checkpointing", switch),
     "parallelism_config.parallelism_config_dp_replicate_size": Flag("replicate", whole_number),
     "parallelism_config.parallelism_config_dp_shard_size": Flag("shard", _degree),
     "parallelism_config.parallelism_config_tp_size": Flag("tensor", whole_number),
@@ -245,41 +256,42 @@ class Accelerate(FullyShardedTrainer):
     facts = frozenset({"flash attention"})
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
-        precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[s.precision]
-        nodes = -(-s.data * s.tensor * s.context // cluster.gpus_per_node)
+        precision = {"float16": "fp16", "float32": "no"}.get(s.precision, "bf16")
+        ranks = s.data * s.tensor * s.context
+        shard = s.data // s.replicate
+        fully_sharded = shard * s.context > 1 or ranks == 1
         lines = [
             "# accelerate launch --config_file accelerate.yaml your_script.py",
             "compute_environment: LOCAL_MACHINE",
-            "distributed_type: FSDP",
+            f"distributed_type: {'FSDP' if fully_sharded else 'MULTI_GPU'}",
             f"mixed_precision: '{precision}'",
-            f"num_machines: {nodes}",
-            f"num_processes: {s.data * s.tensor * s.context}",
+            f"num_machines: {-(-ranks // cluster.gpus_per_node)}",
+            f"num_processes: {ranks}",
             "machine_rank: 0",
             "main_training_function: main",
             "use_cpu: false",
             "debug: false",
-            "fsdp_config:",
-            "  fsdp_version: 2",
-            f"  fsdp_reshard_after_forward: {str(s.zero == 3).lower()}",
-            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            f"  fsdp_activation_checkpointing: {str(s.activations == FULL).lower()}",
-            "  fsdp_state_dict_type: SHARDED_STATE_DICT",
-            "  fsdp_cpu_ram_efficient_loading: true",
-            "  fsdp_offload_params: false",
         ]
+        if fully_sharded:
+            lines += [
+                "fsdp_config:",
+                "  fsdp_version: 2",
+                f"  fsdp_reshard_after_forward: {str(s.zero == 3).lower()}",
+                "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+                f"  fsdp_activation_checkpointing: {str(s.activations == FULL).lower()}",
+                "  fsdp_state_dict_type: SHARDED_STATE_DICT",
+                "  fsdp_cpu_ram_efficient_loading: true",
+                "  fsdp_offload_params: false",
+            ]
         if s.replicate > 1 or s.tensor > 1 or s.context > 1:
             lines += [
                 "parallelism_config:",
                 f"  parallelism_config_dp_replicate_size: {s.replicate}",
-                f"  parallelism_config_dp_shard_size: {s.data // s.replicate}",
+                f"  parallelism_config_dp_shard_size: {shard}",
                 f"  parallelism_config_tp_size: {s.tensor}",
                 f"  parallelism_config_cp_size: {s.context}",
             ]
-        notes = (
-            f"your script's arguments: per_device_train_batch_size={s.microbatch}, gradient_accumulation_steps={s.microbatches}",
-            f"sequences of {graph.tokens // graph.batch_size} tokens",
-        )
-        return Exported({"accelerate.yaml": "\n".join(lines) + "\n"}, notes)
+        return Exported({"accelerate.yaml": "\n".join(lines) + "\n"}, tuple(_accelerate_notes(s, graph, cluster)))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
         found = read_flags(options, _ACCELERATE, lambda name: name)
@@ -303,3 +315,18 @@ class Accelerate(FullyShardedTrainer):
 def _reshards(text: str) -> bool:
     """Return whether FSDP frees gathered parameters after the forward: version 1 names its strategies, version 2 has a switch."""
     return text.upper() in ("TRUE", "FULL_SHARD", "HYBRID_SHARD")
+
+
+def _accelerate_notes(s: Setting, graph: Graph, cluster: Cluster) -> Iterator[str]:
+    yield f"your script's arguments: per_device_train_batch_size={s.microbatch}, gradient_accumulation_steps={s.microbatches}"
+    yield f"sequences of {graph.tokens // graph.batch_size} tokens"
+    if s.data * s.tensor * s.context > cluster.gpus_per_node:
+        yield "every node has its own --machine_rank, and all the same --main_process_ip and --main_process_port"
+    if s.tensor > 1:
+        yield "your script loads the model with tensor parallelism (from_pretrained with a tp_plan): Accelerate does not shard it"
+    if s.context > 1:
+        yield "your script enters accelerator.maybe_context_parallel around every step"
+    if s.data // s.replicate * s.context == 1 and s.activations == FULL:
+        yield "every block is recomputed: call model.gradient_checkpointing_enable() in your script"
+    if s.precision == "float8":
+        yield "products in 8 bits are not written: they need an fp8_config of your choice"

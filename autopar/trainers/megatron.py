@@ -95,6 +95,11 @@ class Megatron(Trainer):
         lines = ["# source this file, and start: torchrun ... pretrain_gpt.py ${PLAN_ARGS[@]} ..."]
         lines += ["PLAN_ARGS=(", *(f"    {' '.join(each)}" for each in words), ")"]
         notes = ["flags of the model, the data, the optimizer and the learning rate are yours to add"]
+        if s.tensor * s.context > 1:
+            lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1")
+            notes.append(
+                "on GPUs before Blackwell Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1, which the file exports"
+            )
         if s.expert > 1 and s.tensor > 1 and not s.sequence:
             notes.append("Megatron requires --sequence-parallel for experts beside tensor parallelism")
         return Exported({"megatron_args.sh": "\n".join(lines) + "\n"}, tuple(notes))
@@ -182,9 +187,12 @@ def _parallelism(s: Setting) -> list[tuple[str, ...]]:
     if s.expert > 1:
         words.append(("--expert-model-parallel-size", str(s.expert)))
         words.append(("--expert-tensor-parallel-size", str(1 if s.fold == "all" else s.tensor)))
+        words.append(("--moe-token-dispatcher-type", "alltoall"))  # by default every rank gathers all tokens
     words += [("--sequence-parallel",)] if s.sequence else []
     words += [("--tp-comm-overlap",)] if "overlapped tensor" in s.facts else []
-    words += [("--use-distributed-optimizer",)] if s.zero else []
+    if s.zero:
+        words.append(("--use-distributed-optimizer",))
+        words += [("--num-distributed-optimizer-instances", str(s.replicate))] if s.replicate > 1 else []
     if "overlapped gradients" in s.facts:
         words.append(("--overlap-grad-reduce",))
         words += [("--overlap-param-gather",)] if s.zero else []
@@ -197,10 +205,15 @@ def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
         ("--global-batch-size", str(s.global_batch)),
         ("--seq-length", str(graph.tokens // graph.batch_size)),
     ]
-    precisions = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
-    words += [precisions[s.precision]] if s.precision in precisions else []
+    precisions = {
+        "bfloat16": [("--bf16",)],
+        "float16": [("--fp16",)],
+        "float8": [("--bf16",), ("--fp8-format", "hybrid")],
+    }
+    words += precisions.get(s.precision, [])
     words += [("--grad-reduce-in-bf16",)] if "16-bit gradients" in s.facts else []
-    words += [("--attention-backend", "flash")] if "flash attention" in s.facts else []
+    # "flash" is the package flash-attn alone: without cuDNN, and refused for the heads of latent attention
+    words += [("--attention-backend", "auto")] if "flash attention" in s.facts else []
     words += [("--cross-entropy-loss-fusion",)] if "fused loss" in s.facts else []
     return words
 
@@ -213,11 +226,12 @@ def _pipeline(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
             words.append(("--pipeline-model-parallel-layout", layout_text(bounds)))
         elif s.chunks > 1:
             words.append(("--num-virtual-stages-per-pipeline-rank", str(s.chunks)))
-    if s.activations == FULL:
+    technique, _, segment = s.activations.partition(":")
+    if technique == FULL:
         every = s.recomputed is None
         words.append(("--recompute-granularity", "full"))
         words.append(("--recompute-method", "uniform" if every else "block"))
-        words.append(("--recompute-num-layers", str(1 if every else s.recomputed)))
+        words.append(("--recompute-num-layers", (segment or "1") if every else str(s.recomputed)))
     return words
 
 

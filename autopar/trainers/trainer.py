@@ -151,3 +151,8 @@ def whole_number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**53):
         raise UsageError(f"{text!r} is not a whole number from 1", "degrees and sizes are whole numbers")
     return int(text)
+
+
+def switch(text: str) -> bool:
+    """Return whether the text, or a flag without text, switches on."""
+    return text.lower() in ("true", "1", "yes", "on")
