@@ -76,6 +76,10 @@ REPORTS = {
         "expert parallelism with and without overlap and by hand, on four nodes with limited links (root, a quiet machine, 20 minutes)",
         (program("experts"),),
     ),
+    "exports": Report(
+        "configurations exported for other trainers: read by their parsers, and run on a CPU (installs them; half an hour)",
+        (program("exports"),),
+    ),
     "faults": Report("trainings that are killed, or cut off, and go on (root, half an hour)", (program("faults"),)),
     "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
     "growth": Report("planning time against layers and devices", (program("growth"),)),
