@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autopar.errors import UsageError
@@ -12,13 +12,11 @@ from autopar.trainers.trainer import FACT, Flag, Reading
 _OFF = ("false", "no", "off", "0", "none", "null", "")
 
 
-def read_flags(
-    options: Iterable[Option], table: Mapping[str, Flag], key: Callable[[str], str], silent: Collection[str] = ()
-) -> Reading | None:
+def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callable[[str], str]) -> Reading | None:
     """Return what the options say by ``table``, whose keys are ``key(option.name)``; ``None`` if none of them is in it.
 
-    Options in neither ``table`` nor ``silent``, and those whose value is not in the file, are notes. If an option is repeated, the last
-    value counts. Raises ``UsageError`` for an invalid value.
+    Options that are not in ``table``, and those whose value is not in the file, are notes. If an option is repeated, the last value counts.
+    Raises ``UsageError`` for an invalid value.
     """
     values: dict[str, Any] = {}
     facts: set[str] = set()
@@ -28,7 +26,7 @@ def read_flags(
     for option in options:
         flag = table.get(key(option.name))
         if flag is None:
-            unknown += [] if key(option.name) in silent else [option.name]
+            unknown.append(option.name)
             continue
         read += 1
         if isinstance(option.value, str) and "$" in option.value:
@@ -44,8 +42,8 @@ def read_flags(
     if not read:
         return None
     if unknown:
-        notes.append(f"not read, because they change neither plan nor price: {', '.join(dict.fromkeys(unknown))}")
-    return Reading(values, frozenset(facts), tuple(notes))
+        notes.append(f"not read: {', '.join(dict.fromkeys(unknown))}")
+    return Reading(values, frozenset(facts), tuple(notes), read)
 
 
 def _value(option: Option, flag: Flag) -> Any:

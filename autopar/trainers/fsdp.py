@@ -140,7 +140,7 @@ class Torchtitan(FullyShardedTrainer):
         if values.get("expert", 1) > 1:
             values["fold"] = "all"
         values.setdefault("precision", "bfloat16")
-        return Reading(values, frozenset(facts), tuple(notes))
+        return Reading(values, frozenset(facts), tuple(notes), found.options)
 
 
 def math_product(values: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -297,7 +297,7 @@ class Accelerate(FullyShardedTrainer):
         values["sequence"] = False
         for name in ("version", "shard"):
             values.pop(name, None)
-        return Reading(values, frozenset(facts), tuple(notes))
+        return Reading(values, frozenset(facts), tuple(notes), found.options)
 
 
 def _reshards(text: str) -> bool:

@@ -88,8 +88,8 @@ def strategies_of(s: Setting, mesh: tuple[Axis, ...]) -> tuple[Strategy, Strateg
     )
     # in a layer without experts, the expert axis is data-parallel
     dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
-    if dense.zero:
-        return tuple(dataclasses.replace(each, replicate=copies) if each.zero else each for each in (strategy, dense))
+    if copies > 1 and dense.zero:  # without experts and context parallelism, so that both have replicas
+        return dataclasses.replace(strategy, replicate=copies), dataclasses.replace(dense, replicate=copies)
     return strategy, dense
 
 

@@ -56,11 +56,21 @@ FLAGS = {
     "use_flash_attn": Flag(FACT, "flash attention"),
     "attention_backend": Flag("attention", str),
     "cross_entropy_loss_fusion": Flag(FACT, "fused loss"),
+    "overlap_param_gather": Flag("overlap_gather", True),  # assumed beside overlapped gradients
     "grad_reduce_in_bf16": Flag(FACT, "16-bit gradients"),
 }
 """What decides the plan and its price, by the flags' names with underscores."""
 
-_RESOLVED = ("context_kind", "expert_tensor", "chunk_layers", "layout", "recompute", "recompute_method", "attention")
+_RESOLVED = (
+    "context_kind",
+    "expert_tensor",
+    "chunk_layers",
+    "layout",
+    "recompute",
+    "recompute_method",
+    "attention",
+    "overlap_gather",
+)
 
 
 class Megatron(Trainer):
@@ -113,7 +123,8 @@ class Megatron(Trainer):
             values |= _recomputation(kind, values, notes)
         else:
             values.pop("recomputed", None)
-        return Reading({k: v for k, v in values.items() if k not in _RESOLVED}, frozenset(facts), tuple(notes))
+        read = {name: value for name, value in values.items() if name not in _RESOLVED}
+        return Reading(read, frozenset(facts), tuple(notes), found.options)
 
 
 def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +152,7 @@ def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
 def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
     """Return the chunks and the cuts of the pipeline."""
     pipeline = values.get("pipeline", 1)
-    if text := values.get("layout"):
+    if (text := values.get("layout")) and blocks:
         bounds = layout_bounds(text, blocks)
         if (len(bounds) - 1) % pipeline:
             raise UsageError(
@@ -149,7 +160,7 @@ def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
                 "separate stages by |",
             )
         return {"chunks": (len(bounds) - 1) // pipeline, "cuts": bounds[1:-1]}
-    if (each := values.get("chunk_layers")) and pipeline > 1:
+    if (each := values.get("chunk_layers")) and pipeline > 1 and blocks:
         if blocks % (pipeline * each):
             raise UsageError(
                 f"{blocks} blocks do not divide into virtual stages of {each} on {pipeline} pipeline ranks",

@@ -57,11 +57,13 @@ class Flag:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a configuration says: ``values`` by name (fields of ``Setting``, and ``seq``), ``facts``, and ``notes`` on what was not read."""
+    """What a configuration says: ``values`` by name (fields of ``Setting``, and ``seq``), ``facts``, and ``notes`` on what was not read.
+    ``options`` is the number of options that were read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     facts: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    options: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        """Return what a configuration for a model of ``blocks`` blocks on ``devices`` devices says; ``None`` if it is not one of this
-        trainer's.
+        """Return what a configuration for a model of ``blocks`` blocks (0: not known yet) on ``devices`` devices says; ``None`` if it is
+        not one of this trainer's.
 
         Raises ``UsageError`` for values that are invalid or contradict each other.
         """
