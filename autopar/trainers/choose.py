@@ -90,7 +90,7 @@ class TrainerPricers:
     """Prices settings of one trainer, with a cache of pricers: settings with equal cost models share one, and all share types."""
 
     def __init__(self, graph: Graph, cluster: Cluster, trainer: Trainer, types: Solve | None = None) -> None:
-        self.graph, self.cluster, self.trainer = graph, cluster, trainer
+        self.graph, self.cluster, self.trainer = graph, trainer.devices(cluster), trainer
         self._pricers: dict[Any, Pricer] = {}
         self._solved: dict[tuple[Any, ...], AxisTypes | None] = {}
         self._types = types or self._solve

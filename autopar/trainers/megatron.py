@@ -93,6 +93,9 @@ class Megatron(Trainer):
     def facts_of(self, tensor: int) -> frozenset[str]:
         return self.facts | ({"overlapped tensor"} if tensor > 1 else set())
 
+    def devices(self, cluster: Cluster) -> Cluster:
+        return cluster.with_vendor_attention()  # Transformer Engine calls cuDNN
+
     def fuses(self, s: Setting) -> bool:
         return "eager" not in s.facts
 

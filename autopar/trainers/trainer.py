@@ -88,6 +88,10 @@ class Trainer(abc.ABC):
         """Return what is known of runs under exported configurations with this tensor-parallel degree."""
         return self.facts
 
+    def devices(self, cluster: Cluster) -> Cluster:
+        """Return the devices as the trainer's kernels see them."""
+        return cluster
+
     def model(self, s: Setting, cluster: Cluster) -> OtherTrainer:
         """Return the cost model of a run."""
         fp16_era = s.precision == "float16"

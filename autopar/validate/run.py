@@ -125,12 +125,13 @@ class Bench:
         graph = self.graph(row)
         if row.hardware not in self.clusters:
             self.clusters[row.hardware] = cluster_of(row.hardware)
-        cluster = self.clusters[row.hardware]
-        trainer = trainer_of(row.setting).model(row.setting, cluster)
-        key = (id(graph), row.hardware, row.setting.precision, trainer)
+        trainer = trainer_of(row.setting)
+        cluster = trainer.devices(self.clusters[row.hardware])
+        model = trainer.model(row.setting, cluster)
+        key = (id(graph), row.hardware, row.setting.precision, trainer.name, model)
         if key not in self.pricers:
             solve = textbook_types(graph, self.plain(row))
-            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, solve, trainer)
+            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, solve, model)
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
