@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from autopar.devices import Cluster, constants, described
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
 from autopar.plan import Axis, Role, Strategy
-from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule, check_schedule
 from autopar.search import make_mesh
 from autopar.techniques.activations import KEEP
 from autopar.trainers import OtherTrainer, figures
-from autopar.validate.rows import Hardware, RowError, Setting
+from autopar.validate.fields import RowError
+from autopar.validate.rows import Hardware, Setting
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class RowPlan:
 def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
     """Return the plan that the row describes; ``context`` is the role of the context-parallel axis."""
     copies = s.replicate if s.expert == 1 and s.context == 1 else 1
-    inner = ("expert", s.expert), ("context", s.context), ("tensor", s.tensor)
-    mesh = make_mesh(("replicas", copies), ("data", s.data // s.expert // copies), *inner)
+    experts = s.expert_axis
+    inner = ("expert", experts), ("context", s.context), ("tensor", s.tensor)
+    mesh = make_mesh(("replicas", copies), ("data", s.data // experts // copies), *inner)
     role = {
         "replicas": Role.DATA,
         "data": Role.DATA,
@@ -39,15 +42,17 @@ def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
         "context": context,
         "tensor": Role.TENSOR_SEQUENCE if s.sequence else Role.TENSOR,
     }
+    role |= {name: role[name].folded for name in s.folds}
+    # ZeRO shards experts over fewer ranks than the other parameters of their layer, which the expert axis replicates, too
+    zero = s.zero if s.data * s.context > 1 else 0
     strategy = Strategy(
         tuple(role[axis.name] for axis in mesh),
-        zero=s.zero if s.data // s.expert * s.context > 1 else 0,
+        zero=zero,
+        replicate=copies if zero else 1,
         activations=s.activations,
+        states=s.states,
     )
-    # in a layer without experts, the expert axis is data-parallel
-    dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
-    if dense.zero:
-        strategy, dense = (dataclasses.replace(each, replicate=copies) for each in (strategy, dense))
+    dense = strategy.dense
     # trainers recompute blocks, not the first and last layer. Under FSDP both are in the root unit, whose parameters stay gathered from
     # forward to backward
     ends = dataclasses.replace(
@@ -55,11 +60,21 @@ def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
     )
     strategies = [strategy if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
+    return RowPlan(mesh, cuts(graph, s), strategies, schedule_of_row(s), s.precision)
+
+
+def schedule_of_row(s: Setting) -> Schedule:
+    """Return the row's pipeline schedule with its sizes. Raises ``UsageError`` if it is not 1F1B and does not admit them."""
     microbatches = s.global_batch // (s.data * s.microbatch)
     chunks = s.chunks if s.pipeline > 1 else 1
-    name = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
-    schedule = Schedule(name, s.pipeline, microbatches, chunks)
-    return RowPlan(mesh, cuts(graph, s), strategies, schedule, s.precision)
+    if s.pipeline == 1:
+        name = NO_PIPELINE
+    elif s.schedule in ("", ONE_F_ONE_B, INTERLEAVED):
+        name = INTERLEAVED if chunks > 1 else ONE_F_ONE_B
+    else:
+        check_schedule(Schedule(s.schedule, s.pipeline, microbatches, chunks))
+        name = s.schedule
+    return Schedule(name, s.pipeline, microbatches, chunks)
 
 
 def cuts(graph: Graph, s: Setting) -> tuple[int, ...]:
@@ -100,12 +115,17 @@ def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
 
 
 def head_weight(graph: Graph) -> float:
-    """Return the ratio of the head's matrix elements to the first block's: approximately that of their FLOPs in a model without experts."""
-    size = {
-        layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
-        for layer in graph.layers
-    }
-    return size[graph.layers[-1].name] / max(1, size[graph.layers[1].name])
+    """Return the ratio of the head's matrix elements to the middle block's, approximately that of their FLOPs; of a mixture's experts,
+    those count that a token takes."""
+    return _elements(graph, -1) / max(1.0, _elements(graph, len(graph.layers) // 2))
+
+
+def _elements(graph: Graph, at: int) -> float:
+    """Return the matrix elements of a layer, with the share of its experts that a token takes."""
+    layer = graph.layers[at]
+    share = {count: choices / (graph.tokens * count) for count, choices in graph.classes[layer.cls].mixtures}
+    shapes = [graph.parameters[name].value.shape for name in layer.parameters]
+    return sum(math.prod(n) * (share.get(n[0], 1.0) if len(n) > 2 else 1.0) for n in shapes if len(n) > 1)
 
 
 def is_fsdp(s: Setting) -> bool:
