@@ -15,15 +15,15 @@ from typing import Any
 
 from autopar.precision import FLOAT16
 from autopar.schedules import INTERLEAVED, V_SHAPED
+from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.states import DEVICE
 from autopar.validate.architecture import Architecture, read_architecture
 from autopar.validate.fields import RowError, integer
 from autopar.validate.words import (
     dense_layers,
     expert_tensor_degree,
     facts_of,
-    offloaded,
+    options_of,
     precision_of,
     recomputed,
     schedule_of,
@@ -49,7 +49,7 @@ class Setting:
     chunks: int
     sequence: bool
     zero: int
-    activations: str  # a value of ``techniques.activations``
+    options: Options  # the techniques of blocks
     precision: str  # "bfloat16", "float16", "float32" or "float8"
     global_batch: int
     microbatch: int
@@ -57,7 +57,11 @@ class Setting:
     replicate: int = 1
     folds: frozenset[str] = frozenset()
     schedule: str = ""
-    states: str = DEVICE  # a value of ``techniques.states``
+
+    @property
+    def activations(self) -> str:
+        """What blocks keep for the backward pass, a value of ``techniques.activations``."""
+        return self.options[ACTIVATIONS]
 
     @property
     def expert_axis(self) -> int:
@@ -120,6 +124,7 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
     setting = _setting(data)
     architecture = read_architecture(_model(data), setting.tensor, setting.precision == FLOAT16)
     experts = architecture.experts
+    setting = dataclasses.replace(setting, folds=_folds(data, setting, experts))
     if setting.expert > 1 and (not experts or experts % setting.expert):
         raise RowError(f"ep = {setting.expert} does not divide the model's {experts} experts (n_experts)")
     possible = _possible(data, setting, architecture)
@@ -160,14 +165,12 @@ def _possible(data: Mapping[str, Any], setting: Setting, architecture: Architect
     if setting.schedule == INTERLEAVED and data.get("vp") is None:
         each = architecture.layers // setting.pipeline
         chunks = tuple(n for n in _CHUNKS if each % n == 0) or _CHUNKS[:1]
-    return {"recompute": recomputed(data), "micro_batch": microbatches, "vp": chunks}
+    return {ACTIVATIONS.run_fields[0]: recomputed(data), "micro_batch": microbatches, "vp": chunks}
 
 
 def _with(data: Mapping[str, Any], setting: Setting, values: Mapping[str, Any]) -> Setting:
-    states, activations = offloaded(data, values["recompute"])
-    return dataclasses.replace(
-        setting, activations=activations, states=states, microbatch=values["micro_batch"], chunks=values["vp"]
-    )
+    options = options_of(data, values[ACTIVATIONS.run_fields[0]])
+    return dataclasses.replace(setting, options=options, microbatch=values["micro_batch"], chunks=values["vp"])
 
 
 def _setting(data: Mapping[str, Any]) -> Setting:
@@ -179,11 +182,8 @@ def _setting(data: Mapping[str, Any]) -> Setting:
     if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
-    folds = _folds(data, degree, tensor, context, expert)
     given = data.get("sequence_parallel")
     sequence = tensor > 1 and (given is None or bool(given))
-    if "tensor" in folds and not sequence:
-        raise RowError(f"sequence_parallel = {given!r}: experts over tensor-parallel ranks have no price without it")
     batch = integer(data, "global_batch", least=1)
     microbatch = integer(data, "micro_batch", default=1, least=1)
     if batch % (degree * microbatch):
@@ -198,38 +198,45 @@ def _setting(data: Mapping[str, Any]) -> Setting:
         chunks=max(1, integer(data, "vp", default=2 if schedule in V_SHAPED else 1)),
         sequence=sequence,
         zero=_zero(data),
-        activations=ACTIVATIONS.default,
+        options=Options(),
         precision=precision_of(data.get("precision")),
         global_batch=batch,
         microbatch=microbatch,
         facts=facts_of(data),
         replicate=_hsdp_replicas(data, degree * context, tensor * context),
-        folds=folds,
         schedule=schedule,
     )
 
 
-def _folds(data: Mapping[str, Any], degree: int, tensor: int, context: int, expert: int) -> frozenset[str]:
+def _folds(data: Mapping[str, Any], s: Setting, experts: int) -> frozenset[str]:
     """Return the axes besides the data-parallel one over which experts are distributed.
 
-    Experts have a grid of their own over a stage's ranks (Megatron's parallel folding): ``etp`` ranks share an expert, and ``ep`` times as
-    many have all of them. Without ``etp``, ranks share an expert as they share other layers if the data-parallel ranks suffice for ``ep``;
-    otherwise, experts are distributed over context-parallel ranks first, then over tensor-parallel ranks.
+    Experts have a grid of their own over a stage's ranks (Megatron's parallel folding): ``etp`` tensor-parallel ranks share an expert. If
+    the row has no ``etp``, it is ``tp``, as of other layers, unless there are fewer experts than ``tp * ep`` ranks or too few ranks for
+    ``ep``: then it is 1. Experts are distributed over tensor-parallel ranks first (if ``etp`` is 1), over context-parallel ranks if they
+    have to be, and then over data-parallel ranks.
     """
     etp = integer(data, "etp", "expert_tp", default=expert_tensor_degree(data) or 0) or None
-    if expert == 1:
+    if s.expert == 1 and not (experts and etp == 1 < s.tensor):
         return frozenset()
-    if etp not in (None, 1, tensor):
-        raise RowError(f"etp = {etp} is neither 1 nor tp = {tensor}")
-    apart = tensor > 1 and etp == 1
-    for names in ((), ("context",), ("tensor",), ("tensor", "context")):
-        if "tensor" in names and etp == tensor or apart and "tensor" not in names:
-            continue
-        folded = math.prod({"tensor": tensor, "context": context}[name] for name in names)
-        if expert % folded == 0 and degree % (expert // folded) == 0:
-            return frozenset(name for name in names if folded > 1)
+    if etp not in (None, 1, s.tensor):
+        raise RowError(f"etp = {etp} is neither 1 nor tp = {s.tensor}")
+    if etp == 1 < s.tensor and not s.sequence:
+        raise RowError("sequence_parallel is false: without it, experts over tensor-parallel ranks have no price")
+    whole: tuple[tuple[str, ...], ...] = ((), ("context",))
+    over_tensor: tuple[tuple[str, ...], ...] = (("tensor",), ("tensor", "context")) if s.sequence else ()
+    if etp == 1:
+        tried = over_tensor or whole
+    elif etp == s.tensor:
+        tried = whole
+    else:
+        tried = over_tensor + whole if s.tensor * s.expert > experts else whole + over_tensor
+    for names in tried:
+        folded = math.prod({"tensor": s.tensor, "context": s.context}[name] for name in names)
+        if s.expert % folded == 0 and s.data % (s.expert // folded) == 0:
+            return frozenset(names) if s.context > 1 else frozenset(names) - {"context"}
     raise RowError(
-        f"ep = {expert} does not divide dp = {degree}, nor dp with the whole of cp = {context} or tp = {tensor}"
+        f"ep = {s.expert} does not divide dp = {s.data}, nor dp with the whole of tp = {s.tensor} or cp = {s.context}"
     )
 
 

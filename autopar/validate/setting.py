@@ -49,8 +49,7 @@ def plan_of_row(graph: Graph, s: Setting, context: Role) -> RowPlan:
         tuple(role[axis.name] for axis in mesh),
         zero=zero,
         replicate=copies if zero else 1,
-        activations=s.activations,
-        states=s.states,
+        options=s.options,
     )
     dense = strategy.dense
     # trainers recompute blocks, not the first and last layer. Under FSDP both are in the root unit, whose parameters stay gathered from

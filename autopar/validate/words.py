@@ -21,9 +21,8 @@ from autopar.schedules import (
     ZERO_BUBBLE,
     ZERO_BUBBLE_V,
 )
-from autopar.techniques.activations import ACTIVATIONS, FULL, FULL_HOST, KEEP, SELECTIVE, SELECTIVE_HOST
-from autopar.techniques.activations import HOST as SAVED_ON_HOST
-from autopar.techniques.states import DEVICE, HOST
+from autopar.techniques import LAYER, Options
+from autopar.techniques.activations import ACTIVATIONS
 from autopar.validate.fields import RowError
 
 # fact about how a row was run -> pattern that finds it in the row's prose (``_PROSE``)
@@ -60,22 +59,23 @@ _SCHEDULES = {
     r"1f1b|pipedream.flush": ONE_F_ONE_B,
 }
 
-# the value of ``recompute`` -> words that say so; a recipe's null is a switch that is off
-_CHECKPOINT = r"(activations?[ _])?(checkpoint(ing)?|recompute|recomputation|ac)\b"
+# words that say what is recomputed -> the fact of such a mode of ``techniques.activations``; a recipe's null is a switch that is off
+_CHECKPOINT = r"(activations?[ _])?(checkpoint(ing)?|recomput(e|ation|ing)|ac)\b"
 _RECOMPUTED = {
-    KEEP: rf"\b(no|without) {_CHECKPOINT}|\b{_CHECKPOINT}( is)?\W{{1,3}}(null|none|off|false)\b",
-    SELECTIVE: rf"\bselective {_CHECKPOINT}",
-    FULL: rf"\bfull {_CHECKPOINT}|\b{_CHECKPOINT}( is)?\W{{1,3}}(on|true|full|enabled)\b",
+    rf"\b(no|without) {_CHECKPOINT}|\b{_CHECKPOINT}( is)?\W{{1,3}}(null|none|off|false)\b": "",
+    rf"\bselective {_CHECKPOINT}": "part",
+    rf"\bfull {_CHECKPOINT}|\b{_CHECKPOINT}( is)?\W{{1,3}}(on|true|full|enabled)\b": "all",
 }
 _NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
+_OFFLOAD = r"off-?load\w*"
 _NOT_OFFLOADED = (
-    r"\b(no|not|without)\W+(\w+\W+){0,2}offload\w*|offload\w*\W{0,3}(is |are )?(off|false|none|null|disabled)\b"
+    rf"\b(no|not|without)\W+(\w+\W+){{0,2}}{_OFFLOAD}|{_OFFLOAD}\W{{0,3}}(is |are )?(off|false|none|null|disabled)\b"
 )
-_STATES_OFFLOADED = (
-    r"optimi[sz]er[\w /-]{0,20}offload\w*|offload\w*[\w ]{0,15}optimi[sz]er\w*|zero-offload|\bcpu.?adam\b"
+_OFFLOADED_STATES = (
+    rf"optimi[sz]er[\w /-]{{0,20}}{_OFFLOAD}|{_OFFLOAD}[\w ]{{0,15}}optimi[sz]er\w*|zero-{_OFFLOAD}|\bcpu.?adam\b"
 )
-_SAVED_OFFLOADED = r"activations?[\w ]{0,15}offload\w*|offload\w*[\w ]{0,15}activation\w*"
-_ON_HOST = {KEEP: SAVED_ON_HOST, SELECTIVE: SELECTIVE_HOST, FULL: FULL_HOST}
+_OFFLOADED_ACTIVATIONS = rf"activations?[\w ]{{0,15}}{_OFFLOAD}|{_OFFLOAD}[\w ]{{0,15}}activation\w*"
+_HOST = "host"
 
 
 def facts_of(data: Mapping[str, Any]) -> frozenset[str]:
@@ -114,30 +114,37 @@ def schedule_of(data: Mapping[str, Any], pipeline: int) -> str:
 
 def recomputed(data: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what may be recomputed (values of ``techniques.activations``): one value if the row says it, else all that are usual."""
-    fields = ACTIVATIONS.run_fields
-    if all(data.get(key) is None for key in fields):
+    if all(data.get(key) is None for key in ACTIVATIONS.run_fields):
         prose = _prose(data, "flags")
-        said = tuple(value for value, words in _RECOMPUTED.items() if re.search(words, prose, re.IGNORECASE))
-        return said if len(said) == 1 else tuple(_RECOMPUTED)
+        found = {fact: re.search(words, prose, re.IGNORECASE) for words, fact in _RECOMPUTED.items()}
+        said = [fact for fact, words in found.items() if words]
+        return tuple(ACTIVATIONS.value_with(recomputes=fact) for fact in (said if len(said) == 1 else found))
     try:
         return (ACTIVATIONS.of_run(data),)
     except UsageError as error:
         raise RowError(error.message) from None
 
 
-def offloaded(data: Mapping[str, Any], activations: str) -> tuple[str, str]:
-    """Return where the optimizer's states are (``techniques.states``), and ``activations`` with what the row says of the host's memory."""
-    text = re.sub(_NOT_OFFLOADED, "", _prose(data, "flags", "offload"), flags=re.IGNORECASE)
-    rest = re.sub(_STATES_OFFLOADED, "", text, flags=re.IGNORECASE)
-    states = DEVICE if rest == text else HOST
-    left = re.sub(_SAVED_OFFLOADED, "", rest, flags=re.IGNORECASE)
+def options_of(data: Mapping[str, Any], activations: str) -> Options:
+    """Return the techniques of the row's layers, which keep ``activations``, with what the row says of the host's memory.
+
+    Raises ``RowError`` for words on offloading that don't say what is in the host's memory, or name something else.
+    """
+    chosen = {ACTIVATIONS.name: activations}
+    text = re.sub(_NOT_OFFLOADED, "", _prose(data, "flags"), flags=re.IGNORECASE)
+    rest = re.sub(_OFFLOADED_STATES, "", text, flags=re.IGNORECASE)
+    if rest != text:
+        technique = next(t for t in LAYER if any(mode.states_in == _HOST for mode in t.modes))
+        chosen[technique.name] = technique.value_with(states_in=_HOST)
+    left = re.sub(_OFFLOADED_ACTIVATIONS, "", rest, flags=re.IGNORECASE)
     if left != rest:
-        activations = _ON_HOST.get(activations, activations)
-    if found := re.search(r"[\w-]*\W?\w*offload\w*", left, re.IGNORECASE):
+        kept = ACTIVATIONS.mode(activations).recomputes
+        chosen[ACTIVATIONS.name] = ACTIVATIONS.value_with(recomputes=kept, saved_in=_HOST)
+    if found := re.search(rf"[\w-]*\W?\w*{_OFFLOAD}", left, re.IGNORECASE):
         raise RowError(
-            f"{found.group().strip()!r} has no price: what is offloaded is not said, or is not the optimizer's"
+            f"{found.group().strip()!r} has no price: it doesn't say that optimizer states or activations are meant"
         )
-    return states, activations
+    return Options(**chosen)
 
 
 def expert_tensor_degree(data: Mapping[str, Any]) -> int | None:
