@@ -18,7 +18,9 @@ from autopar.zoo.catalogue import CATALOGUE
 
 _MAX_LAYERS = 10_000  # the largest allowed number of layers
 _GATED = ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek", "glm", "gpt-oss", "gpt_oss", "kimi")
-_UNPRICED = r"mamba|jamba|rwkv|hybrid|state.space|linear.attention|deltanet|qwen3-?next|nemotron-?h\b"  # layers without a price
+_UNPRICED = (
+    r"mamba|jamba|rwkv|hybrid|state.space|linear.attention|deltanet|qwen3-?next|nemotron-?h\b"  # layers without a price
+)
 _ATTENTION = r"mla|latent|mha|gqa|mqa|multi.head|multi.query|grouped|full|causal|dense|flash|sliding|window|softmax"
 _LATENT = r"\bmla\b|latent"
 _PARAMETERS_TOLERANCE = 0.03  # by how much two published parameter counts of a model differ
