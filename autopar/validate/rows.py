@@ -23,6 +23,7 @@ from autopar.validate.words import (
     dense_layers,
     expert_tensor_degree,
     facts_of,
+    microbatches,
     options_of,
     precision_of,
     recomputed,
@@ -31,8 +32,7 @@ from autopar.validate.words import (
 
 __all__ = ["Architecture", "Hardware", "Measured", "Row", "RowError", "Setting", "labels", "measured", "read_row"]
 
-_MICROBATCHES = (1, 2, 4, 8)  # the sizes that trainers choose from
-_CHUNKS = (2, 4, 8)  # the same for the stages of a device, under interleaving
+_CHUNKS = (2, 4, 8)  # numbers of stages of a device that trainers choose from, under interleaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,12 @@ def _model(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _possible(data: Mapping[str, Any], setting: Setting, architecture: Architecture) -> dict[str, tuple[Any, ...]]:
     """Return the possible values of the fields that differ from run to run: one if the row has the field, else the usual ones."""
-    microbatches: tuple[int, ...] = (setting.microbatch,)
-    if data.get("micro_batch") is None:
-        microbatches = tuple(n for n in _MICROBATCHES if setting.global_batch % (setting.data * n) == 0)
+    sizes = microbatches(data, setting.global_batch // setting.data)
     chunks: tuple[int, ...] = (setting.chunks,)
     if setting.schedule == INTERLEAVED and data.get("vp") is None:
         each = architecture.layers // setting.pipeline
         chunks = tuple(n for n in _CHUNKS if each % n == 0) or _CHUNKS[:1]
-    return {ACTIVATIONS.run_fields[0]: recomputed(data), "micro_batch": microbatches, "vp": chunks}
+    return {ACTIVATIONS.run_fields[0]: recomputed(data), "micro_batch": sizes, "vp": chunks}
 
 
 def _with(data: Mapping[str, Any], setting: Setting, values: Mapping[str, Any]) -> Setting:

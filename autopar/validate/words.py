@@ -23,7 +23,7 @@ from autopar.schedules import (
 )
 from autopar.techniques import LAYER, Options
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.validate.fields import RowError
+from autopar.validate.fields import RowError, integer
 
 # fact about how a row was run -> pattern that finds it in the row's prose (``_PROSE``)
 _FACTS = {
@@ -42,6 +42,7 @@ _FACTS = {
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
+_MICROBATCHES = (1, 2, 4, 8)  # the sizes that trainers choose from
 _PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
 
 _PRECISIONS = SPELLINGS | {TF32: TF32} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
@@ -60,12 +61,14 @@ _SCHEDULES = {
 }
 
 # words that say what is recomputed -> the fact of such a mode of ``techniques.activations``; a recipe's null is a switch that is off
-_CHECKPOINT = r"(activations?[ _])?(checkpoint(ing)?|recomput(e|ation|ing)|ac)\b"
+_CHECKPOINT = r"(activations?[ _])?(checkpoint(ing)?|recomput(e|ation|ing)|ac)([_-]granularity)?\b"
 _RECOMPUTED = {
     rf"\b(no|without) {_CHECKPOINT}|\b{_CHECKPOINT}( is)?\W{{1,3}}(null|none|off|false)\b": "",
     rf"\bselective {_CHECKPOINT}": "part",
     rf"\bfull {_CHECKPOINT}|\b{_CHECKPOINT}( is)?\W{{1,3}}(on|true|full|enabled)\b": "all",
 }
+_MICROBATCH = r"\b(?:micro.?batch(?:[ _-]size)?|mbs)(?: of)?\W{0,3}(\d+)\b"
+_ACCUMULATED = r"\bgradient[ _-]accumulation(?:[ _-]steps?)?(?: of)?\W{0,3}(\d+)\b|\b(\d+) micro-?batches\b"
 _NUMBERS = {"one": 1, "two": 2, "three": 3, "four": 4}
 _OFFLOAD = r"off-?load\w*"
 _NOT_OFFLOADED = (
@@ -123,6 +126,20 @@ def recomputed(data: Mapping[str, Any]) -> tuple[str, ...]:
         return (ACTIVATIONS.of_run(data),)
     except UsageError as error:
         raise RowError(error.message) from None
+
+
+def microbatches(data: Mapping[str, Any], sequences: int) -> tuple[int, ...]:
+    """Return the possible sizes of a microbatch where a rank has ``sequences`` in a step: the row's or its prose's, else the usual ones."""
+    if data.get("micro_batch") is not None:
+        return (integer(data, "micro_batch", least=1),)
+    prose = _prose(data)
+    if found := re.search(_MICROBATCH, prose, re.IGNORECASE):
+        said = int(found.group(1))
+    elif found := re.search(_ACCUMULATED, prose, re.IGNORECASE):
+        said = sequences // max(1, int(found.group(1) or found.group(2)))
+    else:
+        said = 0
+    return (said,) if said and sequences % said == 0 else tuple(n for n in _MICROBATCHES if sequences % n == 0)
 
 
 def options_of(data: Mapping[str, Any], activations: str) -> Options:

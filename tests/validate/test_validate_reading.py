@@ -168,10 +168,19 @@ def test_what_a_row_leaves_open_has_several_values_unless_its_words_say_it():
         "full activation recomputation": "full",
         "activation checkpointing is on": "full",
         "selective recompute": "selective",
+        "recompute_granularity: full": "full",
+        "activations_checkpoint_granularity=null": "keep",
     }
     for words, value in said.items():
         (setting,) = read_row(row(recompute=None, notes=words), 1).settings
         assert setting.activations == value, words
+    for words, size in {
+        "micro-batch size 2": 2,
+        "mbs=4": 4,
+        "gradient accumulation 1": 4,
+        "2 micro-batches per replica": 2,
+    }.items():
+        assert [s.microbatch for s in read_row(row(micro_batch=None, notes=words), 1).settings] == [size], words
     interleaved = read_row(row(schedule="interleaved 1f1b", vp=None, model=MODEL | {"n_layers": 8}, pp=2), 1)
     assert interleaved.unknown == ("vp",) and [s.chunks for s in interleaved.settings] == [2, 4]
 
