@@ -13,7 +13,7 @@ from autopar.data_files import MalformedFileError, parse_json
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan, Role
+from autopar.plan import NARROW_MOMENTS, Plan, Role
 from autopar.price import Pricer
 from autopar.search import evaluate
 from autopar.validate.architecture import Architecture
@@ -101,6 +101,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.graphs: dict[object, Graph | AutoparError] = {}
+        self.narrow: dict[int, Graph] = {}
         self.pricers: dict[object, Pricer] = {}
         self.clusters: dict[object, Cluster] = {}
 
@@ -191,8 +192,11 @@ class Bench:
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
-        """Return the row's model with its global batch."""
-        return self._captured(row.architecture, row.setting.global_batch)
+        """Return the row's model with its global batch, and with Adam's moments in 16 bits if the row's are."""
+        graph = self._captured(row.architecture, row.setting.global_batch)
+        if "16-bit moments" not in row.setting.facts:
+            return graph
+        return self.narrow.setdefault(id(graph), dataclasses.replace(graph, narrow=(NARROW_MOMENTS,)))
 
     def plain(self, row: Row) -> Graph:
         """Return the row's model at modest sizes, which determines its op-level layouts."""

@@ -277,6 +277,13 @@ def test_offloading_is_read(words, in_host):
     assert (options.states_in == "host", options.saved_in == "host") == in_host
 
 
+def test_moments_in_16_bits_take_half_the_memory():
+    bench = Bench()
+    whole, half = (bench.outcome(row(notes=words, tp=1), 1).memory_bytes for words in ("Adam", "bf16 Adam moments"))
+    parameters = sum(p.value.numel for p in bench.graph(read_row(row(tp=1), 1)).parameters.values())
+    assert whole - half == pytest.approx(4 * parameters / 8, rel=0.05)
+
+
 # -- experts' own grid -----------------------------------------------------------------------------------------------
 
 
