@@ -83,9 +83,9 @@ class Network:
 class Gpu:
     """A GPU, or one process on a CPU. ``peak_flops`` has dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...). ``op_floor_s`` is
     the host's time to launch an op, ``kernel_s`` the device's time to start a kernel. ``vendor_attention_speedup`` is the speed of the
-    vendor's attention kernels (cuDNN) over FlashAttention-2, whose rate ``attention_efficiency`` is. ``efficiencies`` has the fractions of peaks that
-    products reach in those precisions for which it is not ``matmul_efficiency``. ``measured`` has the times that ``autopar profile``
-    measured, if any."""
+    vendor's attention kernels (cuDNN) over FlashAttention-2, whose rate ``attention_efficiency`` is. ``efficiencies`` has the fractions of
+    peaks that products reach in those precisions for which it is not ``matmul_efficiency``. ``measured`` has the times that
+    ``autopar profile`` measured, if any."""
 
     name: str
     memory_bytes: int

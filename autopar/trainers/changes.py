@@ -10,7 +10,6 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.plan import Plan
 from autopar.search.problem import divisors
-from autopar.techniques.activations import KEEP
 from autopar.trainers.choose import MICROBATCHES, MOST_CHUNKS, TrainerPricers
 from autopar.trainers.setting import Setting
 
@@ -63,11 +62,12 @@ def _neighbours(pricers: TrainerPricers, s: Setting) -> Iterator[tuple[str, str,
             now = getattr(s, name)
             if value == now:
                 continue
+            if name == "activations":
+                yield name, f"{name} {now} -> {value}", s.with_activations(value)
+                continue
             changes: dict[str, Any] = {name: value}
             if name == "chunks":
                 changes["cuts"] = None
-            if name == "activations" and value == KEEP:
-                changes["recomputed"] = None
             if name == "zero" and not value:
                 changes["replicate"] = 1
             yield name, f"{name} {now} -> {value}", dataclasses.replace(s, **changes)

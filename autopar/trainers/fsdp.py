@@ -22,6 +22,9 @@ class FullyShardedTrainer(Trainer):
     """What trainers on FSDP2 have in common. The first and the last layer are in the root unit, whose parameters stay gathered from
     forward to backward."""
 
+    def fuses(self, s: Setting) -> bool:
+        return super().fuses(s) or "Megatron" in s.facts  # its kernels, those of Transformer Engine
+
     def overlap_tensor(self, s: Setting) -> float:
         return super().overlap_tensor(s) if "overlapped tensor" in s.facts else 0.0
 
@@ -138,7 +141,7 @@ class Torchtitan(FullyShardedTrainer):
         values |= _sharding(values, data, pipeline)
         values.setdefault("sequence", values.get("tensor", 1) > 1)
         if values.get("expert", 1) > 1:
-            values["fold"] = "all"
+            values["folds"] = frozenset(name for name in ("context", "tensor") if values.get(name, 1) > 1)
         values.setdefault("precision", "bfloat16")
         return Reading(values, frozenset(facts), tuple(notes), found.options)
 

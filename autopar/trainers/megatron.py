@@ -149,7 +149,8 @@ def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
             "price",
             f"use a multiple of {inner}",
         )
-    return {"fold": "all" if sliced == 1 and tensor > 1 else "context" if context > 1 else "none"}
+    axes = {"tensor": sliced == 1 and tensor > 1, "context": context > 1}
+    return {"folds": frozenset(name for name, is_folded in axes.items() if is_folded)}
 
 
 def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def _parallelism(s: Setting) -> list[tuple[str, ...]]:
     words += [("--cp-comm-type", "a2a" if "all-to-all context" in s.facts else "p2p")] if s.context > 1 else []
     if s.expert > 1:
         words.append(("--expert-model-parallel-size", str(s.expert)))
-        words.append(("--expert-tensor-parallel-size", str(1 if s.fold == "all" else s.tensor)))
+        words.append(("--expert-tensor-parallel-size", str(1 if "tensor" in s.folds else s.tensor)))
     words += [("--sequence-parallel",)] if s.sequence else []
     words += [("--tp-comm-overlap",)] if "overlapped tensor" in s.facts else []
     words += [("--use-distributed-optimizer",)] if s.zero else []

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.errors import BatchError, UsageError
 from autopar.plan import DEGREES, Plan
 from autopar.precision import FLOAT8
+from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS, KEEP
 from autopar.trainers import TRAINERS
 from autopar.trainers.options import Option
@@ -109,13 +110,13 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
         chunks=values.get("chunks", 1) if degrees["pipeline"] > 1 else 1,
         sequence=bool(values.get("sequence")) and degrees["tensor"] > 1,
         zero=zero,
-        activations=values.get("activations", KEEP),
+        options=Options(**{ACTIVATIONS.name: values.get("activations", KEEP)}),
         precision=FLOAT8 if values.get("precision") == FLOAT8 else precision,
         global_batch=global_batch,
         microbatch=microbatch,
         facts=reading.facts,
         replicate=_replicas(values, data) if zero else 1,
-        fold=values.get("fold", "none"),
+        folds=values.get("folds", frozenset()),
         recomputed=values.get("recomputed"),
         cuts=values.get("cuts"),
     )
@@ -150,7 +151,7 @@ def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
         chunks=plan.chunks,
         sequence=any(role.shards_sequence for role in strategy.roles),
         zero=strategy.zero,
-        activations=strategy.options[ACTIVATIONS],
+        options=strategy.options,
         precision=plan.precision,
         global_batch=plan.global_batch,
         microbatch=plan.global_batch // (data * plan.microbatches),

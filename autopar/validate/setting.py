@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autopar.devices import Cluster, constants, described
 from autopar.trainers import DEEPSPEED, MEGATRON, NANOTRON, TORCHTITAN, Setting, Trainer
-from autopar.validate.rows import Hardware, RowError
+from autopar.validate.fields import RowError
+from autopar.validate.rows import Hardware
 
 
 def is_fsdp(s: Setting) -> bool:
