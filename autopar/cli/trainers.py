@@ -25,7 +25,7 @@ from autopar.measure import peak_memory_bytes
 from autopar.pins import read_pins
 from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
-from autopar.precision import name_of
+from autopar.precision import name_of, normalise
 from autopar.trainers import Exported, Setting, Trainer
 from autopar.trainers.changes import Change, best_changes
 from autopar.trainers.choose import PINS, TrainerPricers, best_setting
@@ -152,6 +152,7 @@ def with_sizes(
     changes = {}
     for field in dataclasses.fields(sizes):
         value, own = getattr(sizes, field.name), getattr(request, field.name)
+        own = normalise(own) if field.name == "precision" and own else own
         if value is not None and own not in (None, value):
             option = f"--{field.name.replace('_', '-')}"
             raise UsageError(f"{option} is {own}, and {value} in {words}", f"leave {option} out")

@@ -9,7 +9,7 @@ from autopar.errors import UsageError
 from autopar.trainers.options import Option
 from autopar.trainers.trainer import FACT, Flag, Reading
 
-_OFF = ("false", "no", "off", "0", "none", "null", "")
+_OFF = ("false", "no", "off", "0", "none", "null")
 
 
 def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callable[[str], str]) -> Reading | None:
@@ -53,7 +53,7 @@ def _value(option: Option, flag: Flag) -> Any:
         return None if isinstance(text, bool | None | str | int) and str(text).lower() in _OFF else flag.read
     if text is None:
         return None
-    if text is True and flag.read is not bool:
+    if text == "":
         raise UsageError(f"{option.name} has no value", f"write {option.name} followed by its value")
     try:
         return flag.read(str(text))

@@ -27,8 +27,8 @@ _MOST_WORDS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """``name`` as the file spells it: ``--bf16``, or the path of a key (``parallelism.tensor_parallel_degree``). ``value`` is ``True`` for
-    a flag without text, otherwise text, a number, a truth value or ``None``."""
+    """``name`` as the file spells it: ``--bf16``, or the path of a key (``parallelism.tensor_parallel_degree``). ``value`` is text (empty
+    for a flag without text), a number, a truth value or ``None``."""
 
     name: str
     value: Any
@@ -100,7 +100,7 @@ def of_words(words: list[str]) -> list[Option]:
         if word.startswith("--") and len(word) > 2:
             name, equals, text = word.partition("=")
             follows = i + 1 < len(words) and not words[i + 1].startswith("--")
-            found.append(Option(name, text if equals else words[i + 1] if follows else True))
+            found.append(Option(name, text if equals else words[i + 1] if follows else ""))
         elif re.fullmatch(r"[a-z_]+:[a-z-]+", word):
             section, _, choice = word.partition(":")
             found.append(Option(section, choice))
