@@ -120,7 +120,7 @@ class Trainer(abc.ABC):
         """Return the number of microbatches that hide data-parallel collectives under ZeRO 0 and 1."""
         if s.precision == "float16":
             return int(s.pipeline == 1)
-        if "overlap off" in s.facts or not (s.chunks > 1 or "overlapped gradients" in s.facts):
+        if "overlap off" in s.facts or "overlapped gradients" not in s.facts:
             return 0
         return s.pipeline  # the pipeline's cool-down hides communication, too
 
@@ -128,8 +128,7 @@ class Trainer(abc.ABC):
         """Return the fraction of tensor-parallel communication that is hidden."""
         if s.precision == "float16" or "overlap off" in s.facts:
             return 0.0
-        hides_all = s.chunks > 1 or "overlapped tensor" in s.facts
-        return 1.0 if hides_all else float(figures.TENSOR_OVERLAP.value)
+        return 1.0 if "overlapped tensor" in s.facts else float(figures.TENSOR_OVERLAP.value)
 
     def terms(self, s: Setting) -> dict[str, Any]:
         """Return the other arguments of ``OtherTrainer``."""

@@ -133,8 +133,10 @@ def _possible(data: Mapping[str, Any], setting: Setting, architecture: Architect
 
 
 def _with(data: Mapping[str, Any], setting: Setting, values: Mapping[str, Any]) -> Setting:
-    options = options_of(data, values[ACTIVATIONS.run_fields[0]])
-    return dataclasses.replace(setting, options=options, microbatch=values["micro_batch"], chunks=values["vp"])
+    """Return the setting with one of its possible values of each field. A run with virtual stages is a tuned recipe, which overlaps."""
+    options, chunks = options_of(data, values[ACTIVATIONS.run_fields[0]]), values["vp"]
+    facts = setting.facts | ({"overlapped gradients", "overlapped tensor"} if chunks > 1 else set())
+    return dataclasses.replace(setting, options=options, microbatch=values["micro_batch"], chunks=chunks, facts=facts)
 
 
 def _setting(data: Mapping[str, Any]) -> Setting:
