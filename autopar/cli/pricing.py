@@ -28,7 +28,7 @@ from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.cli.trainers import compared as compare_configuration
-from autopar.cli.trainers import configured
+from autopar.cli.trainers import configured, priced_as
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -69,7 +69,12 @@ def price_command(
                     "leave one out",
                 )
             found = configured(request, source, flags, messages)
-            graph, cluster, plan, pricer = found.graph, found.cluster, found.plan, found.pricers.of(found.setting)
+            graph, cluster, plan, pricer = (
+                found.graph,
+                found.pricers.cluster,
+                found.plan,
+                found.pricers.of(found.setting),
+            )
             plan = dataclasses.replace(
                 plan, request=recorded_options(dataclasses.replace(request, trainer=found.trainer.name))
             )
@@ -102,9 +107,11 @@ def _priced(
     cluster = cluster.used_by(plan.device_count)
     if given is not None and request.trainer:
         trainer = trainer_named(request.trainer)
-        pricer = TrainerPricers(graph, cluster, trainer).of(setting_of_plan(trainer, given))
-    else:
-        pricer = Pricer(graph, cluster, name_of(graph.dtype))
+        pricers = TrainerPricers(graph, cluster, trainer)
+        cluster, pricer = pricers.cluster, pricers.of(setting_of_plan(trainer, given))
+        plan = price_plan(graph, cluster, plan, pricer)
+        return graph, cluster, dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes)), pricer
+    pricer = Pricer(graph, cluster, name_of(graph.dtype))
     return graph, cluster, price_plan(graph, cluster, plan, pricer), pricer
 
 

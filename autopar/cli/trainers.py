@@ -78,12 +78,13 @@ def choose(
         bound_s=step_s,
         gap=0.0,
         solver=f"{best.families:,} kinds of settings of {trainer.title}, each priced or excluded by a bound",
-        notes=(_priced_as(trainer), *best.plan.notes),
+        notes=(priced_as(trainer), *best.plan.notes),
     )
     return plan, trainer.export(best.setting, graph, cluster)
 
 
-def _priced_as(trainer: Trainer) -> str:
+def priced_as(trainer: Trainer) -> str:
+    """Return the note that says whose program a plan is priced for."""
     return f"priced as {trainer.title} runs it, with one strategy for all blocks"
 
 
@@ -140,7 +141,7 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     s = setting_of(trainer, reading, cluster.count, graph.batch_size, name_of(graph.dtype))
     pricers = TrainerPricers(graph, cluster, trainer)
     plan = pricers.plan(s)
-    notes = (_priced_as(trainer), *reading.notes, *plan.notes, *cluster.notes)
+    notes = (priced_as(trainer), *reading.notes, *plan.notes, *cluster.notes)
     return Configured(trainer, graph, cluster, s, dataclasses.replace(plan, notes=notes), pricers)
 
 
@@ -149,7 +150,7 @@ def with_sizes(
 ) -> PlanRequest:
     """Return the request with the sizes that a configuration sets. Raises ``UsageError`` if it sets others than the request."""
     sizes = sizes_of(read(trainer, options, 0, devices, words))
-    changes = {}
+    changes: dict[str, Any] = {}
     for field in dataclasses.fields(sizes):
         value, own = getattr(sizes, field.name), getattr(request, field.name)
         own = normalise(own) if field.name == "precision" and own else own
