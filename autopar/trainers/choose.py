@@ -31,7 +31,6 @@ from autopar.shard.plan import Solve
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes
 from autopar.techniques import Options
-from autopar.techniques.activations import FULL, KEEP, SELECTIVE
 from autopar.trainers.layout import PlanParts, block_strategy, end_strategy, plan_parts, setting_mesh, stage_bounds
 from autopar.trainers.megatron import is_even
 from autopar.trainers.setting import Setting
@@ -176,7 +175,7 @@ class _Choice:
 
     def _evaluate(self, s: Setting) -> None:
         """Price the settings of a family, least recomputation first, until one fits."""
-        kinds = [KEEP, *(kind for kind in (SELECTIVE, FULL) if kind in self.trainer.space.activations)]
+        kinds = self.trainer.space.activations
         for bounds in self._cuts(s):
             for kind in kinds:
                 if self.pins.get("activations", kind) != kind:
@@ -188,7 +187,7 @@ class _Choice:
                 if over > 0:
                     self.refusal = self.refusal or f"a device would need {over / 1e9:.1f} GB more than it has"
                     continue
-                if kind == FULL and self.trainer.space.some_blocks and "activations" not in self.pins:
+                if kind == kinds[-1] and self.trainer.space.some_blocks and "activations" not in self.pins:
                     chosen = self._fewest_blocks(chosen, bounds)
                 self._keep_if_faster(chosen)
                 break
