@@ -11,6 +11,7 @@ from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
 from autopar.trainers.options import Option
@@ -100,7 +101,7 @@ class Megatron(Trainer):
         return "eager" not in s.facts
 
     def terms(self, s: Setting) -> dict[str, Any]:
-        return {"regather": True, "accumulation_fusion": True}
+        return {"regather": True, "accumulation_fusion": True, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         words = _parallelism(s) + _batch(s, graph) + _pipeline(s, graph)

@@ -17,6 +17,7 @@ FACTS = (
     "device memory",
     "reserved memory",
     "Megatron",
+    "InternEvo",
     "16-bit gradients",
     "16-bit moments",
     "overlapped gradients",

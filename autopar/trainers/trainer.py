@@ -21,10 +21,10 @@ from autopar.trainers.setting import Setting
 class Space:
     """The settings that a trainer can run, the same for all blocks.
 
-    ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation; ``some_blocks``:
-    the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``, ``replicate``: it has this kind of parallelism (``replicate``: HSDP).
-    ``folds``: over which other ranks experts may lie (``plan.FOLDS``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have different
-    numbers of blocks.
+    ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation;
+    ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
+    ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``folds``: over which other ranks experts may lie
+    (``choose.FOLDED``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have different numbers of blocks.
     """
 
     zero: tuple[int, ...]

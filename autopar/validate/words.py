@@ -35,6 +35,7 @@ _FACTS = {
     "device memory": r"nvidia-smi",
     "reserved memory": r"\breserved\b",
     "Megatron": r"\bmegatron|\bnemo\b|\bmcore\b|distributed.?(fused.?adam|optimizer)|transformer.?engine",
+    "InternEvo": r"\binternevo\b",
     "16-bit gradients": r"distributed_fused_adam|grad_(sync|reduce)_dtype\W{1,3}bf16|(bf16|bfloat16) grad",
     "16-bit moments": r"(bf16|bfloat16|16-bit) (adam('s)? )?moments|moments in (bf16|16 bits)|exp_avg\w*\W{1,3}(bf16|bfloat16)",
     "overlapped gradients": r"overlap[ _-]?grad|gradient.{0,12}overlap",
