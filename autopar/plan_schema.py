@@ -246,6 +246,7 @@ _REQUEST_KINDS: dict[str, FieldKind] = {
     "pins": Items(TextField(), 0, MAX_LAYERS),
     "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),
     "local_batch_norm": Flag(),
+    "trainer": TextField(40),
 }
 _REQUEST = Fields(_REQUEST_KINDS, frozenset(_REQUEST_KINDS))
 

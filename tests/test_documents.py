@@ -111,7 +111,7 @@ def test_all_that_a_page_shows_runs(page: str, folder: Path) -> None:
 def test_marks_are_those_that_are_read() -> None:
     for block in BLOCKS:
         if block.mark and not block.mark.startswith(("end", "made: ")):
-            assert re.fullmatch(r"fast|ends with 1|not run: .{10,}|file: \w+\.py", block.mark), (
+            assert re.fullmatch(r"fast|ends with 1|not run: .{10,}|file: \w+\.(py|sh)", block.mark), (
                 f"{block.name}: {block.mark}"
             )
     assert sum(not block.runs for block in BLOCKS) <= len(BLOCKS) // 6

@@ -78,7 +78,7 @@ ALLOWED: dict[str, set[str]] = {
     "shard": {"ops", "rules", "flow", "passes"},
     "capture": {"ops", "passes", "program"},
     "price": {"ops", "devices", "rules", "shard", "passes", "flow"},
-    "trainers": {"ops", "devices", "price", "search"},
+    "trainers": {"ops", "devices", "price", "search", "shard"},
     "search": set(),
     "workload": {"capture", "expert_loads", "search", "shard"},
     "explain": {"devices", "price", "search", "workload"},

@@ -18,6 +18,7 @@ from autopar.cli.options import (
     PlanRequest,
     WholeNumber,
     allow_option,
+    batch_options,
     calibration_option,
     capture_check_option,
     count_option,
@@ -33,6 +34,7 @@ from autopar.cli.options import (
     program_options,
     size_options,
     switch,
+    trainer_option,
     written_options,
 )
 
@@ -86,12 +88,14 @@ command(
         "plan llama3-70b --devices 128x8xH100-80GB",
         "plan config.json --devices cluster.toml --global-batch 512 --pin pipeline=4 -o plan.json",
         "plan model.py:factory --devices 4 --pin lm_head.zero=3",
+        "plan llama3-8b --devices 64xH100-80GB --trainer megatron --export flags",
     ),
     model_options,
     pin_options,
+    trainer_option,
+    option("--export", "DIR", "With --trainer: also write its flags or configuration files into this folder."),
     capture_check_option,
     plan_output_option,
-    module="commands",
 )
 
 command(
@@ -109,12 +113,21 @@ command(
 
 command(
     "compare",
-    """Show two plans side by side.
+    """Show two plans side by side, or your trainer's configuration beside better ones.
 
-    FIRST and SECOND are files of `autopar plan -o FILE` or `autopar price -o FILE`.""",
-    ("compare plan.json other.json",),
+    FIRST and SECOND are files of `autopar plan -o FILE` or `autopar price -o FILE`. Without SECOND, FIRST is a configuration file of your
+    trainer (as for `autopar price --from`) for the model --model: it is compared with the fastest configuration of that trainer, with
+    autopar's own program, and with the single changes that gain most.""",
+    (
+        "compare plan.json other.json",
+        "compare pretrain.sh --model llama3-8b --devices 8xH100-80GB",
+    ),
     click.argument("first"),
-    click.argument("second"),
+    click.argument("second", required=False),
+    option("--model", "MODEL", "The model of the configuration FIRST."),
+    option("--devices", "SPEC", DEVICES_HELP),
+    batch_options,
+    trainer_option,
     module="pricing",
 )
 
@@ -122,15 +135,19 @@ command(
     "price",
     """Predict time and memory of a given plan.
 
-    The plan for MODEL is written as pins, as --plan FILE, or as flags of Megatron-LM or torchtitan after `--`. Data parallelism uses the
-    remaining devices."""
+    The plan for MODEL is written as pins, as --plan FILE, as a configuration file of your trainer (--from FILE: a shell script or YAML of
+    Megatron-LM, flags, TOML or Python of torchtitan, DeepSpeed's JSON, Accelerate's YAML), or as flags of a trainer after `--`. A trainer's
+    configuration is priced as that trainer runs it. Data parallelism uses the remaining devices."""
     + MODEL_HELP,
     (
         "price llama3-70b --devices 8x8xH100-80GB --pin tensor=8 --pin pipeline=2 --pin zero=1 --microbatch 1",
+        "price llama3-8b --devices 8xH100-80GB --from pretrain.sh",
         "price llama3-8b --devices 8xH100-80GB -- --tensor-model-parallel-size 2 --micro-batch-size 1",
     ),
     model_options,
     pin_option,
+    option("--from source", "FILE", "A configuration file of your trainer."),
+    trainer_option,
     option("--microbatch", "N", "Sequences in one microbatch on one device.", type=WholeNumber(1)),
     switch(
         "--sequence",

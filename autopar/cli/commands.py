@@ -1,4 +1,4 @@
-"""``autopar plan`` and ``autopar emit``, and the steps from a command line to a plan, which other commands share."""
+"""``autopar emit``, and the steps from a command line to a plan, which other commands share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from autopar.cli.console import Messages, output_file, show
+from autopar.cli.console import Messages, show
 from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model, names_code
 from autopar.cli.options import TIME_LIMIT_S, PlanRequest
-from autopar.cli.render import plan_tables
 from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.expert_loads import expert_loads
-from autopar.explain import Study, nearby_batch
 from autopar.graph import Graph
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
@@ -36,26 +34,6 @@ from autopar.workload import Recapture, Workload, with_numerics
 
 VALUES_LIMIT_BYTES = 4 * 10**9
 """Zoo and configuration models of up to this size are emitted with random initial values."""
-
-
-def plan_command(request: PlanRequest, output: str | None, as_json: bool) -> None:
-    """Print the plan, or why the request is infeasible, as tables or as one JSON object."""
-    file = output_file(output, "-o") if output else None
-    try:
-        _, cluster, graph, plan = make_plan(request, price_pins=True)
-    except InfeasibleError as error:
-        if not as_json:
-            raise
-        print_infeasible(error)
-    if file is not None:
-        file.write_text(plan.dumps() + "\n")
-    if as_json:
-        print(plan.dumps())
-        return
-    with Messages() as messages:
-        study = Study(graph, cluster, cluster_and_options(request)[1], recapture=recapture(request, cluster))
-        hint = nearby_batch(study, plan, messages)
-    show(False, None, plan_tables(plan, hint))
 
 
 def print_infeasible(error: InfeasibleError) -> NoReturn:

@@ -41,6 +41,7 @@ class PlanRequest:
     capture_check: bool = True
     type_check: bool = True
     init: str | None = None
+    trainer: str | None = None
 
     @classmethod
     def taken_from(cls, values: dict[str, Any]) -> PlanRequest:
@@ -212,6 +213,14 @@ pin_options = joined(
     option(
         "--time-limit", "SECONDS", f"Time limit of the search. Default: {TIME_LIMIT_S:g}.", type=click.FloatRange(0)
     ),
+)
+TRAINER_NAMES = ("megatron", "torchtitan", "deepspeed", "accelerate")
+"""The names of ``autopar.trainers.TRAINERS``: ``--help`` does not import that package."""
+
+trainer_option = click.option(
+    "--trainer",
+    type=click.Choice(TRAINER_NAMES),
+    help="Plan for this trainer instead of an emitted program: only what it can run, priced as it runs it.",
 )
 plan_file_option = option("--plan plan_file", "FILE", "Use the plan in this file (of `autopar plan -o FILE`).")
 plan_output_option = option(

@@ -1,23 +1,34 @@
-"""``autopar price`` predicts a user's plan with the search's cost model; ``autopar compare`` shows two plans side by side.
+"""``autopar price`` predicts the plan that a user has; ``autopar compare`` shows plans side by side.
 
-A plan is written as pins, as a ``plan.json``, or as flags of Megatron-LM or torchtitan (``autopar.trainers.flags``).
+A plan is written as pins or as a ``plan.json``, and priced as an emitted program runs it; or as a configuration of another trainer
+(``autopar.trainers``), and priced as that trainer runs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from autopar.cli.commands import capture_request, check_pins, cluster_and_options, with_recorded_options
+from autopar.cli.commands import (
+    capture_request,
+    check_pins,
+    cluster_and_options,
+    recorded_options,
+    with_recorded_options,
+)
 from autopar.cli.console import Messages, output_file, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
+from autopar.cli.trainers import compared as compare_configuration
+from autopar.cli.trainers import configured, priced_as
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -25,14 +36,14 @@ from autopar.pins import OF_PLAN
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import write_plan
-from autopar.precision import name_of, normalise
+from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search import memory_timeline, reprice
 from autopar.techniques import LAYER
-from autopar.trainers.flags import MICROBATCH, SEQUENCE, read_flags
+from autopar.trainers.choose import TrainerPricers
+from autopar.trainers.reading import setting_of_plan, trainer_named
 from autopar.units import seconds, size
 
-_SIZES = ("global_batch", "seq", "precision")
 _NEGLIGIBLE = 1e-9  # seconds below this are the rounding error of a difference (the bubble is one)
 
 
@@ -41,6 +52,7 @@ def price_command(
     microbatch: int | None,
     sequence: bool,
     timeline: bool,
+    source: str | None,
     output: str | None,
     flags: Sequence[str],
     as_json: bool,
@@ -48,21 +60,27 @@ def price_command(
     """Print the plan's prediction as ``autopar plan`` does, and with ``timeline`` also the memory through a step. Exit with 1 if the plan
     doesn't fit."""
     file = output_file(output, "-o") if output else None
-    pins, others = read_flags(flags)
-    _check_flags(others, {MICROBATCH: microbatch, **{name: getattr(request, name) for name in _SIZES}})
-    microbatch, sequence = others.pop(MICROBATCH, microbatch), others.pop(SEQUENCE, sequence)
-    request = dataclasses.replace(request, pins=(*request.pins, *pins), **others)
-    check_pins(request, *["--microbatch"] * (microbatch is not None), *["--sequence"] * sequence)
-    given = read_plan(request.plan_file) if request.plan_file else None
-    request = with_recorded_options(given, request)
-    cluster, options = cluster_and_options(request)
+    own = [*["--microbatch"] * (microbatch is not None), *["--sequence"] * sequence]
     with Messages() as messages:
-        graph, _ = capture_request(request, cluster, given, messages)
-        messages("price")
-        plan = given or write_plan(graph, cluster, options, microbatch=microbatch, sequence=sequence)
-        cluster = cluster.used_by(plan.device_count)
-        pricer = Pricer(graph, cluster, name_of(graph.dtype))
-        plan = price_plan(graph, cluster, plan, pricer)
+        if source is not None or flags:
+            if own or (source is not None and flags):
+                raise UsageError(
+                    f"{own[0] if own else 'flags after --'} beside a configuration, which fixes all decisions",
+                    "leave one out",
+                )
+            found = configured(request, source, flags, messages)
+            graph, cluster, plan, pricer = (
+                found.graph,
+                found.pricers.cluster,
+                found.plan,
+                found.pricers.of(found.setting),
+            )
+            plan = dataclasses.replace(
+                plan, request=recorded_options(dataclasses.replace(request, trainer=found.trainer.name))
+            )
+        else:
+            check_pins(request, *own)
+            graph, cluster, plan, pricer = _priced(request, microbatch, sequence, messages)
         moments = memory_timeline(graph, cluster, pricer, plan) if timeline else ()
     if file is not None:
         file.write_text(plan.dumps() + "\n")
@@ -75,13 +93,26 @@ def price_command(
         raise SystemExit(1)
 
 
-def _check_flags(flags: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raise ``UsageError`` if a trainer's flag contradicts one of autopar's ``options``."""
-    for name, value in options.items():
-        wanted = normalise(value) if name == "precision" and value else value
-        if value is not None and flags.get(name, wanted) != wanted:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} is {value}, and {flags[name]} in the flags after --", f"leave {option} out")
+def _priced(
+    request: PlanRequest, microbatch: int | None, sequence: bool, messages: Messages
+) -> tuple[Graph, Cluster, Plan, Pricer]:
+    """Return the priced plan of pins or of a plan's file, with its graph, devices and pricer. A file of a plan for another trainer is
+    priced as that trainer runs it."""
+    given = read_plan(request.plan_file) if request.plan_file else None
+    request = with_recorded_options(given, request)
+    cluster, options = cluster_and_options(request)
+    graph, _ = capture_request(request, cluster, given, messages)
+    messages("price")
+    plan = given or write_plan(graph, cluster, options, microbatch=microbatch, sequence=sequence)
+    cluster = cluster.used_by(plan.device_count)
+    if given is not None and request.trainer:
+        trainer = trainer_named(request.trainer)
+        pricers = TrainerPricers(graph, cluster, trainer)
+        cluster, pricer = pricers.cluster, pricers.of(setting_of_plan(trainer, given))
+        plan = price_plan(graph, cluster, plan, pricer)
+        return graph, cluster, dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes)), pricer
+    pricer = Pricer(graph, cluster, name_of(graph.dtype))
+    return graph, cluster, price_plan(graph, cluster, plan, pricer), pricer
 
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:
@@ -92,18 +123,63 @@ def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Pl
     return dataclasses.replace(priced, notes=(*priced.notes, *cluster.notes))
 
 
-def compare_command(first: str, second: str, as_json: bool) -> None:
-    """Print two plans (files of ``plan -o`` or ``price -o``) side by side."""
-    rows = compared(read_plan(first), read_plan(second))
+def compare_command(request: PlanRequest, first: str, second: str | None, as_json: bool) -> None:
+    """Print two plans (files of ``plan -o`` or ``price -o``) side by side, or a trainer's configuration beside the best ones."""
+    if second is None:
+        _compare_configuration(request, first, as_json)
+        return
+    if request.model or request.devices:
+        raise UsageError(
+            "--model and --devices describe a trainer's configuration, and two plans need neither", "leave them out"
+        )
+    rows = compared([read_plan(first), read_plan(second)])
     table = plain_table(None, ("",), (Path(first).name, Path(second).name, "second / first"))
-    for figure, a, b, form in rows:
+    for figure, (a, b), form in rows:
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NEGLIGIBLE
         table.add_row(figure, _formatted(a, form), _formatted(b, form), f"{b / a:.2f}" if numbers and form else "")
-    show(as_json, [{"figure": a, "first": b, "second": c} for a, b, c, _ in rows], table)
+    show(as_json, [{"figure": a, "first": b, "second": c} for a, (b, c), _ in rows], table)
 
 
-def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
-    """Return (figure, value of ``a``, value of ``b``, unit) for every row of the comparison."""
+def _compare_configuration(request: PlanRequest, source: str, as_json: bool) -> None:
+    """Print a trainer's configuration beside that trainer's best one and autopar's program, and the changes that gain most."""
+    if not request.model or not request.devices:
+        raise UsageError(
+            f"{source} is one file, and there is no second plan",
+            "give another plan's file, or --model and --devices if the file is a configuration of your trainer",
+        )
+    with Messages() as messages:
+        found = compare_configuration(request, source, messages)
+    title = found.own.trainer.title
+    plans = {"yours": found.own.plan, f"best of {title}": found.best, "autopar's program": found.program}
+    rows = compared(list(plans.values()))
+    table = plain_table(None, ("",), tuple(plans))
+    for figure, values, form in rows:
+        table.add_row(figure, *(_formatted(value, form) for value in values))
+    now_s = found.own.plan.prediction.step_time_s
+    changes = plain_table("single changes that gain most", ("change",), ("step", "gains"))
+    for change in found.changes:
+        step_s = change.plan.prediction.step_time_s
+        changes.add_row(change.words, seconds(step_s), f"{1 - step_s / now_s:.1%}")
+    fits = "" if not found.own.plan.too_full else ", and does not fit"
+    words = f"your configuration takes {seconds(now_s)}{fits}; "
+    words += "; ".join(f"{name} {seconds(plan.prediction.step_time_s)}" for name, plan in list(plans.items())[1:])
+    data = {
+        "trainer": found.own.trainer.name,
+        "figures": [{"figure": a, **dict(zip(plans, b, strict=True))} for a, b, _ in rows],
+        "changes": [{"change": c.words, "step_time_s": c.plan.prediction.step_time_s} for c in found.changes],
+        "files": dict(found.exported.files),
+        "notes": list(found.own.plan.notes),
+    }
+    notes: list[RenderableType] = [Text(f"note: {note}", "dim") for note in found.own.plan.notes]
+    gains: list[RenderableType] = ["", changes] if found.changes else []
+    show(as_json, data, words, "", table, *gains, *notes)
+
+
+def compared(plans: Sequence[Plan]) -> list[tuple[str, list[Any], str]]:
+    """Return (figure, its value for each plan, unit) for every row of the comparison."""
+
+    def row(name: str, value: Callable[[Plan], Any], unit: str = "") -> tuple[str, list[Any], str]:
+        return name, [value(plan) for plan in plans], unit
 
     def degree(plan: Plan, name: str) -> int:
         return max(layer.strategy.degrees(plan.mesh)[name] for layer in plan.layers)
@@ -111,23 +187,24 @@ def compared(a: Plan, b: Plan) -> list[tuple[str, Any, Any, str]]:
     def largest(plan: Plan, part: str) -> int:
         return max(getattr(stage.memory, part) for stage in plan.stages)
 
-    found: list[tuple[str, Any, Any, str]] = [("model", a.model, b.model, ""), ("devices", a.devices, b.devices, "")]
-    found += [(name, degree(a, name), degree(b, name), "") for name in a.layers[0].strategy.degrees(a.mesh)]
-    found += [(name, getattr(a, name), getattr(b, name), "") for name in (*OF_PLAN, "global_batch")]
-    found.append(("ZeRO", *(max(layer.strategy.zero for layer in plan.layers) for plan in (a, b)), ""))  # type: ignore[arg-type]
+    found = [row("model", lambda p: p.model), row("devices", lambda p: p.devices)]
+    degrees = plans[0].layers[0].strategy.degrees(plans[0].mesh)
+    found += [row(name, lambda p, name=name: degree(p, name)) for name in degrees]  # type: ignore[misc]
+    found += [row(name, operator.attrgetter(name)) for name in (*OF_PLAN, "global_batch")]
+    found.append(row("ZeRO", lambda p: max(layer.strategy.zero for layer in p.layers)))
     for technique in LAYER:
-        values = [Counter(layer.strategy.options[technique] for layer in plan.layers) for plan in (a, b)]
-        found.append((technique.name, _counted(values[0]), _counted(values[1]), ""))
-    for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
         found.append(
-            (name.removesuffix("_s").replace("_", " "), getattr(a.prediction, name), getattr(b.prediction, name), "s")
+            row(technique.name, lambda p, t=technique: _counted(Counter(x.strategy.options[t] for x in p.layers)))  # type: ignore[misc]
         )
-    found.append(("MFU", a.prediction.mfu, b.prediction.mfu, "%"))
+    for name in ("step_time_s", "compute_s", "communication_s", "bubble_s", "optimizer_s"):
+        words = name.removesuffix("_s").replace("_", " ")
+        found.append(row(words, operator.attrgetter(f"prediction.{name}"), "s"))
+    found.append(row("MFU", lambda p: p.prediction.mfu, "%"))
     for part in ("total", "parameters", "gradients", "optimizer", "activations", "transients"):
-        found.append((f"memory, {part}", largest(a, part), largest(b, part), "B"))
+        found.append(row(f"memory, {part}", lambda p, part=part: largest(p, part), "B"))  # type: ignore[misc]
     for words, name in (("memory in the host", "host_bytes"), ("on NVMe", "nvme_bytes")):
-        outside = [max(getattr(stage, name) for stage in plan.stages) for plan in (a, b)]
-        found += [(words, outside[0], outside[1], "B")] if any(outside) else []
+        outside = row(words, lambda p, name=name: max(getattr(stage, name) for stage in p.stages), "B")  # type: ignore[misc]
+        found += [outside] if any(outside[1]) else []
     return found
 
 

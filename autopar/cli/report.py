@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -58,7 +59,7 @@ def report_command(
     subjects = [_subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     steps = [one.step for one in subjects if one.step]
     if path := paths.get("page"):
-        path.write_text(page(subjects, compared(subjects[0].plan, subjects[1].plan) if other else ()), "utf-8")
+        path.write_text(page(subjects, _pairs(subjects[0].plan, subjects[1].plan) if other else ()), "utf-8")
         with Messages() as messages:
             messages.say(f"one self-contained page of {size(path.stat().st_size)}")
     if path := paths.get("figure"):
@@ -73,6 +74,11 @@ def report_command(
         console(width=100).print(_errors(steps[0], events))
     for path in paths.values():
         print(path)
+
+
+def _pairs(first: Plan, second: Plan) -> list[tuple[str, Any, Any, str]]:
+    """Return (figure, value of ``first``, value of ``second``, unit) for every row of the comparison."""
+    return [(figure, a, b, unit) for figure, (a, b), unit in compared([first, second])]
 
 
 def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:

@@ -82,9 +82,10 @@ class Network:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU, or one process on a CPU. ``peak_flops`` has dense FLOP/s by precision (``"bfloat16"``, ``"float32"``, ...). ``op_floor_s`` is
-    the host's time to launch an op, ``kernel_s`` the device's time to start a kernel. ``efficiencies`` has the fractions of peaks that
-    products reach in those precisions for which it is not ``matmul_efficiency``. ``measured`` has the times that ``autopar profile``
-    measured, if any."""
+    the host's time to launch an op, ``kernel_s`` the device's time to start a kernel. ``vendor_attention_speedup`` is the speed of the
+    vendor's attention kernels (cuDNN) over FlashAttention-2, whose rate ``attention_efficiency`` is. ``efficiencies`` has the fractions of
+    peaks that products reach in those precisions for which it is not ``matmul_efficiency``. ``measured`` has the times that
+    ``autopar profile`` measured, if any."""
 
     name: str
     memory_bytes: int
@@ -95,6 +96,7 @@ class Gpu:
     op_floor_s: float
     kernel_s: float = constants.KERNEL_S.value
     attention_efficiency: float = constants.ATTENTION_EFFICIENCY.value
+    vendor_attention_speedup: float = 1.0
     efficiencies: dict[str, float] = field(default_factory=dict, hash=False)
     sources: tuple[tuple[str, str], ...] = ()
     measured: Ops | None = field(default=None, hash=False)
@@ -120,6 +122,10 @@ class Gpu:
     def flops_per_s(self, dtype: str) -> float:
         """Return the achieved FLOP/s of a large matrix product."""
         return self.peak_flops[dtype] * self.efficiencies.get(dtype, self.matmul_efficiency)
+
+    def with_vendor_attention(self) -> Gpu:
+        """Return the GPU as trainers see it that call the vendor's attention kernels."""
+        return replace(self, attention_efficiency=self.attention_efficiency * self.vendor_attention_speedup)
 
     def attention_flops_per_s(self, dtype: str) -> float:
         """Return the achieved FLOP/s of flash attention, which isn't done in FP8."""
@@ -284,6 +290,11 @@ class Cluster:
         """Return the one of ``smaller_clusters`` that has ``count`` devices, for a plan that leaves the others idle; or else this
         cluster."""
         return next((fewer for fewer in self.smaller_clusters() if fewer.count == count), self)
+
+    def with_vendor_attention(self) -> Cluster:
+        """Return the devices as trainers see them that call the vendor's attention kernels."""
+        parts = tuple(part.with_vendor_attention() for part in self.parts)
+        return replace(self, gpu=self.gpu.with_vendor_attention(), parts=parts)
 
     def stages(self, pipeline: int) -> tuple[Cluster, ...]:
         """Return the part (without parts: this cluster) with the devices of each of ``pipeline`` stages, in order. All stages have the same

@@ -201,6 +201,7 @@ def gpu(name: str, memory_bytes: int | None = None) -> Gpu:
         else c.MEMORY_EFFICIENCY.value,
         op_floor_s=c.OP_FLOOR_S.value,
         efficiencies=_efficiencies(entry),
+        vendor_attention_speedup=entry.get("vendor_attention_speedup", 1.0),
         sources=tuple(sorted(entry["sources"].items())),
     )
 

@@ -80,8 +80,9 @@ class OpCosts:
         return tuple(op.node for op in self.ops)
 
 
-def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, float8: bool) -> OpCosts:
-    """Return the costs of ``nodes`` in eager PyTorch. ``float8``: matrix products first convert their operands to 8 bits."""
+def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: float = 1.0) -> OpCosts:
+    """Return the costs of ``nodes`` in eager PyTorch. ``fp8_passes`` multiplies the bytes that matrix products move for their operands:
+    more than one if they first convert these to 8 bits."""
     parts = ((node, fused_op(node) is not None) for node in nodes)
     ops = tuple(PricedOp(node, rest) for node, fused in parts for rest in ((False, True) if fused else (False,)))
     work = [_work(op, trace) for op in ops]
@@ -99,8 +100,8 @@ def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, float8: bool) -
         saved=trace.saved,
     )
     _add_gradient_sums(costs)
-    if float8:
-        _add_fp8_conversions(costs)
+    if fp8_passes != 1.0:
+        _add_fp8_conversions(costs, fp8_passes)
     _set_fp8_bytes(costs)
     return costs
 
@@ -154,15 +155,15 @@ def _add_gradient_sums(costs: OpCosts) -> None:
             slot.backward += 3 * slot.bytes
 
 
-def _add_fp8_conversions(costs: OpCosts) -> None:
-    """Multiply the bytes that matrix products move for their operands by ``FP8_PASSES``, which includes the conversion to 8 bits."""
+def _add_fp8_conversions(costs: OpCosts, passes: float) -> None:
+    """Multiply the bytes that matrix products move for their operands by ``passes``, which includes the conversion to 8 bits."""
     for slot in costs.slots:
         op = costs.ops[slot.op]
         if op.memory_bound or slot.operand == OUTPUT:  # memory-bound kernels convert no operands
             continue
         if cost.model_flops(op.node) and not cost.is_attention(op.node):
-            slot.forward *= constants.FP8_PASSES.value
-            slot.backward *= constants.FP8_PASSES.value
+            slot.forward *= passes
+            slot.backward *= passes
 
 
 def _set_fp8_bytes(costs: OpCosts) -> None:

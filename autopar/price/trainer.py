@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.devices import Cluster
+from autopar.devices.constants import FP8_PASSES
 from autopar.graph import LayerClass
 from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
@@ -29,12 +30,14 @@ class TrainerModel:
     ``starts_early``: the input gradient of a column-parallel product is reduced while the weight gradient is computed (``passes.overlap``).
     ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs and results, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
+    ``fp8_passes``: how many times the bytes of their operands products move at the precision ``float8``, with the conversion to 8 bits.
     """
 
     cpu: bool = False
     starts_early: bool = True
     fused: bool = False
     compiles: bool = True
+    fp8_passes: float = FP8_PASSES.value
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
         """Return the bytes per element of parameters, gradients and optimizer state at precision ``name``."""

@@ -151,12 +151,6 @@ class Activations(Technique):
     adds_work = True
     rewrite_local = "selective"
     run_fields = ("recompute",)
-    flags = (
-        "--recompute-granularity",
-        "--activation_checkpoint.mode",
-        "--recompute-method",
-        "--recompute-num-layers",
-    )
     modules = ("recomputing", "activation_storage")
     former_modules = ("int8", "offload", "saved_views", "segments", "selective")
 
@@ -319,22 +313,6 @@ class Activations(Technique):
             if text.startswith(word):
                 return found
         raise UsageError(f"recompute = {run['recompute']!r} is neither none, selective nor full")
-
-    def of_flags(self, flags: Mapping[str, str]) -> str | None:
-        kind, mode, method, layers = (flags.get(name) for name in self.flags)
-        if method not in (None, "uniform"):
-            raise UsageError(
-                f"{self.flags[2]}: the method {method} is not supported", "write uniform, or a plan's JSON file"
-            )
-        if layers is not None and not layers.isdecimal():
-            raise UsageError(
-                f"{self.flags[3]}: {layers!r} is not a whole number", "degrees and sizes are whole numbers"
-            )
-        flag = mode or kind
-        value = {"off": KEEP, "none": KEEP}.get(flag, flag) if flag else None
-        if int(layers or 1) > 1 and value in (None, FULL):  # the flag has no effect on other recomputation
-            return full(int(layers or 1))
-        return value
 
     def random_value(self, number: float, zero: int) -> str:
         return FULL if number < 0.3 else SELECTIVE if number < 0.5 else KEEP

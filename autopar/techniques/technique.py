@@ -269,8 +269,6 @@ class Technique:
     """The technique's runtime modules in programs that older versions emitted."""
     run_fields: ClassVar[tuple[str, ...]] = ()
     """The fields of a published run from which ``of_run`` reads the value."""
-    flags: ClassVar[tuple[str, ...]] = ()
-    """The flags of other trainers from which ``of_flags`` reads the value."""
     modules: ClassVar[tuple[str, ...]] = ()
     """The runtime modules that ``model.py`` calls for the technique."""
     specified: ClassVar[bool] = False
@@ -452,11 +450,6 @@ class Technique:
     def of_run(self, run: Mapping[str, Any]) -> str:
         """Return the value of a published run, from its ``run_fields``. Raises ``UsageError`` if the fields are invalid."""
         return self.default
-
-    def of_flags(self, flags: Mapping[str, str]) -> str | None:
-        """Return the value that another trainer's flags stand for, or ``None``; ``flags`` has the texts of the flags that are set. Raises
-        ``UsageError`` if the flags are invalid."""
-        return None
 
     def random_value(self, number: float, zero: int) -> str:
         """Return the value in a random plan for a layer under ZeRO stage ``zero``; ``number`` is a random number from 0 to 1."""

@@ -1,18 +1,19 @@
 """Other trainers: what each can run, what that costs, and its configuration files, written and read.
 
-A file for each trainer (``megatron``, ``fsdp`` for torchtitan and Accelerate, ``deepspeed``, ``nanotron``) holds a ``Trainer``. ``model``
-has the cost model that all of them configure.
+A file for each trainer (``megatron``; ``fsdp`` for torchtitan and Accelerate; ``deepspeed``; ``nanotron``, also for InternEvo) holds a
+``Trainer``. ``model`` has the cost model that all of them configure, ``choose`` finds the fastest setting.
 """
 
 from autopar.trainers.deepspeed import DeepSpeed
 from autopar.trainers.fsdp import Accelerate, Torchtitan
 from autopar.trainers.megatron import Megatron
 from autopar.trainers.model import OtherTrainer
-from autopar.trainers.nanotron import Nanotron
+from autopar.trainers.nanotron import InternEvo, Nanotron
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import Exported, Reading, Trainer
 
-MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE, NANOTRON = Megatron(), Torchtitan(), DeepSpeed(), Accelerate(), Nanotron()
+MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE = Megatron(), Torchtitan(), DeepSpeed(), Accelerate()
+NANOTRON, INTERNEVO = Nanotron(), InternEvo()
 
 TRAINERS: dict[str, Trainer] = {each.name: each for each in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}
 """The trainers for which plans are made, by name."""
@@ -20,6 +21,7 @@ TRAINERS: dict[str, Trainer] = {each.name: each for each in (MEGATRON, TORCHTITA
 __all__ = [
     "ACCELERATE",
     "DEEPSPEED",
+    "INTERNEVO",
     "MEGATRON",
     "NANOTRON",
     "TORCHTITAN",

@@ -30,8 +30,8 @@ from autopar.search.timeline import Device
 from autopar.shard.plan import Solve
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes
-from autopar.techniques.activations import FULL, KEEP, SELECTIVE
-from autopar.trainers.layout import PlanParts, plan_parts, setting_mesh, stage_bounds, strategies_of
+from autopar.techniques import Options
+from autopar.trainers.layout import PlanParts, block_strategy, end_strategy, plan_parts, setting_mesh, stage_bounds
 from autopar.trainers.megatron import is_even
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import Trainer
@@ -47,6 +47,9 @@ CONTEXT_FROM = 8192
 
 PINS = ("tensor", "pipeline", "context", "expert", "zero", "replicate", "chunks", "microbatch", "activations")
 """The fields of ``Setting`` that may be fixed."""
+
+FOLDED = {"none": (), "context": ("context",), "all": ("context", "tensor")}
+"""The axes over which experts are folded, by the names of ``Space.folds``."""
 
 Report = Callable[[str], None]
 
@@ -90,7 +93,7 @@ class TrainerPricers:
     """Prices settings of one trainer, with a cache of pricers: settings with equal cost models share one, and all share types."""
 
     def __init__(self, graph: Graph, cluster: Cluster, trainer: Trainer, types: Solve | None = None) -> None:
-        self.graph, self.cluster, self.trainer = graph, cluster, trainer
+        self.graph, self.cluster, self.trainer = graph, trainer.devices(cluster), trainer
         self._pricers: dict[Any, Pricer] = {}
         self._solved: dict[tuple[Any, ...], AxisTypes | None] = {}
         self._types = types or self._solve
@@ -172,19 +175,19 @@ class _Choice:
 
     def _evaluate(self, s: Setting) -> None:
         """Price the settings of a family, least recomputation first, until one fits."""
-        kinds = [KEEP, *(kind for kind in (SELECTIVE, FULL) if kind in self.trainer.space.activations)]
+        kinds = self.trainer.space.activations
         for bounds in self._cuts(s):
             for kind in kinds:
                 if self.pins.get("activations", kind) != kind:
                     continue
-                chosen = dataclasses.replace(s, activations=kind, cuts=bounds[1:-1])
+                chosen = dataclasses.replace(s, cuts=bounds[1:-1]).with_activations(kind)
                 over = self._excess(chosen)
                 if over is None:
                     break
                 if over > 0:
                     self.refusal = self.refusal or f"a device would need {over / 1e9:.1f} GB more than it has"
                     continue
-                if kind == FULL and self.trainer.space.some_blocks and "activations" not in self.pins:
+                if kind == kinds[-1] and self.trainer.space.some_blocks and "activations" not in self.pins:
                     chosen = self._fewest_blocks(chosen, bounds)
                 self._keep_if_faster(chosen)
                 break
@@ -194,7 +197,7 @@ class _Choice:
         low, high, found = 0, max(b - a for a, b in pairwise(bounds)), s
         while high - low > 1:
             middle = (low + high) // 2
-            fewer = dataclasses.replace(s, recomputed=middle)
+            fewer = s.with_activations(s.activations, middle)
             if self._excess(fewer) == 0:
                 high, found = middle, fewer
             else:
@@ -262,9 +265,9 @@ class _Choice:
 
     def _prices(self, s: Setting) -> dict[tuple[str, bool], LayerPrice] | None:
         """Return the price of each kind of layer (``_kind``) without recomputation; ``None`` if one has none."""
-        mesh, root = setting_mesh(s), self.trainer.root_zero(s)
-        block, dense = strategies_of(s, mesh)
-        ends = dataclasses.replace(dense, zero=root) if root is not None and dense.zero else dense
+        mesh = setting_mesh(s)
+        block = block_strategy(s, mesh)
+        dense, ends = block.dense, end_strategy(block, self.trainer.root_zero(s))
         pricer = self.pricers.of(s).on(self.cluster.stages(s.pipeline)[0])
         found: dict[tuple[str, bool], LayerPrice] = {}
         for name, is_end in self.kinds:
@@ -301,7 +304,7 @@ class _Choice:
             data, odd = divmod(count, pipeline * tensor * context)
             if odd or batch % data:
                 continue
-            for expert, fold in self._experts(data, context, tensor):
+            for expert, folds in self._experts(data, context, tensor):
                 for zero, replicate in self._sharding(data, context, tensor, expert):
                     yield from self._sized(
                         Setting(
@@ -313,13 +316,13 @@ class _Choice:
                             chunks=1,
                             sequence=tensor > 1 and self.trainer.name != "accelerate",
                             zero=zero,
-                            activations=KEEP,
+                            options=Options(),
                             precision=name_of(self.graph.dtype),
                             global_batch=batch,
                             microbatch=1,
                             facts=self.trainer.facts_of(tensor),
                             replicate=replicate,
-                            fold=fold,
+                            folds=folds,
                         )
                     )
 
@@ -334,26 +337,30 @@ class _Choice:
             )
         return [self.pins[name]]
 
-    def _experts(self, data: int, context: int, tensor: int) -> Iterator[tuple[int, str]]:
-        counts = {self.graph.classes[name].experts for name in self.mixtures}
-        if not counts or not self.trainer.space.expert:
-            if self.pins.get("expert", 1) == 1:
-                yield 1, "none"
+    def _experts(self, data: int, context: int, tensor: int) -> Iterator[tuple[int, frozenset[str]]]:
+        """Yield degrees of expert parallelism, each with the axes over which experts are folded."""
+        pinned = self.pins.get("expert")
+        if pinned in (None, 1):
+            yield 1, frozenset()
+        if not self.mixtures or not self.trainer.space.expert:
             return
-        least = min(counts)
+        least, sizes = (
+            min(self.graph.classes[name].experts for name in self.mixtures),
+            {"context": context, "tensor": tensor},
+        )
         seen = set()
         for fold in self.trainer.space.folds:
-            inner = context * (tensor if fold == "all" else 1)
+            axes = frozenset(name for name in FOLDED[fold] if sizes[name] > 1)
             for own in divisors(data):
-                degree = own * inner
-                if degree > least or least % degree or self.pins.get("expert", degree) != degree:
-                    continue
-                name = "none" if inner == 1 else "context" if tensor == 1 else fold
-                if (degree, name) not in seen:
-                    seen.add((degree, name))
-                    yield degree, name
-        if (1, "none") not in seen and self.pins.get("expert", 1) == 1:
-            yield 1, "none"
+                degree = own * math.prod(sizes[name] for name in axes)
+                if (
+                    1 < degree <= least
+                    and least % degree == 0
+                    and pinned in (None, degree)
+                    and (degree, axes) not in seen
+                ):
+                    seen.add((degree, axes))
+                    yield degree, axes
 
     def _sharding(self, data: int, context: int, tensor: int, expert: int) -> Iterator[tuple[int, int]]:
         """Yield ZeRO stages, each with numbers of HSDP replicas."""

@@ -103,4 +103,4 @@ class DeepSpeed(Trainer):
         notes.append("recomputation is decided in your script: none is assumed")
         values |= {"activations": KEEP}
         values.setdefault("precision", "float32")
-        return Reading(values, frozenset(self.facts), tuple(notes))
+        return Reading(values, frozenset(self.facts), tuple(notes), found.options)

@@ -33,3 +33,14 @@ HEAVY_HEAD = Constant(
     "blocks",
     "fitted: from this much arithmetic on, the head counts when blocks are assigned to stages (nanotron's sweep)",
 )
+DELAYED_FP8_PASSES = Constant(
+    2.0,
+    "ratio of bytes",
+    "library: Transformer Engine's delayed scaling knows the scale before the pass: an operand is read, written in 8 bits and read by the "
+    "product, 4 bytes for 2",
+)
+INTERNEVO_GRADIENT_BYTES = Constant(
+    2,
+    "bytes per parameter",
+    "library: InternLM/InternEvo internlm/solver/optimizer/hybrid_zero_optim.py: gradients stay in 16 bits until the shard's update",
+)

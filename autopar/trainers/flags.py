@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autopar.errors import UsageError
 from autopar.trainers.options import Option
 from autopar.trainers.trainer import FACT, Flag, Reading, switch
 
-_OFF = ("false", "no", "off", "0", "none", "null", "")
+_OFF = ("false", "no", "off", "0", "none", "null")
 
 
-def read_flags(
-    options: Iterable[Option], table: Mapping[str, Flag], key: Callable[[str], str], silent: Collection[str] = ()
-) -> Reading | None:
+def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callable[[str], str]) -> Reading | None:
     """Return what the options say by ``table``, whose keys are ``key(option.name)``; ``None`` if none of them is in it.
 
-    Options in neither ``table`` nor ``silent``, and those whose value is not in the file, are notes. If an option is repeated, the last
-    value counts. Raises ``UsageError`` for an invalid value.
+    Options that are not in ``table``, and those whose value is not in the file, are notes. If an option is repeated, the last value counts.
+    Raises ``UsageError`` for an invalid value.
     """
     values: dict[str, Any] = {}
     facts: set[str] = set()
@@ -28,7 +26,7 @@ def read_flags(
     for option in options:
         flag = table.get(key(option.name))
         if flag is None:
-            unknown += [] if key(option.name) in silent else [option.name]
+            unknown.append(option.name)
             continue
         read += 1
         if isinstance(option.value, str) and "$" in option.value:
@@ -44,8 +42,8 @@ def read_flags(
     if not read:
         return None
     if unknown:
-        notes.append(f"not read, because they change neither plan nor price: {', '.join(dict.fromkeys(unknown))}")
-    return Reading(values, frozenset(facts), tuple(notes))
+        notes.append(f"not read: {', '.join(dict.fromkeys(unknown))}")
+    return Reading(values, frozenset(facts), tuple(notes), read)
 
 
 def _value(option: Option, flag: Flag) -> Any:
@@ -55,7 +53,7 @@ def _value(option: Option, flag: Flag) -> Any:
         return None if isinstance(text, bool | None | str | int) and str(text).lower() in _OFF else flag.read
     if text is None:
         return None
-    if text is True and flag.read is not switch:
+    if text == "" and flag.read is not switch:
         raise UsageError(f"{option.name} has no value", f"write {option.name} followed by its value")
     try:
         return flag.read(str(text))

@@ -22,6 +22,9 @@ class FullyShardedTrainer(Trainer):
     """What trainers on FSDP2 have in common. The first and the last layer are in the root unit, whose parameters stay gathered from
     forward to backward."""
 
+    def fuses(self, s: Setting) -> bool:
+        return super().fuses(s) or "Megatron" in s.facts  # its kernels, those of Transformer Engine
+
     def overlap_tensor(self, s: Setting) -> float:
         return super().overlap_tensor(s) if "overlapped tensor" in s.facts else 0.0
 
@@ -132,9 +135,9 @@ class Torchtitan(FullyShardedTrainer):
         values |= _sharding(values, data, pipeline)
         values.setdefault("sequence", values.get("tensor", 1) > 1)
         if values.get("expert", 1) > 1:
-            values["fold"] = "all"
+            values["folds"] = frozenset(name for name in ("context", "tensor") if values.get(name, 1) > 1)
         values.setdefault("precision", "bfloat16")
-        return Reading(values, frozenset(facts), tuple(notes))
+        return Reading(values, frozenset(facts), tuple(notes), found.options)
 
 
 def math_product(values: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -309,7 +312,7 @@ class Accelerate(FullyShardedTrainer):
         values["sequence"] = False
         for name in ("version", "shard"):
             values.pop(name, None)
-        return Reading(values, frozenset(facts), tuple(notes))
+        return Reading(values, frozenset(facts), tuple(notes), found.options)
 
 
 def _reshards(text: str) -> bool:

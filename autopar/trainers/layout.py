@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
 from autopar.errors import InfeasibleError
 from autopar.graph import Graph
-from autopar.plan import Axis, Plan, Role, Strategy, folded
+from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.price import Pricer
-from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule, check_schedule
 from autopar.search import evaluate, make_mesh
 from autopar.search.problem import Devices
 from autopar.techniques.activations import KEEP
@@ -45,13 +46,12 @@ class PlanParts:
 def plan_parts(graph: Graph, s: Setting, root_zero: int | None = None) -> PlanParts:
     """Return the plan of a setting. ``root_zero`` is the ZeRO stage of the first and the last layer, by default that of all.
 
-    Trainers recompute blocks, never the first and the last layer. Raises ``InfeasibleError`` if there are more stages than layers.
+    Trainers recompute blocks, never the first and the last layer. Raises ``InfeasibleError`` if there are more stages than layers,
+    ``UsageError`` if the schedule does not admit its sizes.
     """
     mesh = setting_mesh(s)
-    block, dense = strategies_of(s, mesh)
-    ends = dense.with_options(activations=KEEP)
-    if root_zero is not None and dense.zero:
-        ends = dataclasses.replace(ends, zero=root_zero)
+    block = block_strategy(s, mesh)
+    dense, ends = block.dense, end_strategy(block, root_zero)
     strategies = [block if graph.classes[layer.cls].experts else dense for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
     bounds = stage_bounds(graph, s)
@@ -66,14 +66,12 @@ def plan_parts(graph: Graph, s: Setting, root_zero: int | None = None) -> PlanPa
 def setting_mesh(s: Setting) -> tuple[Axis, ...]:
     """Return the mesh of one stage."""
     copies = s.replicate if s.expert == 1 and s.context == 1 else 1
-    own = s.expert // _folded(s)
-    inner = ("expert", own), ("context", s.context), ("tensor", s.tensor)
-    return make_mesh(("replicas", copies), ("data", s.data // own // copies), *inner)
+    inner = ("expert", s.expert_axis), ("context", s.context), ("tensor", s.tensor)
+    return make_mesh(("replicas", copies), ("data", s.data // s.expert_axis // copies), *inner)
 
 
-def strategies_of(s: Setting, mesh: tuple[Axis, ...]) -> tuple[Strategy, Strategy]:
-    """Return the strategies of blocks with experts and without."""
-    own, copies = s.expert // _folded(s), mesh[0].size if mesh[0].name == "replicas" else 1
+def block_strategy(s: Setting, mesh: tuple[Axis, ...]) -> Strategy:
+    """Return the strategy of blocks with experts; blocks without have its ``dense``."""
     role = {
         "replicas": Role.DATA,
         "data": Role.DATA,
@@ -81,28 +79,31 @@ def strategies_of(s: Setting, mesh: tuple[Axis, ...]) -> tuple[Strategy, Strateg
         "context": Role.ULYSSES if "all-to-all context" in s.facts else Role.RING,
         "tensor": Role.TENSOR_SEQUENCE if s.sequence else Role.TENSOR,
     }
-    strategy = Strategy(
-        folded((role[axis.name] for axis in mesh), s.fold),
-        zero=s.zero if s.data // own * s.context > 1 else 0,
-        activations=s.activations,
+    role |= {name: role[name].folded for name in s.folds}
+    # ZeRO shards experts over fewer ranks than the other parameters of their layer, which the expert axis replicates, too
+    zero = s.zero if s.data * s.context > 1 else 0
+    copies = next((axis.size for axis in mesh if axis.name == "replicas"), 1)
+    return Strategy(
+        tuple(role[axis.name] for axis in mesh), zero=zero, replicate=copies if zero else 1, options=s.options
     )
-    # in a layer without experts, the expert axis is data-parallel
-    dense = dataclasses.replace(strategy.dense, zero=s.zero if s.data * s.context > 1 else 0)
-    if dense.zero:
-        return tuple(dataclasses.replace(each, replicate=copies) if each.zero else each for each in (strategy, dense))
-    return strategy, dense
 
 
-def _folded(s: Setting) -> int:
-    """Return the product of the degrees over whose ranks experts lie besides their own axis."""
-    return {"none": 1, "context": s.context, "all": s.context * s.tensor}[s.fold]
+def end_strategy(block: Strategy, root_zero: int | None) -> Strategy:
+    """Return the strategy of the first and the last layer."""
+    ends = block.dense.with_options(activations=KEEP)
+    return dataclasses.replace(ends, zero=root_zero) if root_zero is not None and ends.zero else ends
 
 
 def schedule_of(s: Setting) -> Schedule:
-    """Return the pipeline schedule: 1F1B, interleaved with several chunks."""
+    """Return the pipeline schedule with its sizes. Raises ``UsageError`` if it is not 1F1B and does not admit them."""
     chunks = s.chunks if s.pipeline > 1 else 1
-    name = NO_PIPELINE if s.pipeline == 1 else INTERLEAVED if chunks > 1 else ONE_F_ONE_B
-    return Schedule(name, s.pipeline, s.microbatches, chunks)
+    if s.pipeline == 1:
+        return Schedule(NO_PIPELINE, 1, s.microbatches, 1)
+    if s.schedule in ("", ONE_F_ONE_B, INTERLEAVED):
+        return Schedule(INTERLEAVED if chunks > 1 else ONE_F_ONE_B, s.pipeline, s.microbatches, chunks)
+    schedule = Schedule(s.schedule, s.pipeline, s.microbatches, chunks)
+    check_schedule(schedule)
+    return schedule
 
 
 def stage_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
@@ -147,9 +148,14 @@ def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
 
 
 def head_weight(graph: Graph) -> float:
-    """Return the ratio of the head's matrix elements to the first block's: approximately that of their FLOPs in a model without experts."""
-    size = {
-        layer.name: sum(v.numel for p in layer.parameters if len((v := graph.parameters[p].value).shape) > 1)
-        for layer in graph.layers
-    }
-    return size[graph.layers[-1].name] / max(1, size[graph.layers[1].name])
+    """Return the ratio of the head's matrix elements to the middle block's, approximately that of their FLOPs; of a mixture's experts,
+    those count that a token takes."""
+    return _elements(graph, -1) / max(1.0, _elements(graph, len(graph.layers) // 2))
+
+
+def _elements(graph: Graph, at: int) -> float:
+    """Return the matrix elements of a layer, with the share of its experts that a token takes."""
+    layer = graph.layers[at]
+    share = {count: choices / (graph.tokens * count) for count, choices in graph.classes[layer.cls].mixtures}
+    shapes = [graph.parameters[name].value.shape for name in layer.parameters]
+    return sum(math.prod(n) * (share.get(n[0], 1.0) if len(n) > 2 else 1.0) for n in shapes if len(n) > 1)

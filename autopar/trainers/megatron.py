@@ -11,6 +11,7 @@ from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
 from autopar.trainers.options import Option
@@ -56,11 +57,21 @@ FLAGS = {
     "use_flash_attn": Flag(FACT, "flash attention"),
     "attention_backend": Flag("attention", str),
     "cross_entropy_loss_fusion": Flag(FACT, "fused loss"),
+    "overlap_param_gather": Flag("overlap_gather", True),  # assumed beside overlapped gradients
     "grad_reduce_in_bf16": Flag(FACT, "16-bit gradients"),
 }
 """What decides the plan and its price, by the flags' names with underscores."""
 
-_RESOLVED = ("context_kind", "expert_tensor", "chunk_layers", "layout", "recompute", "recompute_method", "attention")
+_RESOLVED = (
+    "context_kind",
+    "expert_tensor",
+    "chunk_layers",
+    "layout",
+    "recompute",
+    "recompute_method",
+    "attention",
+    "overlap_gather",
+)
 
 
 class Megatron(Trainer):
@@ -83,11 +94,14 @@ class Megatron(Trainer):
     def facts_of(self, tensor: int) -> frozenset[str]:
         return self.facts | ({"overlapped tensor"} if tensor > 1 else set())
 
+    def devices(self, cluster: Cluster) -> Cluster:
+        return cluster.with_vendor_attention()  # Transformer Engine calls cuDNN
+
     def fuses(self, s: Setting) -> bool:
         return "eager" not in s.facts
 
     def terms(self, s: Setting) -> dict[str, Any]:
-        return {"regather": True, "accumulation_fusion": True}
+        return {"regather": True, "accumulation_fusion": True, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         words = _parallelism(s) + _batch(s, graph) + _pipeline(s, graph)
@@ -118,7 +132,8 @@ class Megatron(Trainer):
             values |= _recomputation(kind, values, notes)
         else:
             values.pop("recomputed", None)
-        return Reading({k: v for k, v in values.items() if k not in _RESOLVED}, frozenset(facts), tuple(notes))
+        read = {name: value for name, value in values.items() if name not in _RESOLVED}
+        return Reading(read, frozenset(facts), tuple(notes), found.options)
 
 
 def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,13 +155,14 @@ def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
             "price",
             f"use a multiple of {inner}",
         )
-    return {"fold": "all" if sliced == 1 and tensor > 1 else "context" if context > 1 else "none"}
+    axes = {"tensor": sliced == 1 and tensor > 1, "context": context > 1}
+    return {"folds": frozenset(name for name, is_folded in axes.items() if is_folded)}
 
 
 def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
     """Return the chunks and the cuts of the pipeline."""
     pipeline = values.get("pipeline", 1)
-    if text := values.get("layout"):
+    if (text := values.get("layout")) and blocks:
         bounds = layout_bounds(text, blocks)
         if (len(bounds) - 1) % pipeline:
             raise UsageError(
@@ -154,7 +170,7 @@ def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
                 "separate stages by |",
             )
         return {"chunks": (len(bounds) - 1) // pipeline, "cuts": bounds[1:-1]}
-    if (each := values.get("chunk_layers")) and pipeline > 1:
+    if (each := values.get("chunk_layers")) and pipeline > 1 and blocks:
         if blocks % (pipeline * each):
             raise UsageError(
                 f"{blocks} blocks do not divide into virtual stages of {each} on {pipeline} pipeline ranks",
@@ -186,7 +202,7 @@ def _parallelism(s: Setting) -> list[tuple[str, ...]]:
     words += [("--cp-comm-type", "a2a" if "all-to-all context" in s.facts else "p2p")] if s.context > 1 else []
     if s.expert > 1:
         words.append(("--expert-model-parallel-size", str(s.expert)))
-        words.append(("--expert-tensor-parallel-size", str(1 if s.fold == "all" else s.tensor)))
+        words.append(("--expert-tensor-parallel-size", str(1 if "tensor" in s.folds else s.tensor)))
         words.append(("--moe-token-dispatcher-type", "alltoall"))  # by default every rank gathers all tokens
     words += [("--sequence-parallel",)] if s.sequence else []
     words += [("--tp-comm-overlap",)] if "overlapped tensor" in s.facts else []
@@ -205,7 +221,7 @@ def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
         ("--global-batch-size", str(s.global_batch)),
         ("--seq-length", str(graph.tokens // graph.batch_size)),
     ]
-    precisions = {
+    precisions: dict[str, list[tuple[str, ...]]] = {
         "bfloat16": [("--bf16",)],
         "float16": [("--fp16",)],
         "float8": [("--bf16",), ("--fp8-format", "hybrid")],

@@ -1,4 +1,4 @@
-"""nanotron, as a cost model alone: the trainer of published sweeps, with its own gradient copies."""
+"""Trainers of published runs, as cost models alone: nanotron and InternEvo, with their copies of gradients."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ class Nanotron(Trainer):
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
         return None
+
+
+class InternEvo(Nanotron):
+    name = "internevo"
+    title = "InternEvo"
+
+    def gradient_bytes(self, s: Setting) -> float:
+        return figures.INTERNEVO_GRADIENT_BYTES.value
+
+    def terms(self, s: Setting) -> dict[str, Any]:
+        return {"regather": True}

@@ -7,6 +7,7 @@ Python, the calls with keywords that are literals are read (``ParallelismConfig(
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shlex
 import tomllib
@@ -27,8 +28,8 @@ _MOST_WORDS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """``name`` as the file spells it: ``--bf16``, or the path of a key (``parallelism.tensor_parallel_degree``). ``value`` is ``True`` for
-    a flag without text, otherwise text, a number, a truth value or ``None``."""
+    """``name`` as the file spells it: ``--bf16``, or the path of a key (``parallelism.tensor_parallel_degree``). ``value`` is text (empty
+    for a flag without text), a number, a truth value or ``None``."""
 
     name: str
     value: Any
@@ -78,8 +79,12 @@ def _leaves(data: Any, path: str) -> Iterator[Option]:
 
 
 def _of_calls(text: str) -> Iterator[Option]:
-    """Yield the keywords of every call ``NameConfig(keyword=literal)`` or ``Name.Config(...)``, with the path ``name.keyword``."""
+    """Yield the keywords of every call ``NameConfig(keyword=literal)`` or ``Name.Config(...)``, with the path ``name.keyword``, and the
+    literals that are assigned to ``config.section.field``, with the path ``section.field``."""
     for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Attribute):
+            with contextlib.suppress(ValueError, TypeError):  # not a literal
+                yield Option(ast.unparse(node.targets[0]).partition(".")[2], ast.literal_eval(node.value))
         if not isinstance(node, ast.Call):
             continue
         words = ast.unparse(node.func).split(".")
@@ -87,10 +92,8 @@ def _of_calls(text: str) -> Iterator[Option]:
         section = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Config")).lower()
         yield Option(section, True)
         for keyword in node.keywords:
-            try:
+            with contextlib.suppress(ValueError, TypeError):
                 yield Option(f"{section}.{keyword.arg}", ast.literal_eval(keyword.value))
-            except (ValueError, TypeError):
-                continue  # not a literal
 
 
 def of_words(words: list[str]) -> list[Option]:
@@ -100,7 +103,7 @@ def of_words(words: list[str]) -> list[Option]:
         if word.startswith("--") and len(word) > 2:
             name, equals, text = word.partition("=")
             follows = i + 1 < len(words) and not words[i + 1].startswith("--")
-            found.append(Option(name, text if equals else words[i + 1] if follows else True))
+            found.append(Option(name, text if equals else words[i + 1] if follows else ""))
         elif re.fullmatch(r"[a-z_]+:[a-z-]+", word):
             section, _, choice = word.partition(":")
             found.append(Option(section, choice))

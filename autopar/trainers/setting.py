@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from autopar.techniques.activations import KEEP
+from autopar.techniques import Options
+from autopar.techniques.activations import ACTIVATIONS
 
 FACTS = (
     "eager",
@@ -15,7 +17,9 @@ FACTS = (
     "device memory",
     "reserved memory",
     "Megatron",
+    "InternEvo",
     "16-bit gradients",
+    "16-bit moments",
     "overlapped gradients",
     "overlapped tensor",
     "fused loss",
@@ -30,10 +34,12 @@ class Setting:
     """Parallel degrees and training recipe of one run, the same for every block of the model.
 
     ``data`` is the number of ranks with different samples, ``context`` the degree of context parallelism, ``replicate`` the number of HSDP
-    replicas. ``expert`` ranks have different experts; ``fold`` (``plan.FOLDS``) says over which other degrees' ranks these lie. ``zero`` is
-    the ZeRO stage, ``activations`` a value of ``techniques.activations``, which applies to the first ``recomputed`` blocks of each stage,
-    by default to all. ``sequence`` shards activations along the sequence between tensor-parallel regions. ``cuts`` are the first layers of
-    the stages after the first, by default those of the trainer. ``facts`` are some of ``FACTS``.
+    replicas. ``expert`` ranks have different experts; ``folds`` says over which other axes' ranks these lie, ``"tensor"`` and
+    ``"context"``, besides data-parallel ranks. ``zero`` is
+    the ZeRO stage, ``options`` the techniques of blocks; only the first ``recomputed`` blocks of each stage are recomputed, by default all.
+    ``sequence`` shards activations along the sequence between tensor-parallel regions. ``cuts`` are the first layers of
+    the stages after the first, by default those of the trainer. ``schedule`` is empty for 1F1B, interleaved with several chunks. ``facts``
+    are some of ``FACTS``.
     """
 
     data: int
@@ -44,19 +50,35 @@ class Setting:
     chunks: int
     sequence: bool
     zero: int
-    activations: str
+    options: Options
     precision: str  # "bfloat16", "float16", "float32" or "float8"
     global_batch: int
     microbatch: int
     facts: frozenset[str]
     replicate: int = 1
-    fold: str = "none"
+    folds: frozenset[str] = frozenset()
+    schedule: str = ""
     recomputed: int | None = None
     cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.facts <= set(FACTS), self.facts
-        assert self.recomputed is None or self.activations != KEEP, self.activations
+
+    @property
+    def activations(self) -> str:
+        """What blocks keep for the backward pass, a value of ``techniques.activations``."""
+        return self.options[ACTIVATIONS]
+
+    def with_activations(self, value: str, recomputed: int | None = None) -> Setting:
+        """Return the setting with another value of ``activations``, in the first ``recomputed`` blocks of each stage or in all."""
+        options = self.options.replace(**{ACTIVATIONS.name: value})
+        return dataclasses.replace(self, options=options, recomputed=recomputed)
+
+    @property
+    def expert_axis(self) -> int:
+        """The number of data-parallel ranks over which experts are distributed."""
+        folded = (self.tensor if "tensor" in self.folds else 1) * (self.context if "context" in self.folds else 1)
+        return self.expert // folded
 
     @property
     def stages(self) -> int:

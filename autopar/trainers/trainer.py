@@ -21,10 +21,10 @@ from autopar.trainers.setting import Setting
 class Space:
     """The settings that a trainer can run, the same for all blocks.
 
-    ``zero`` are its ZeRO stages, ``activations`` its kinds of recomputation; ``some_blocks``: it can recompute the first blocks of each
-    stage only. ``tensor``, ``pipeline``, ``context``, ``expert``, ``replicate``: it has this kind of parallelism (``replicate``: HSDP).
-    ``folds``: over which other ranks experts may lie (``plan.FOLDS``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have different
-    numbers of blocks.
+    ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation;
+    ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
+    ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``folds``: over which other ranks experts may lie
+    (``choose.FOLDED``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have different numbers of blocks.
     """
 
     zero: tuple[int, ...]
@@ -57,11 +57,13 @@ class Flag:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a configuration says: ``values`` by name (fields of ``Setting``, and ``seq``), ``facts``, and ``notes`` on what was not read."""
+    """What a configuration says: ``values`` by name (fields of ``Setting``, and ``seq``), ``facts``, and ``notes`` on what was not read.
+    ``options`` is the number of options that were read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     facts: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    options: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Trainer(abc.ABC):
     def facts_of(self, tensor: int) -> frozenset[str]:
         """Return what is known of runs under exported configurations with this tensor-parallel degree."""
         return self.facts
+
+    def devices(self, cluster: Cluster) -> Cluster:
+        """Return the devices as the trainer's kernels see them."""
+        return cluster
 
     def model(self, s: Setting, cluster: Cluster) -> OtherTrainer:
         """Return the cost model of a run."""
@@ -114,7 +120,7 @@ class Trainer(abc.ABC):
         """Return the number of microbatches that hide data-parallel collectives under ZeRO 0 and 1."""
         if s.precision == "float16":
             return int(s.pipeline == 1)
-        if "overlap off" in s.facts or not (s.chunks > 1 or "overlapped gradients" in s.facts):
+        if "overlap off" in s.facts or "overlapped gradients" not in s.facts:
             return 0
         return s.pipeline  # the pipeline's cool-down hides communication, too
 
@@ -122,8 +128,7 @@ class Trainer(abc.ABC):
         """Return the fraction of tensor-parallel communication that is hidden."""
         if s.precision == "float16" or "overlap off" in s.facts:
             return 0.0
-        hides_all = s.chunks > 1 or "overlapped tensor" in s.facts
-        return 1.0 if hides_all else float(figures.TENSOR_OVERLAP.value)
+        return 1.0 if "overlapped tensor" in s.facts else float(figures.TENSOR_OVERLAP.value)
 
     def terms(self, s: Setting) -> dict[str, Any]:
         """Return the other arguments of ``OtherTrainer``."""
@@ -139,8 +144,8 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        """Return what a configuration for a model of ``blocks`` blocks on ``devices`` devices says; ``None`` if it is not one of this
-        trainer's.
+        """Return what a configuration for a model of ``blocks`` blocks (0: not known yet) on ``devices`` devices says; ``None`` if it is
+        not one of this trainer's.
 
         Raises ``UsageError`` for values that are invalid or contradict each other.
         """
@@ -155,4 +160,4 @@ def whole_number(text: str) -> int:
 
 def switch(text: str) -> bool:
     """Return whether the text, or a flag without text, switches on."""
-    return text.lower() in ("true", "1", "yes", "on")
+    return text.lower() in ("", "true", "1", "yes", "on")

@@ -2,6 +2,7 @@
 
 A model of 105 equal blocks is captured with three: the first, a middle one, the last. If the middle one has the layer class of a
 neighbour, a deeper model is the same graph with the middle layer repeated (``deepen``), which takes a fraction of the time of a capture.
+Where the first blocks have no experts and the others do, two of the first kind are captured, and the second is repeated.
 """
 
 from __future__ import annotations
@@ -17,32 +18,19 @@ from autopar.shard import annotate, role_types
 from autopar.shard.plan import Solve
 from autopar.shard.solve import solve as solve_class
 from autopar.sharding import AxisTypes
-from autopar.validate.rows import Architecture, RowError
+from autopar.validate.architecture import Architecture, LatentAttention
+from autopar.validate.fields import RowError
 from autopar.zoo.hf import build_config
 
 _CAPTURED = 3
+_CAPTURED_DENSE = 2  # of the first blocks of a mixture that have no experts
 _HEAD_DIM, _TOKENS = 64, 2048  # maximum sizes in ``textbook``
 
 
 def config_of(a: Architecture, layers: int) -> dict[str, Any]:
     """Return a transformers configuration of the architecture with ``layers`` blocks."""
-    if not a.gated:
-        rate = 0.1 if a.dropout else 0.0
-        return {
-            "model_type": "gpt2",
-            "activation_function": "gelu_pytorch_tanh",  # which is one op, as in the trainers
-            "architectures": ["GPT2LMHeadModel"],
-            "n_embd": a.hidden,
-            "n_layer": layers,
-            "n_head": a.heads,
-            "n_inner": a.ffn,
-            "n_positions": a.seq,
-            "vocab_size": a.vocabulary,
-            "tie_word_embeddings": a.tied,
-            "resid_pdrop": rate,
-            "embd_pdrop": rate,
-            "attn_pdrop": rate,
-        }
+    if not a.gated and a.kv_heads == a.heads and not a.head and not a.squared_relu:
+        return _gpt2(a, layers)
     common = {
         "hidden_size": a.hidden,
         "intermediate_size": a.ffn,
@@ -53,14 +41,75 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
         "max_position_embeddings": a.seq,
         "tie_word_embeddings": a.tied,
     }
-    if a.experts:
-        return common | {
-            "model_type": "mixtral",
-            "architectures": ["MixtralForCausalLM"],
-            "num_local_experts": a.experts,
-            "num_experts_per_tok": a.experts_per_token,
-        }
-    return common | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    if not a.gated:
+        activation = "relu2" if a.squared_relu else "gelu_pytorch_tanh"
+        return _model("nemotron", "Nemotron") | common | {"head_dim": a.head_size, "hidden_act": activation}
+    if a.latent:
+        return _model("deepseek_v3", "DeepseekV3") | common | _latent(a.latent) | _deepseek_experts(a, layers)
+    if a.head:
+        common["head_dim"] = a.head
+    if not a.experts:
+        return (_model("qwen3", "Qwen3") if a.qk_norm else _model("llama", "Llama")) | common
+    if a.shared_experts or a.dense_layers:
+        return _model("glm4_moe", "Glm4Moe") | common | {"use_qk_norm": a.qk_norm} | _deepseek_experts(a, layers)
+    if a.qk_norm:
+        experts = {"num_experts": a.experts, "moe_intermediate_size": a.expert_ffn or a.ffn}
+        return _model("qwen3_moe", "Qwen3Moe") | common | experts | {"num_experts_per_tok": a.experts_per_token}
+    experts = {"num_local_experts": a.experts, "intermediate_size": a.expert_ffn or a.ffn}
+    return _model("mixtral", "Mixtral") | common | experts | {"num_experts_per_tok": a.experts_per_token}
+
+
+def _model(kind: str, name: str) -> dict[str, Any]:
+    return {"model_type": kind, "architectures": [f"{name}ForCausalLM"]}
+
+
+def _gpt2(a: Architecture, layers: int) -> dict[str, Any]:
+    rate = 0.1 if a.dropout else 0.0
+    return {
+        "model_type": "gpt2",
+        "activation_function": "gelu_pytorch_tanh",  # which is one op, as in the trainers
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": a.hidden,
+        "n_layer": layers,
+        "n_head": a.heads,
+        "n_inner": a.ffn,
+        "n_positions": a.seq,
+        "vocab_size": a.vocabulary,
+        "tie_word_embeddings": a.tied,
+        "resid_pdrop": rate,
+        "embd_pdrop": rate,
+        "attn_pdrop": rate,
+    }
+
+
+def _latent(latent: LatentAttention) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.rank,
+        "qk_nope_head_dim": latent.plain,
+        "qk_rope_head_dim": latent.rotary,
+        "v_head_dim": latent.value,
+    }
+
+
+def _deepseek_experts(a: Architecture, layers: int) -> dict[str, Any]:
+    """Return DeepSeek-V3's fields of experts, which GLM-4.5 has, too; routers that choose groups first differ little in price."""
+    if not a.experts:
+        return {"first_k_dense_replace": layers}
+    return {
+        "moe_intermediate_size": a.expert_ffn or a.ffn,
+        "n_routed_experts": a.experts,
+        "n_shared_experts": a.shared_experts,
+        "num_experts_per_tok": a.experts_per_token,
+        "first_k_dense_replace": _captured(a)[0],
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _captured(a: Architecture) -> tuple[int, int]:
+    """Return how many of the first blocks, which have no experts in a mixture, and of the others are captured."""
+    return min(a.dense_layers, _CAPTURED_DENSE), min(a.layers - a.dense_layers, _CAPTURED)
 
 
 def graph_of(a: Architecture, global_batch: int) -> Graph:
@@ -70,9 +119,14 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
     """
     if a.layers < 1:
         raise RowError("n_layers = 0")
-    model, batch = build_config(config_of(a, min(a.layers, _CAPTURED)), a.seq, global_batch)
+    dense, others = _captured(a)
+    model, batch = build_config(config_of(a, dense + others), a.seq, global_batch)
     graph = annotate(capture(model, batch, None, precision="bfloat16", name="row"))
-    return deepen(graph, a.layers)
+    if dense + others < a.layers and len(graph.layers) != dense + others + 2:
+        raise RowError(f"the model's blocks differ: {', '.join(layer.cls for layer in graph.layers)}")
+    # the layers are embedding, blocks without experts, the other blocks, head
+    graph = deepen(graph, dense + others - 1, a.layers - a.dense_layers - others)
+    return deepen(graph, dense, a.dense_layers - dense)
 
 
 def textbook(a: Architecture) -> Architecture:
@@ -80,14 +134,20 @@ def textbook(a: Architecture) -> Architecture:
 
     A published run has its trainer's layout at any size, but with longer sequences or wider blocks the optimum can differ from it.
     """
-    width = min(a.hidden // a.heads, _HEAD_DIM)
-    inner, remainder = divmod(a.ffn * width * a.heads, a.hidden)
+    dense, others = _captured(a)
+    small = dataclasses.replace(a, layers=dense + others, dense_layers=dense, seq=min(a.seq, _TOKENS))
+    size = a.head_size
+    width = min(size, _HEAD_DIM)
+    if a.latent or a.hidden * width % size:
+        return small
+    inner, remainder = divmod(a.ffn * width, size)
+    inner_of_experts, rest = divmod(a.expert_ffn * width, size)
     return dataclasses.replace(
-        a,
-        layers=min(a.layers, _CAPTURED),
-        hidden=a.heads * width,
+        small,
+        hidden=a.hidden * width // size,
+        head=width if a.head else 0,
         ffn=a.ffn if remainder else inner,
-        seq=min(a.seq, _TOKENS),
+        expert_ffn=a.expert_ffn if rest else inner_of_experts,
     )
 
 
@@ -97,10 +157,14 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
     Without a solution in ``plain``, a layer gets its own optimum.
     """
     last = len(plain.layers) - 1
+    ours, theirs = ([layer.cls for layer in each.layers] for each in (graph, plain))
+    # the graphs have the same classes in the same order, unless a long sequence has made classes of their own
+    alike = len(set(ours)) == len(set(theirs))
+    at_of = dict(zip(dict.fromkeys(ours), map(theirs.index, dict.fromkeys(theirs)), strict=False)) if alike else {}
 
     def solve(cls: LayerClass, role: Role, size: int) -> AxisTypes | None:
-        layer = next(i for i, layer in enumerate(graph.layers) if layer.cls == cls.name)
-        at = last if layer == len(graph.layers) - 1 else min(layer, last - 1)
+        layer = ours.index(cls.name)
+        at = at_of.get(cls.name, last if layer == len(graph.layers) - 1 else min(layer, last - 1))
         found = role_types(plain, at, role, size)
         if found is None:
             return role_types(graph, layer, role, size)
@@ -115,20 +179,18 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
     return solve
 
 
-def deepen(graph: Graph, blocks: int) -> Graph:
-    """Return ``graph`` with its middle block repeated so that there are ``blocks`` blocks. Raises ``RowError`` if it can't be repeated."""
-    more = blocks - _CAPTURED
+def deepen(graph: Graph, at: int, more: int) -> Graph:
+    """Return ``graph`` with ``more`` further copies of block ``at`` after it. Raises ``RowError`` if it can't be repeated."""
     if more <= 0:
         return graph
-    middle = len(graph.layers) - _CAPTURED  # the layers are embedding, three blocks, head: this is the second block
     kinds = [layer.cls for layer in graph.layers]
-    if len(kinds) != _CAPTURED + 2 or kinds[middle] not in (kinds[middle - 1], kinds[middle + 1]):
+    if kinds[at] not in (kinds[at - 1], kinds[at + 1]):
         raise RowError(f"the model's blocks differ: {', '.join(kinds)}")
-    pattern = graph.layers[middle]
+    pattern = graph.layers[at]
     if len(pattern.activations) != 1 or len(pattern.outputs) != 1:
         raise RowError(f"{pattern.name} has several inputs or outputs, so it can't be repeated")
     (made,) = pattern.outputs
-    layers: list[GraphLayer] = list(graph.layers[: middle + 1])
+    layers: list[GraphLayer] = list(graph.layers[: at + 1])
     values, parameters = dict(graph.values), dict(graph.parameters)
     last = made
     for k in range(more):
@@ -146,9 +208,9 @@ def deepen(graph: Graph, blocks: int) -> Graph:
             )
         )
         last = name
-    following = graph.layers[middle + 1]
+    following = graph.layers[at + 1]
     layers.append(
         dataclasses.replace(following, activations=tuple(last if v == made else v for v in following.activations))
     )
-    layers += graph.layers[middle + 2 :]
+    layers += graph.layers[at + 2 :]
     return dataclasses.replace(graph, layers=tuple(layers), values=values, parameters=parameters)

@@ -1,44 +1,39 @@
 """Reads a row of a file of measurements: the model, the machines, the trainer's setting, and the measurements.
 
-A row is a JSON object with the fields in ``docs/evidence/validation.md``; a missing or ``null`` field has the default in that table. A row
-that lacks a required field is refused with the field's name.
+A row is a JSON object with the fields in ``docs/evidence/validation.md``; a missing or ``null`` field has the default in that table, or
+several possible values. A row that lacks a required field is refused with the field's name.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.errors import UsageError
-from autopar.precision import FLOAT8, SPELLINGS, TF32
+from autopar.precision import FLOAT16
+from autopar.schedules import INTERLEAVED, V_SHAPED
+from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS
-from autopar.techniques.technique import Technique
 from autopar.trainers.setting import Setting
+from autopar.validate.architecture import Architecture, read_architecture
+from autopar.validate.fields import RowError, integer
+from autopar.validate.words import (
+    dense_layers,
+    expert_tensor_degree,
+    facts_of,
+    microbatches,
+    options_of,
+    precision_of,
+    recomputed,
+    schedule_of,
+)
 
+__all__ = ["Architecture", "Hardware", "Measured", "Row", "RowError", "labels", "measured", "read_row"]
 
-class RowError(UsageError):
-    """The row can't be priced; the message names the field that is missing or invalid."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """A decoder-only transformer, described by its sizes. Rows with equal architectures and batches share one capture."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    gated: bool
-    vocabulary: int
-    seq: int
-    tied: bool
-    dropout: bool
-    experts: int = 0
-    experts_per_token: int = 0
+_CHUNKS = (2, 4, 8)  # numbers of stages of a device that trainers choose from, under interleaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +57,23 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """A row as it was read. If it leaves fields open whose value differs from run to run, ``settings`` has a setting for every combination
+    of their possible values, and ``unknown`` the fields' names; ``choices`` are the combinations, in the order of ``settings``."""
+
     id: str
     source: str
     group: str
     architecture: Architecture
-    setting: Setting
+    settings: tuple[Setting, ...]
     hardware: Hardware
     measured: Measured
+    unknown: tuple[str, ...] = ()
+    choices: tuple[tuple[Any, ...], ...] = ((),)
 
-
-# fact about how a row was run -> pattern that finds it in the row's prose (``_PROSE``)
-_FACTS = {
-    "eager": r"\beager\b",
-    "compiled": r"\bcompil",
-    "overlap off": r"overlap (is )?(switched )?off|no overlap|without overlap",
-    "all-to-all context": r"\ba2a\b|all-to-all|ulysses",
-    "DeepSpeed": r"deepspeed",
-    "device memory": r"nvidia-smi",
-    "reserved memory": r"\breserved\b",
-    "Megatron": r"\bmegatron|\bnemo\b|\bmcore\b|distributed.?(fused.?adam|optimizer)|transformer.?engine",
-    "16-bit gradients": r"distributed_fused_adam|grad_(sync|reduce)_dtype\W{1,3}bf16|(bf16|bfloat16) grad",
-    "overlapped gradients": r"overlap[ _-]?grad|gradient.{0,12}overlap",
-    "overlapped tensor": r"(ub_)?tp_comm_overlap|async.?tp|async tensor",
-    "fused loss": r"fused (ce\b|cross|loss)|liger",
-    "unfused attention": r"(unfused|no flash|without flash|non-flash)",
-    "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
-}
-_PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
-_MAX_INTEGER = 2**40  # the largest allowed number in a row
-_MAX_LAYERS = 10_000  # the largest allowed number of layers
-_PRECISIONS = SPELLINGS | {TF32: TF32} | dict.fromkeys(("fp8", "float8", "mxfp8", "nvfp8"), FLOAT8)
+    @property
+    def setting(self) -> Setting:
+        """The setting, or the first of the possible ones."""
+        return self.settings[0]
 
 
 def labels(data: Mapping[str, Any], number: int) -> tuple[str, str, str]:
@@ -106,107 +88,121 @@ def read_row(data: Mapping[str, Any], number: int) -> Row:
     """Read a row. Raises ``RowError`` for a missing field without a default, or an invalid value."""
     name, source, group = labels(data, number)
     setting = _setting(data)
-    return Row(name, source, group, _architecture(data, setting), setting, _hardware(data), measured(data))
-
-
-def _integer(data: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 0) -> int:
-    """Return the integer under the first of ``keys`` that the row has. Raises ``RowError`` if it is not an integer from ``least`` to
-    ``_MAX_INTEGER``, or if the row has none of the keys and there is no ``default``."""
-    for key in keys:
-        value = data.get(key)
-        if value is None:
-            continue
-        if isinstance(value, str) and value.strip().isdecimal():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not float(value).is_integer():
-            raise RowError(f"{key} = {value!r} is not a whole number")
-        if not least <= value <= _MAX_INTEGER:
-            raise RowError(f"{key} = {value:g} is not between {least} and {_MAX_INTEGER:g}")
-        return int(value)
-    if default is None:
-        raise RowError(f"{keys[0]} is missing")
-    return default
-
-
-def _architecture(data: Mapping[str, Any], setting: Setting) -> Architecture:
-    model = data.get("model")
-    if not isinstance(model, Mapping):
-        raise RowError("model is missing")
-    hidden = _integer(model, "hidden", "hidden_size", least=1)
-    heads = _integer(model, "n_heads", "num_attention_heads", least=1)
-    gated = model.get("gated_mlp")
-    family = str(model.get("family") or "").lower()
-    if gated is None:
-        gated = any(word in family for word in ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek"))
-    dropout = model.get("dropout")
-    if dropout is None:  # recipes of the float16 era used dropout 0.1, later ones use none
-        dropout = 0.1 if setting.precision == "float16" and not gated else 0.0
-    tied = model.get("tied_embeddings")
-    if hidden % heads:
-        raise RowError(f"hidden = {hidden} does not divide into n_heads = {heads}")
-    kv_heads = _integer(model, "n_kv_heads", "num_key_value_heads", default=heads, least=1)
-    if heads % kv_heads:
-        raise RowError(f"n_heads = {heads} does not divide into n_kv_heads = {kv_heads}")
-    layers = _integer(model, "n_layers", "num_hidden_layers", least=1)
-    if layers > _MAX_LAYERS:
-        raise RowError(f"n_layers = {layers} is more than {_MAX_LAYERS}")
-    vocabulary = _integer(model, "vocab", "vocab_size", least=1)
-    if vocabulary % setting.tensor:  # pad it, as Megatron does
-        part = 128 * setting.tensor
-        vocabulary = -(-vocabulary // part) * part
-    experts = _integer(model, "n_experts", "num_experts", "experts", default=0)
+    architecture = read_architecture(_model(data), setting.tensor, setting.precision == FLOAT16)
+    experts = architecture.experts
+    setting = dataclasses.replace(setting, folds=_folds(data, setting, experts))
     if setting.expert > 1 and (not experts or experts % setting.expert):
         raise RowError(f"ep = {setting.expert} does not divide the model's {experts} experts (n_experts)")
-    wide = ("ffn_hidden", "intermediate_size")
-    inner = ("moe_ffn_hidden", *wide) if experts else (*wide, "moe_ffn_hidden")
-    return Architecture(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=_integer(model, *inner, default=4 * hidden, least=1),
-        gated=bool(gated),
-        vocabulary=vocabulary,
-        seq=_integer(model, "seq_len", "seq_length", least=1),
-        tied=(not gated) if tied is None else bool(tied),
-        dropout=bool(dropout),
-        experts=experts,
-        experts_per_token=_integer(model, "experts_per_token", "moe_top_k", "top_k", default=2),
+    possible = _possible(data, setting, architecture)
+    unknown = tuple(field for field, values in possible.items() if len(values) > 1)
+    combinations = [dict(zip(possible, values, strict=True)) for values in itertools.product(*possible.values())]
+    return Row(
+        name,
+        source,
+        group,
+        architecture,
+        tuple(_with(data, setting, values) for values in combinations),
+        _hardware(data),
+        measured(data),
+        unknown,
+        tuple(tuple(values[field] for field in unknown) for values in combinations),
     )
 
 
+def _model(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the row's model, which may be a name, with what the row says of it elsewhere."""
+    model = data.get("model")
+    if isinstance(model, str) and model:
+        model = {"name": model}
+    if not isinstance(model, Mapping):
+        return None
+    said = {"seq_len": data.get("seq_len") if model.get("seq_len") is None else model["seq_len"]}
+    if (dense := dense_layers(data)) is not None:
+        said["n_dense_layers"] = dense
+    return {**model, **said}
+
+
+def _possible(data: Mapping[str, Any], setting: Setting, architecture: Architecture) -> dict[str, tuple[Any, ...]]:
+    """Return the possible values of the fields that differ from run to run: one if the row has the field, else the usual ones."""
+    sizes = microbatches(data, setting.global_batch // setting.data)
+    chunks: tuple[int, ...] = (setting.chunks,)
+    if setting.schedule == INTERLEAVED and data.get("vp") is None:
+        each = architecture.layers // setting.pipeline
+        chunks = tuple(n for n in _CHUNKS if each % n == 0) or _CHUNKS[:1]
+    return {ACTIVATIONS.run_fields[0]: recomputed(data), "micro_batch": sizes, "vp": chunks}
+
+
+def _with(data: Mapping[str, Any], setting: Setting, values: Mapping[str, Any]) -> Setting:
+    """Return the setting with one of its possible values of each field. A run with virtual stages is a tuned recipe, which overlaps."""
+    options, chunks = options_of(data, values[ACTIVATIONS.run_fields[0]]), values["vp"]
+    facts = setting.facts | ({"overlapped gradients", "overlapped tensor"} if chunks > 1 else set())
+    return dataclasses.replace(setting, options=options, microbatch=values["micro_batch"], chunks=chunks, facts=facts)
+
+
 def _setting(data: Mapping[str, Any]) -> Setting:
-    devices = _integer(data, "n_gpus", least=1)
-    context, expert = _integer(data, "cp", default=1, least=1), _integer(data, "ep", default=1, least=1)
-    tensor, pipeline = _integer(data, "tp", least=1), _integer(data, "pp", least=1)
+    """Return the row's setting; ``_with`` sets what may have several values."""
+    devices = integer(data, "n_gpus", least=1)
+    context, expert = integer(data, "cp", default=1, least=1), integer(data, "ep", default=1, least=1)
+    tensor, pipeline = integer(data, "tp", least=1), integer(data, "pp", least=1)
     group = tensor * pipeline * context
     if devices % group:
         raise RowError(f"tp * pp * cp = {group} does not divide n_gpus = {devices}")
     degree = devices // group
-    if degree % expert:  # expert parallelism divides the data-parallel ranks
-        raise RowError(f"ep = {expert} does not divide dp = {degree}")
-    prose = " ".join(str(data.get(key) or "") for key in _PROSE)
-    facts = frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
-    sequence = data.get("sequence_parallel")
-    batch = _integer(data, "global_batch", least=1)
-    microbatch = _integer(data, "micro_batch", default=1, least=1)
+    given = data.get("sequence_parallel")
+    sequence = tensor > 1 and (given is None or bool(given))
+    batch = integer(data, "global_batch", least=1)
+    microbatch = integer(data, "micro_batch", default=1, least=1)
     if batch % (degree * microbatch):
         raise RowError(f"global_batch = {batch} does not divide into dp * micro_batch = {degree} * {microbatch}")
+    schedule = schedule_of(data, pipeline)
     return Setting(
         data=degree,
         tensor=tensor,
         pipeline=pipeline,
         context=context,
         expert=expert,
-        chunks=max(1, _integer(data, "vp", default=1)),
-        sequence=tensor > 1 and (sequence is None or bool(sequence)),
+        chunks=max(1, integer(data, "vp", default=2 if schedule in V_SHAPED else 1)),
+        sequence=sequence,
         zero=_zero(data),
-        activations=_value(ACTIVATIONS, data),
-        precision=_precision(data.get("precision")),
+        options=Options(),
+        precision=precision_of(data.get("precision")),
         global_batch=batch,
         microbatch=microbatch,
-        facts=facts,
+        facts=facts_of(data),
         replicate=_hsdp_replicas(data, degree * context, tensor * context),
+        schedule=schedule,
+    )
+
+
+def _folds(data: Mapping[str, Any], s: Setting, experts: int) -> frozenset[str]:
+    """Return the axes besides the data-parallel one over which experts are distributed.
+
+    Experts have a grid of their own over a stage's ranks (Megatron's parallel folding): ``etp`` tensor-parallel ranks share an expert. If
+    the row has no ``etp``, it is ``tp``, as of other layers, unless there are fewer experts than ``tp * ep`` ranks or too few ranks for
+    ``ep``: then it is 1. Experts are distributed over tensor-parallel ranks first (if ``etp`` is 1), over context-parallel ranks if they
+    have to be, and then over data-parallel ranks.
+    """
+    etp = integer(data, "etp", "expert_tp", default=expert_tensor_degree(data) or 0) or None
+    if s.expert == 1 and not (experts and etp == 1 < s.tensor):
+        return frozenset()
+    if etp not in (None, 1, s.tensor):
+        raise RowError(f"etp = {etp} is neither 1 nor tp = {s.tensor}")
+    if etp == 1 < s.tensor and not s.sequence:
+        raise RowError("sequence_parallel is false: without it, experts over tensor-parallel ranks have no price")
+    whole: tuple[tuple[str, ...], ...] = ((), ("context",))
+    over_tensor: tuple[tuple[str, ...], ...] = (("tensor",), ("tensor", "context")) if s.sequence else ()
+    if etp == 1:
+        tried = over_tensor or whole
+    elif etp == s.tensor:
+        tried = whole
+    else:
+        tried = over_tensor + whole if s.tensor * s.expert > experts else whole + over_tensor
+    for names in tried:
+        folded = math.prod({"tensor": s.tensor, "context": s.context}[name] for name in names)
+        if s.expert % folded == 0 and s.data % (s.expert // folded) == 0:
+            return frozenset(names) if s.context > 1 else frozenset(names) - {"context"}
+    raise RowError(
+        f"ep = {s.expert} does not divide dp = {s.data}, nor dp with the whole of tp = {s.tensor} or cp = {s.context}"
     )
 
 
@@ -218,38 +214,23 @@ def _hsdp_replicas(data: Mapping[str, Any], data_ranks: int, inner: int) -> int:
     flags = data.get("flags")
     if not isinstance(flags, list) or not any(str(flag).endswith("within_a_node_only") for flag in flags):
         return 1
-    shard_ranks = _integer(data, "gpus_per_node", default=8, least=1) // inner
+    shard_ranks = integer(data, "gpus_per_node", default=8, least=1) // inner
     return data_ranks // shard_ranks if shard_ranks > 1 and data_ranks % shard_ranks == 0 else 1
 
 
 def _zero(data: Mapping[str, Any]) -> int:
-    stage = _integer(data, "zero_stage", default=1)
+    stage = integer(data, "zero_stage", default=1)
     if stage > 3:
         raise RowError(f"zero_stage = {stage}: there are stages 0 to 3")
     return stage
-
-
-def _value(technique: Technique, data: Mapping[str, Any]) -> str:
-    try:
-        return technique.of_run(data)
-    except UsageError as error:
-        raise RowError(error.message) from None
-
-
-def _precision(value: object) -> str:
-    words = re.split(r"[^a-z0-9]+", str(value or "bf16").lower())
-    for word in words:
-        if word in _PRECISIONS:
-            return _PRECISIONS[word]
-    raise RowError(f"precision = {value!r} is not known")
 
 
 def _hardware(data: Mapping[str, Any]) -> Hardware:
     gpu = data.get("gpu")
     if not isinstance(gpu, str) or not gpu:
         raise RowError("gpu is missing")
-    devices = _integer(data, "n_gpus", least=1)
-    per_node = _integer(data, "gpus_per_node", default=8, least=1)
+    devices = integer(data, "n_gpus", least=1)
+    per_node = integer(data, "gpus_per_node", default=8, least=1)
     return Hardware(gpu, devices, per_node, str(data.get("interconnect") or ""))
 
 
@@ -264,9 +245,12 @@ def measured(data: Mapping[str, Any]) -> Measured:
 
     step = number(printed.get("step_time_s"))
     rate = number(printed.get("tokens_per_s_per_gpu"))
-    model = data.get("model") or {}
     if step is None and rate is not None:
-        sizes = [number(data.get("global_batch")), number(model.get("seq_len")), number(data.get("n_gpus"))]
+        sizes = [
+            number(data.get("global_batch")),
+            number((_model(data) or {}).get("seq_len")),
+            number(data.get("n_gpus")),
+        ]
         if all(sizes):
             batch, seq, devices = (float(size or 0) for size in sizes)
             step = batch * seq / (rate * devices)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,17 @@ from autopar.data_files import MalformedFileError, parse_json
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.plan import Plan
+from autopar.plan import NARROW_MOMENTS, Plan
 from autopar.price import Pricer
+from autopar.trainers import Setting
 from autopar.trainers.layout import plan_parts
+from autopar.validate.architecture import Architecture
+from autopar.validate.fields import RowError
 from autopar.validate.models import graph_of, textbook, textbook_types
-from autopar.validate.rows import Architecture, Measured, Row, labels, measured, read_row
+from autopar.validate.rows import Measured, Row, labels, measured, read_row
 from autopar.validate.setting import cluster_of, reported_bytes, trainer_of
 
+_AGREEMENT = 0.05  # by how much values may differ that count as one
 _ROWS = 8  # batch size of the small graph that determines the op-level layouts
 
 
@@ -40,6 +46,16 @@ class RowOutcome:
     @property
     def priced(self) -> bool:
         return not self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """The predictions for a setting, or those that all possible settings of a row agree on (``memory_bytes``: ``None`` if they differ)."""
+
+    step_s: float
+    memory_bytes: int | None
+    feasible: bool
+    within_plan_limit: bool
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.graphs: dict[object, Graph | AutoparError] = {}
+        self.narrow: dict[int, Graph] = {}
         self.pricers: dict[object, Pricer] = {}
         self.clusters: dict[object, Cluster] = {}
 
@@ -100,7 +117,7 @@ class Bench:
             return RowOutcome(*names, Measured(None, None, False), None, None, None, "measured values are not readable")
         try:
             row = read_row(data, number)
-            plan, limit = self.price(row)
+            found = self.predicted(row)
         except InfeasibleError as error:
             return RowOutcome(*names, seen, None, None, False, "", error.message)
         except AutoparError as error:
@@ -108,34 +125,70 @@ class Bench:
         except Exception as error:
             # list a bad row with its error, and go on with the next row
             return RowOutcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
-        memory = max(stage.memory.total for stage in plan.stages)
-        shown = int(reported_bytes(row.setting, memory))
-        within = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
-        return RowOutcome(*names, seen, plan.prediction.step_time_s, shown, memory <= limit, within_plan_limit=within)
+        return RowOutcome(
+            *names, seen, found.step_s, found.memory_bytes, found.feasible, within_plan_limit=found.within_plan_limit
+        )
 
-    def price(self, row: Row) -> tuple[Plan, int]:
-        """Return the row's priced plan, and the memory capacity of a device."""
-        graph, cluster, pricer = self.prices(row)
-        trainer = trainer_of(row.setting)
-        plan = plan_parts(graph, row.setting, trainer.root_zero(row.setting)).evaluate(graph, cluster, pricer)
+    def predicted(self, row: Row) -> Predicted:
+        """Return the predictions for the row; if fields leave several settings open, those that all feasible settings agree on.
+
+        Raises ``RowError`` if their step times differ, and ``InfeasibleError`` if no setting has a price.
+        """
+        found: dict[tuple[Any, ...], Predicted] = {}
+        refused: InfeasibleError | None = None
+        for choice, setting in zip(row.choices, row.settings, strict=True):
+            try:
+                plan, limit = self.price(row, setting)
+            except InfeasibleError as error:
+                refused = error
+                continue
+            memory = max(stage.memory.total for stage in plan.stages)
+            within = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
+            shown = int(reported_bytes(setting, memory))
+            found[choice] = Predicted(plan.prediction.step_time_s, shown, memory <= limit, within)
+        if not found:
+            assert refused is not None
+            raise refused
+        fitting = {choice: p for choice, p in found.items() if p.feasible} or found
+        ordered = sorted(fitting.values(), key=lambda p: p.step_s)
+        if not _agree(p.step_s for p in ordered):
+            fields = _deciding(row.unknown, {choice: p.step_s for choice, p in fitting.items()})
+            raise RowError(
+                f"{fields}, and with it the step time, from {ordered[0].step_s:.3g} s to {ordered[-1].step_s:.3g} s"
+            )
+        middle = ordered[(len(ordered) - 1) // 2]
+        if not _agree(p.memory_bytes or 0 for p in ordered):
+            return dataclasses.replace(middle, memory_bytes=None)
+        return middle
+
+    def price(self, row: Row, setting: Setting) -> tuple[Plan, int]:
+        """Return the row's priced plan with one of its settings, and the memory capacity of a device."""
+        graph, cluster, pricer = self.prices(row, setting)
+        parts = plan_parts(graph, setting, trainer_of(setting).root_zero(setting))
+        plan = parts.evaluate(graph, cluster, pricer)
         return plan, cluster.memory_capacity_bytes
 
-    def prices(self, row: Row) -> tuple[Graph, Cluster, Pricer]:
-        """Return the row's graph, cluster, and cost model of its trainer."""
+    def prices(self, row: Row, setting: Setting | None = None) -> tuple[Graph, Cluster, Pricer]:
+        """Return the row's graph, cluster, and cost model of its trainer under one of its settings, by default the first."""
+        setting = setting or row.setting
         graph = self.graph(row)
         if row.hardware not in self.clusters:
             self.clusters[row.hardware] = cluster_of(row.hardware)
-        cluster = self.clusters[row.hardware]
-        trainer = trainer_of(row.setting).model(row.setting, cluster)
-        key = (id(graph), row.hardware, row.setting.precision, trainer)
+        trainer = trainer_of(setting)
+        cluster = trainer.devices(self.clusters[row.hardware])
+        model = trainer.model(setting, cluster)
+        key = (id(graph), row.hardware, setting.precision, trainer.name, model)
         if key not in self.pricers:
             solve = textbook_types(graph, self.plain(row))
-            self.pricers[key] = Pricer(graph, cluster, row.setting.precision, solve, trainer)
+            self.pricers[key] = Pricer(graph, cluster, setting.precision, solve, model)
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
-        """Return the row's model with its global batch."""
-        return self._captured(row.architecture, row.setting.global_batch)
+        """Return the row's model with its global batch, and with Adam's moments in 16 bits if the row's are."""
+        graph = self._captured(row.architecture, row.setting.global_batch)
+        if "16-bit moments" not in row.setting.facts:
+            return graph
+        return self.narrow.setdefault(id(graph), dataclasses.replace(graph, narrow=(NARROW_MOMENTS,)))
 
     def plain(self, row: Row) -> Graph:
         """Return the row's model at modest sizes, which determines its op-level layouts."""
@@ -152,6 +205,20 @@ class Bench:
         if isinstance(found, AutoparError):
             raise found
         return found
+
+
+def _agree(values: Iterable[float]) -> bool:
+    """Return whether values are so close that it doesn't matter which of them is right."""
+    known = list(values)
+    return max(known) <= (1 + _AGREEMENT) * min(known)
+
+
+def _deciding(fields: Sequence[str], found: Mapping[tuple[Any, ...], float]) -> str:
+    """Return which unknown fields decide a value, by the combination of the fields' values: those that alone change it, or else all."""
+    pairs = [(a, b) for a, b in itertools.combinations(found, 2) if not _agree((found[a], found[b]))]
+    alone = {i for a, b in pairs if len(apart := [i for i in range(len(a)) if a[i] != b[i]]) == 1 for i in apart}
+    names = [fields[i] for i in sorted(alone)] or fields
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} unknown"
 
 
 def of_groups(outcomes: Iterable[RowOutcome], key: Callable[[RowOutcome], str]) -> dict[str, list[RowOutcome]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autopar.devices import Cluster, constants, described
-from autopar.trainers import DEEPSPEED, MEGATRON, NANOTRON, TORCHTITAN, Setting, Trainer
-from autopar.validate.rows import Hardware, RowError
+from autopar.trainers import DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, Trainer
+from autopar.validate.fields import RowError
+from autopar.validate.rows import Hardware
 
 
 def is_fsdp(s: Setting) -> bool:
@@ -14,6 +15,8 @@ def is_fsdp(s: Setting) -> bool:
 
 def trainer_of(s: Setting) -> Trainer:
     """Return the trainer that ran the row: from the row's facts, or else the usual one for its recipe."""
+    if "InternEvo" in s.facts:
+        return INTERNEVO
     if is_fsdp(s):
         return TORCHTITAN
     if s.precision == "float16" or s.chunks > 1 or "Megatron" in s.facts or s.precision == "float8":

@@ -13,7 +13,6 @@ from places import ROOT
 from autopar.cli.app import cli
 from autopar.devices import gpu_names
 from autopar.errors import UsageError
-from autopar.trainers.flags import read_flags
 
 GPT2 = ["gpt2", "--devices", "8xH100-80GB", "--seq", "256", "--global-batch", "64"]
 
@@ -67,47 +66,6 @@ def test_a_ring_needs_attention_and_slices_belong_to_the_loss():
     assert {layer["logits"] for layer in plan["layers"][:-1]} == {"whole"} and plan["layers"][-1]["logits"] == "sliced"
 
 
-def test_the_flags_of_other_trainers_mean_the_same():
-    megatron = read_flags(
-        ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size=2", "--micro-batch-size", "1", "--sequence-parallel",
-         "--use-distributed-optimizer", "--recompute-granularity", "selective", "--bf16"]
-    )  # fmt: skip
-    assert megatron == (
-        ["pipeline=2", "tensor=4", "zero=1", "activations=selective"],
-        {"microbatch": 1, "sequence": True, "precision": "bfloat16"},
-    )
-    titan = ["--parallelism.data_parallel_shard_degree=8", "--activation_checkpoint.mode", "off"]
-    assert read_flags(titan) == (["zero=3", "activations=keep"], {})
-    degrees = ("--parallelism.data_parallel_replicate_degree=8", "--parallelism.data_parallel_shard_degree")
-    assert read_flags([*degrees, "4"]) == (["zero=3", "replicate=8"], {})
-    assert read_flags([*degrees, "1"]) == (["zero=0"], {})
-    uniform = ["--recompute-granularity=full", "--recompute-method", "uniform", "--recompute-num-layers=4"]
-    assert read_flags(uniform) == (["activations=full:4"], {})
-    assert read_flags(["--context-parallel-size=2", "--seq-length", "64"]) == (["ring=2"], {"seq": 64})
-    with pytest.raises(UsageError, match="--micro-batch-size: 'one' is not a whole number"):
-        read_flags(["--micro-batch-size", "one"])
-    for flag in ("--micro-batch-size", "--recompute-num-layers"):  # a digit of Unicode that is no number
-        with pytest.raises(UsageError, match=f"{flag}: '²' is not a whole number"):
-            read_flags([flag, "²"])
-    with pytest.raises(UsageError, match="--recompute-method: the method block is not supported"):
-        read_flags(["--recompute-method", "block"])
-    with pytest.raises(UsageError, match="--micro-batch-size: '0' is not a whole number from 1"):
-        read_flags(["--micro-batch-size", "0"])
-    with pytest.raises(UsageError, match="--training.seq_len means seq=32, and an earlier flag seq=64"):
-        read_flags(["--seq-length", "64", "--training.seq_len", "32"])
-    assert read_flags(["--seq-length", "64", "--training.seq_len", "64"]) == ([], {"seq": 64})
-    with pytest.raises(UsageError, match="--fast"):
-        read_flags(["--fast"])
-    with pytest.raises(UsageError, match="no value"):
-        read_flags(["--micro-batch-size"])
-    for word in ("--bf16=0", "--sequence-parallel=false", "--use-distributed-optimizer="):
-        with pytest.raises(UsageError, match=f"{word.partition('=')[0]} takes no value"):
-            read_flags([word])
-    with pytest.raises(UsageError, match="--fp16 means precision=float16, and an earlier flag precision=bfloat16"):
-        read_flags(["--bf16", "--fp16"])
-    assert read_flags(["--bf16", "--bf16"]) == ([], {"precision": "bfloat16"})
-
-
 def test_degrees_that_do_not_divide_are_refused():
     with pytest.raises(UsageError, match="do not divide into tensor 3"):
         invoke("price", *GPT2, "--pin", "tensor=3")
@@ -133,16 +91,18 @@ def test_a_price_has_every_pin_of_the_request():
 
 @pytest.mark.parametrize(
     ("option", "flag"),
-    [
-        (("--microbatch", "4"), ("--micro-batch-size", "1")),
-        (("--seq", "256"), ("--seq-length", "128")),
-        (("--precision", "float32"), ("--bf16",)),
-    ],
+    [(("--seq", "256"), ("--seq-length", "128")), (("--precision", "float32"), ("--bf16",))],
 )
 def test_an_option_and_a_flag_that_contradict_each_other_are_refused(option: tuple[str, ...], flag: tuple[str, ...]):
     with pytest.raises(UsageError, match=f"^{option[0]} is {option[1]}, and .* in the flags after --") as error:
         invoke("price", "gpt2", "--devices", "8xH100-80GB", *option, "--", *flag)
     assert error.value.hint == f"leave {option[0]} out"
+
+
+@pytest.mark.parametrize("option", [("--microbatch", "4"), ("--sequence",), ("--pin", "tensor=2")])
+def test_a_decision_beside_a_configuration_is_refused(option: tuple[str, ...]):
+    with pytest.raises(UsageError, match=f"^{option[0]}.* fixes all decisions"):
+        invoke("price", "gpt2", "--devices", "8xH100-80GB", *option, "--", "--micro-batch-size", "1")
 
 
 def test_a_plan_that_leaves_devices_idle_is_read_for_all_of_them(tmp_path: Path):

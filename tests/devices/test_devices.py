@@ -148,6 +148,7 @@ def test_every_figure_of_a_kind_has_its_source(name):
     keys["peak_fp8_blockwise"] = "fp8_blockwise"
     keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained_as")}
     keys |= {"nvlink_gb": "nvlink", "sustained_matmul": "sustained", "achievable_matmul_fp8": "achievable_fp8"}
+    keys |= {"vendor_attention_speedup": "vendor_attention"}
     wanted = {source for figure in entry for key, source in keys.items() if figure.startswith(key)}
     assert {"hbm", "host"} < wanted <= set(entry["sources"])
 

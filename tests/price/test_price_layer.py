@@ -552,6 +552,6 @@ def test_a_trace_allocates_nothing_that_has_the_batchs_size():
 def fused_costs(cls: LayerClass, dtype: torch.dtype) -> OpCosts:
     """The costs of a layer whose pointwise ops are fused."""
     nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
-    costs = op_costs(nodes, trace(cls), lambda tensor: tensor.numel() * dtype.itemsize, float8=False)
+    costs = op_costs(nodes, trace(cls), lambda tensor: tensor.numel() * dtype.itemsize)
     merge(costs)
     return costs

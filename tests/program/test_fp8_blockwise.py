@@ -299,7 +299,7 @@ def test_experts_are_priced_at_the_rate_of_blocks_with_their_rounding() -> None:
     def mixture_costs(graph: Graph) -> tuple[str, float, float, float]:
         (cls,) = (c for c in graph.classes.values() if c.mixtures)
         nodes = [node for node in cls.graph.graph.nodes if node.op == "call_function"]
-        costs = op_costs(nodes, trace(cls), lambda tensor: tensor.nbytes, float8=False)
+        costs = op_costs(nodes, trace(cls), lambda tensor: tensor.nbytes)
         (op,) = (i for i, node in enumerate(costs.nodes) if isinstance(node.target, Experts))
         moved = [(slot.forward, slot.backward) for slot in costs.slots if slot.op == op]
         return costs.kinds[op], costs.forward_kernels[op], *map(sum, zip(*moved, strict=True))

@@ -42,8 +42,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def wanted(s: Setting, bounds: Sequence[int], seq: int) -> Line:
     """A setting as JSON, with what follows from it."""
-    fields = {name: getattr(s, name) for name in s.__slots__ if name not in ("facts", "cuts")}
-    return fields | {"facts": sorted(s.facts), "microbatches": s.microbatches, "bounds": list(bounds), "seq": seq}
+    found = {name: getattr(s, name) for name in s.__slots__ if name not in ("facts", "cuts", "folds", "options")}
+    found |= {"activations": s.activations, "facts": sorted(s.facts), "folds": sorted(s.folds)}
+    return found | {"microbatches": s.microbatches, "bounds": list(bounds), "seq": seq}
 
 
 def cases() -> Iterator[Line]:

@@ -65,8 +65,8 @@ Megatron-LM, whose parser is in no package. The [lines](exports.jsonl) have ever
 
 LIMITS = (
     "**torchtitan**: `ConfigManager` reads the flags, and the exported function sets the same fields. The model is built on the meta "
-    "device, and rank 0 of it is cut, sharded and given its schedule on a process group that sends nothing. Models that torchtitan lacks have the "
-    "blocks of one of its own.",
+    "device, and rank 0 of it is cut, sharded and given its schedule on a process group that sends nothing. Models that torchtitan lacks "
+    "have the blocks of one of its own.",
     "**Megatron-Core**: the flags are fields of its configuration classes, and the layout's stages have the setting's blocks. `parse_args` "
     "and `validate_args` of Megatron-LM read them beside flags of the model; one function is replaced, which asks the GPU for its "
     "generation. Transformer Engine is not installed, so `--no-rope-fusion` is added.",

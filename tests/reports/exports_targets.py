@@ -272,7 +272,7 @@ def megatron_lm(case: Case) -> list[str]:
         "recompute_num_layers": None if s["activations"] == "keep" else s["recomputed"] or 1,
     }.items():
         same(name, getattr(args, name), value)
-    same("expert_tensor_parallel_size", args.expert_tensor_parallel_size, 1 if s["fold"] == "all" else s["tensor"])
+    same("expert_tensor_parallel_size", args.expert_tensor_parallel_size, 1 if "tensor" in s["folds"] else s["tensor"])
     same("num_layers", config.num_layers, case["blocks"])
     return [
         f"parse_args, validate_args and TransformerConfig of Megatron-LM {package_info.__version__.partition('+')[0]}"

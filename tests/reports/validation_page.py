@@ -187,9 +187,11 @@ def main(only: Sequence[str]) -> None:
     makers: dict[str, Callable[[], str]] = {"constants": constants}
     if not only or set(only) - {"constants"}:
         ours = validate(ROWS / "published.jsonl")
+        recorded = validate(ROWS / "records.jsonl")
         swept = validate(ROWS / "layout_sweep.jsonl")
         makers |= {
             "published": lambda: published(ours),
+            "records": lambda: published(recorded),
             "peers": lambda: peers(ours, read("published.jsonl")),
             "sweep": lambda: sweep(swept, read("layout_sweep.jsonl")),
         }

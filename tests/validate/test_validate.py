@@ -18,11 +18,13 @@ from autopar.plan import Role
 from autopar.schedules import Schedule
 from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import simulate
+from autopar.trainers import OtherTrainer
+from autopar.trainers.layout import balanced, even_bounds, plan_parts
 from autopar.validate import RowOutcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
 from autopar.validate.run import Bench, read_file
-from autopar.validate.setting import balanced, cuts, plan_of_row, trainer_of
+from autopar.validate.setting import trainer_of
 
 ROWS = GROUNDTRUTH
 SMALL = {
@@ -37,6 +39,7 @@ SMALL = {
     "tp": 2,
     "pp": 1,
     "zero_stage": 1,
+    "recompute": "none",
     "precision": "bf16",
     "global_batch": 16,
     "micro_batch": 2,
@@ -127,13 +130,23 @@ def test_a_deep_model_is_what_capture_would_have_found():
     assert [layer.activations[0] for layer in deep.layers[1:]] == made[:-1]
 
 
+def model_of(data: dict) -> OtherTrainer:
+    """The cost model of a row's trainer."""
+    s = read_row(data, 1).setting
+    return trainer_of(s).model(s, described("H100-80GB-SXM", 1, 8))
+
+
+def changed_model(**changes: object) -> OtherTrainer:
+    return model_of(row(**changes))
+
+
 def test_cuts():
     graph = graph_of(Architecture(8, 64, 4, 4, 128, True, 256, 32, False, False), 4)
     setting = read_row(row(pp=2, tp=1, dp=4, micro_batch=1), 1).setting
-    assert cuts(graph, setting) == (0, 5, 10)
+    assert even_bounds(graph, setting) == (0, 5, 10)
     assert balanced(16, 4.0, 2) == (0, 12, 18) and balanced(16, 4.0, 4) == (0, 7, 12, 17, 18)
     interleaved = dataclasses.replace(setting, chunks=2)
-    written = plan_of_row(graph, interleaved, Role.RING)
+    written = plan_parts(graph, interleaved)
     assert written.schedule.name == "interleaved-1f1b" and written.bounds == (0, 3, 5, 7, 10)
 
 
@@ -145,18 +158,18 @@ def test_rows_of_mixtures_deal_out_experts(tmp_path):
     whole, _, quarters = (o.memory_bytes for o in found)
     assert whole > quarters and len({o.step_s for o in found}) == 3
     setting = read_row(rows[2], 1).setting
-    written = plan_of_row(graph_of(read_row(rows[2], 1).architecture, 16), setting, Role.RING)
+    written = plan_parts(graph_of(read_row(rows[2], 1).architecture, 16), setting)
     assert [s.degree(written.mesh, Role.EXPERT) for s in written.strategies] == [1, 4, 4, 4, 4, 1]
-    assert [s.zero for s in written.strategies] == [1, 0, 0, 0, 0, 1]
+    # the expert axis replicates what is not an expert, which ZeRO shards over it
+    assert [s.zero for s in written.strategies] == [1, 1, 1, 1, 1, 1]
 
 
 def test_the_trainer_follows_what_the_row_says():
-    h100 = described("H100-80GB-SXM", 1, 8)
-    modern = trainer_of(read_row(row(notes="Megatron-LM, all overlap off"), 1).setting, h100)
+    modern = model_of(row(notes="Megatron-LM, all overlap off"))
     assert modern.fused and modern.flash and modern.gradient_bytes == 4 and modern.overlap_tensor == 0
-    old = trainer_of(read_row(row(precision="fp16"), 1).setting, h100)
+    old = model_of(row(precision="fp16"))
     assert not old.flash and old.regather
-    assert not trainer_of(read_row(row(notes="FSDP eager bf16"), 1).setting, h100).fused
+    assert not model_of(row(notes="FSDP eager bf16")).fused
 
 
 def test_loose_names_of_machines():
@@ -305,16 +318,11 @@ def test_no_row_ends_the_run(monkeypatch):
 
 
 def test_words_of_the_trainer():
-    h100 = described("H100-80GB-SXM", 1, 8)
-
-    def trainer(**changes: object):
-        return trainer_of(read_row(row(**changes), 1).setting, h100)
-
-    plain, fsdp = trainer(), trainer(zero_stage=3)
+    plain, fsdp = changed_model(), changed_model(zero_stage=3)
     assert (plain.gradient_bytes, plain.fresh_bytes, plain.fused, plain.fsdp) == (6, 2, False, False)
     assert (fsdp.gradient_bytes, fsdp.fresh_bytes, fsdp.fsdp, fsdp.loss_copies) == (4, 0, True, 2)
-    assert trainer(zero_stage=3, quote="FSDP compile bf16").fused
-    recipe = trainer(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
+    assert changed_model(zero_stage=3, quote="FSDP compile bf16").fused
+    recipe = changed_model(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
     assert (recipe.gradient_bytes, recipe.overlap_data, recipe.overlap_tensor) == (2, 1, 1.0)
 
 

@@ -1,0 +1,189 @@
+"""Plans for other trainers: ``autopar plan --trainer``, ``autopar price --from`` and ``autopar compare`` with a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.commands import (
+    check_pins,
+    cluster_and_options,
+    load,
+    recapture,
+    recorded_options,
+)
+from autopar.cli.console import Messages
+from autopar.cli.options import PlanRequest
+from autopar.devices import Cluster
+from autopar.errors import UsageError
+from autopar.graph import Graph
+from autopar.measure import peak_memory_bytes
+from autopar.pins import read_pins
+from autopar.plan import Plan
+from autopar.planning import capture_model, compared_graph, plan_graph
+from autopar.precision import name_of, normalise
+from autopar.trainers import Exported, Setting, Trainer
+from autopar.trainers.changes import Change, best_changes
+from autopar.trainers.choose import PINS, TrainerPricers, best_setting
+from autopar.trainers.options import Option, of_words, read_options
+from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
+
+_SPELLED = {"ring": "context"}  # pin -> field of ``Setting``
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A user's configuration: the trainer, the model's graph, and the priced plan."""
+
+    trainer: Trainer
+    graph: Graph
+    cluster: Cluster
+    setting: Setting
+    plan: Plan
+    pricers: TrainerPricers
+
+
+def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Exported]:
+    """Return the fastest plan that ``request.trainer`` can run, and its configuration."""
+    check_pins(request)
+    if request.plan_file:
+        raise UsageError("--trainer makes a plan, and --plan gives one", "leave one of the two out")
+    start_s = time.perf_counter()
+    trainer, (cluster, _) = trainer_named(str(request.trainer)), cluster_and_options(request)
+    graph = compared_graph(load(request, cluster, messages), request.capture_check, messages)
+    found, exported = choose(graph, cluster, trainer, _pins(request, trainer), messages)
+    plan = dataclasses.replace(
+        found,
+        wall_time_s=time.perf_counter() - start_s,
+        planning_memory_bytes=peak_memory_bytes(),
+        request=recorded_options(request),
+        notes=(*found.notes, *cluster.notes, *graph.notes),
+    )
+    return plan, exported
+
+
+def choose(
+    graph: Graph, cluster: Cluster, trainer: Trainer, pins: dict[str, Any], messages: Messages
+) -> tuple[Plan, Exported]:
+    """Return the fastest plan of a trainer, and its configuration."""
+    messages("search", trainer.title)
+    best = best_setting(graph, cluster, trainer, pins, lambda text: messages("search", text))
+    step_s = best.plan.prediction.step_time_s
+    plan = dataclasses.replace(
+        best.plan,
+        bound_s=step_s,
+        gap=0.0,
+        solver=f"{best.families:,} kinds of settings of {trainer.title}, each priced or excluded by a bound",
+        notes=(priced_as(trainer), *best.plan.notes),
+    )
+    return plan, trainer.export(best.setting, graph, cluster)
+
+
+def priced_as(trainer: Trainer) -> str:
+    """Return the note that says whose program a plan is priced for."""
+    return f"priced as {trainer.title} runs it, with one strategy for all blocks"
+
+
+def _pins(request: PlanRequest, trainer: Trainer) -> dict[str, Any]:
+    """Return the pins as fields of ``Setting``. Raises ``UsageError`` for one that is not a decision of the trainer."""
+    found = {_SPELLED.get(name, name): value for name, value in read_pins(request.pins).items()}
+    for name, value in found.items():
+        if name not in PINS:
+            names = [*({v: k for k, v in _SPELLED.items()}.get(each, each) for each in PINS)]
+            raise UsageError(
+                f"the pin {name}={value} is not a decision of {trainer.title}, which has one strategy for all blocks",
+                f"with --trainer these may be pinned: {', '.join(names)}",
+            )
+    return found
+
+
+def write_export(exported: Exported, plan: Plan, folder: str, messages: Messages) -> None:
+    """Write a configuration's files, its notes and the plan into a folder. Raises ``UsageError`` if a file exists already."""
+    path = Path(folder)
+    files = {**exported.files, "plan.json": plan.dumps() + "\n"}
+    files["NOTES.md"] = "".join(f"- {note}\n" for note in exported.notes)
+    existing = [name for name in files if (path / name).exists()]
+    if existing:
+        raise UsageError(f"{path / existing[0]} exists already", "give --export a new folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (path / name).write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}", "give --export another folder") from error
+    messages.say(f"{', '.join(files)} are in {folder}")
+    for note in exported.notes:
+        messages.say(f"note: {note}")
+
+
+def configured(request: PlanRequest, source: str | None, flags: Sequence[str], messages: Messages) -> Configured:
+    """Return the priced plan of a configuration file (``source``) or of ``flags``.
+
+    Raises ``UsageError`` for pins beside it, and for sizes that contradict the request's.
+    """
+    words = "the flags after --" if source is None else source
+    if request.pins or request.plan_file:
+        raise UsageError(
+            f"{'--plan' if request.plan_file else f'--pin {request.pins[0]}'} conflicts with {words}, which fixes all decisions",
+            "leave one of the two out",
+        )
+    cluster, _ = cluster_and_options(request)
+    options = of_words(list(flags)) if source is None else read_options(source)
+    trainer = trainer_named(request.trainer) if request.trainer else recognised(options, cluster.count, words)
+    request = with_sizes(request, trainer, options, cluster.count, words)
+    graph = capture_model(load(request, cluster, messages), messages)
+    messages("price", trainer.title)
+    reading = read(trainer, options, max(0, len(graph.layers) - 2), cluster.count, words)
+    s = setting_of(trainer, reading, cluster.count, graph.batch_size, name_of(graph.dtype))
+    pricers = TrainerPricers(graph, cluster, trainer)
+    plan = pricers.plan(s)
+    notes = (priced_as(trainer), *reading.notes, *plan.notes, *cluster.notes)
+    return Configured(trainer, graph, cluster, s, dataclasses.replace(plan, notes=notes), pricers)
+
+
+def with_sizes(
+    request: PlanRequest, trainer: Trainer, options: Sequence[Option], devices: int, words: str
+) -> PlanRequest:
+    """Return the request with the sizes that a configuration sets. Raises ``UsageError`` if it sets others than the request."""
+    sizes = sizes_of(read(trainer, options, 0, devices, words))
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(sizes):
+        value, own = getattr(sizes, field.name), getattr(request, field.name)
+        own = normalise(own) if field.name == "precision" and own else own
+        if value is not None and own not in (None, value):
+            option = f"--{field.name.replace('_', '-')}"
+            raise UsageError(f"{option} is {own}, and {value} in {words}", f"leave {option} out")
+        changes[field.name] = own if value is None else value
+    return dataclasses.replace(request, **changes)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A configuration beside the best one of its trainer and autopar's own program, and the changes that gain most."""
+
+    own: Configured
+    best: Plan
+    exported: Exported
+    program: Plan
+    changes: list[Change]
+
+
+def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
+    """Compare the configuration in the file ``source`` with the best ones."""
+    own = configured(request, source, (), messages)
+    best, exported = choose(own.graph, own.cluster, own.trainer, {}, messages)
+    messages("price", "single changes")
+    changes = best_changes(own.pricers, own.setting, own.plan.prediction.step_time_s)
+    sized = dataclasses.replace(
+        request,
+        seq=own.graph.tokens // own.graph.batch_size,
+        global_batch=own.graph.batch_size,
+        precision=name_of(own.graph.dtype),
+    )
+    cluster, options = cluster_and_options(sized)
+    _, program = plan_graph(own.graph, cluster, options, recapture(sized, cluster), progress=messages)
+    return Compared(own, best, exported, program, changes)

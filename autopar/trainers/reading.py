@@ -1,0 +1,160 @@
+"""From a trainer's configuration to a setting, and from a plan that was made for a trainer back to its setting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import BatchError, UsageError
+from autopar.plan import DEGREES, Plan
+from autopar.precision import FLOAT8
+from autopar.techniques import Options
+from autopar.techniques.activations import ACTIVATIONS, KEEP
+from autopar.trainers import TRAINERS
+from autopar.trainers.options import Option
+from autopar.trainers.setting import Setting
+from autopar.trainers.trainer import Reading, Trainer
+
+HINT = f"these trainers' configurations are read: {', '.join(each.title for each in TRAINERS.values())}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a configuration sets; ``None`` if it doesn't. ``precision`` is that of the model's parameters in computations."""
+
+    seq: int | None
+    global_batch: int | None
+    precision: str | None
+
+
+def trainer_named(name: str) -> Trainer:
+    """Return the trainer ``name``. Raises ``UsageError`` if there is none."""
+    if name not in TRAINERS:
+        raise UsageError(f"there is no trainer {name!r}", f"the trainers are {', '.join(TRAINERS)}")
+    return TRAINERS[name]
+
+
+def recognised(options: Sequence[Option], devices: int, source: str) -> Trainer:
+    """Return the trainer whose configuration this is: the one that reads the most options.
+
+    Raises ``UsageError`` if no trainer reads any, or if several read equally many.
+    """
+    counts = {}
+    for trainer in TRAINERS.values():
+        try:
+            reading = trainer.read(options, 0, devices)
+        except UsageError:
+            continue
+        counts[trainer.name] = reading.options if reading else 0
+    most = max(counts.values(), default=0)
+    names = [name for name, count in counts.items() if count == most]
+    if not most:
+        raise UsageError(f"{source} has no option that autopar reads", HINT)
+    if len(names) > 1:
+        raise UsageError(f"{source} may be a configuration of {' or '.join(names)}", "name it with --trainer")
+    return TRAINERS[names[0]]
+
+
+def read(trainer: Trainer, options: Sequence[Option], blocks: int, devices: int, source: str) -> Reading:
+    """Return what the options say. Raises ``UsageError`` if they are not the trainer's, or invalid."""
+    found = trainer.read(options, blocks, devices)
+    if found is None:
+        raise UsageError(f"{source} has no option of {trainer.title}", HINT)
+    return found
+
+
+def sizes_of(reading: Reading) -> Sizes:
+    """Return the sizes that a configuration sets."""
+    precision = reading.values.get("precision")
+    return Sizes(
+        reading.values.get("seq"),
+        reading.values.get("global_batch"),
+        "bfloat16" if precision == FLOAT8 else precision,
+    )
+
+
+def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: int, precision: str) -> Setting:
+    """Return the setting of a configuration on ``devices`` devices; data parallelism takes what the other degrees leave.
+
+    ``global_batch`` and ``precision`` are those of the captured model; a configuration's 8-bit precision replaces ``precision``.
+
+    Raises:
+        UsageError: the degrees do not divide the devices, or the experts' degree its ranks.
+        BatchError: the microbatches do not divide the batch.
+    """
+    values = dict(reading.values)
+    degrees = {name: values.get(name, 1) for name in ("tensor", "pipeline", "context")}
+    data, odd = divmod(devices, math.prod(degrees.values()))
+    if odd or not data:
+        words = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+        raise UsageError(f"{devices} devices do not divide by {words}", "give --devices of the configuration's cluster")
+    expert = values.get("expert", 1)
+    ranks = data * degrees["context"] * degrees["tensor"]
+    if ranks % expert:
+        raise UsageError(
+            f"an expert degree of {expert} does not divide the {ranks} ranks of a stage", "change one of them"
+        )
+    microbatch = _microbatch(values, data, global_batch)
+    if global_batch % (data * microbatch):
+        raise BatchError(
+            f"a global batch of {global_batch} does not divide into microbatches of {microbatch} on {data} data-parallel ranks",
+            f"use a multiple of {data * microbatch}",
+        )
+    zero = values.get("zero", 0)
+    return Setting(
+        data=data,
+        **degrees,
+        expert=expert,
+        chunks=values.get("chunks", 1) if degrees["pipeline"] > 1 else 1,
+        sequence=bool(values.get("sequence")) and degrees["tensor"] > 1,
+        zero=zero,
+        options=Options(**{ACTIVATIONS.name: values.get("activations", KEEP)}),
+        precision=FLOAT8 if values.get("precision") == FLOAT8 else precision,
+        global_batch=global_batch,
+        microbatch=microbatch,
+        facts=reading.facts,
+        replicate=_replicas(values, data) if zero else 1,
+        folds=values.get("folds", frozenset()),
+        recomputed=values.get("recomputed"),
+        cuts=values.get("cuts"),
+    )
+
+
+def _microbatch(values: dict[str, Any], data: int, global_batch: int) -> int:
+    """Return the sequences of a microbatch: as the configuration says, or from the steps of gradient accumulation, or else one."""
+    if values.get("microbatch"):
+        return int(values["microbatch"])
+    steps = values.get("accumulation")
+    return max(1, global_batch // (data * steps)) if steps else 1
+
+
+def _replicas(values: dict[str, Any], data: int) -> int:
+    copies = values.get("replicate", 1)
+    if data % copies:
+        raise UsageError(f"{copies} replicas do not divide {data} data-parallel ranks", "change the replicate degree")
+    return int(copies)
+
+
+def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
+    """Return the setting of a plan that was made for ``trainer``, as far as its cost model depends on it."""
+    strategy = plan.layers[len(plan.layers) // 2].strategy
+    degree = {name: strategy.degree(plan.mesh, *roles) for name, roles in DEGREES.items()}
+    data = math.prod(axis.size for axis in plan.mesh) // (degree["tensor"] * degree["ring"] * degree["ulysses"])
+    return Setting(
+        data=data,
+        tensor=degree["tensor"],
+        pipeline=plan.pipeline,
+        context=degree["ring"] * degree["ulysses"],
+        expert=degree["expert"],
+        chunks=plan.chunks,
+        sequence=any(role.shards_sequence for role in strategy.roles),
+        zero=strategy.zero,
+        options=strategy.options,
+        precision=plan.precision,
+        global_batch=plan.global_batch,
+        microbatch=plan.global_batch // (data * plan.microbatches),
+        facts=trainer.facts_of(degree["tensor"]),
+        replicate=strategy.replicate,
+    )

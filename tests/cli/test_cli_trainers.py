@@ -1,0 +1,81 @@
+"""``autopar plan --trainer``, ``price --from`` and ``compare`` with a configuration, from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autopar.cli.app import cli
+from autopar.cli.options import TRAINER_NAMES
+from autopar.errors import UsageError
+from autopar.trainers import TRAINERS
+
+REQUEST = ("gpt2", "--devices", "8xH100-80GB")
+SIZES = ("--seq", "256", "--global-batch", "64")
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_line_names_every_trainer():
+    assert set(TRAINER_NAMES) == set(TRAINERS)
+
+
+@pytest.mark.parametrize("trainer", TRAINER_NAMES)
+def test_an_exported_plan_is_read_back_and_has_the_same_price(trainer: str, tmp_path: Path):
+    folder = tmp_path / "flags"
+    plan = json.loads(invoke("plan", *REQUEST, *SIZES, "--trainer", trainer, "--export", str(folder), "--json"))
+    assert plan["request"]["trainer"] == trainer and plan["gap"] == 0
+    assert json.loads((folder / "plan.json").read_text())["step_time_s"] == plan["step_time_s"]
+    written = [file for file in folder.iterdir() if file.name not in ("plan.json", "NOTES.md")]
+    assert written and (folder / "NOTES.md").read_text().startswith("- ")
+    recomputed = any(layer["activations"] != "keep" for layer in plan["layers"])
+    for file in written:
+        sizes = SIZES if trainer in ("deepspeed", "accelerate") else ()
+        if trainer == "accelerate":  # the microbatch is an argument of the user's script
+            continue
+        again = json.loads(invoke("price", *REQUEST, *sizes, "--from", str(file), "--trainer", trainer, "--json"))
+        if not (trainer == "deepspeed" and recomputed):
+            assert again["step_time_s"] == pytest.approx(plan["step_time_s"], rel=1e-9), file
+            assert again["layers"] == plan["layers"]
+    again = json.loads(invoke("price", *REQUEST, *SIZES, "--plan", str(folder / "plan.json"), "--json"))
+    assert again["step_time_s"] == pytest.approx(plan["step_time_s"], rel=1e-9)
+    with pytest.raises(UsageError, match="exists already"):
+        invoke("plan", *REQUEST, *SIZES, "--trainer", trainer, "--export", str(folder))
+
+
+def test_a_configuration_beside_better_ones(tmp_path: Path):
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "--tensor-model-parallel-size 8 --sequence-parallel --micro-batch-size 1 --global-batch-size 64 --seq-length 256 --bf16 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    found = json.loads(invoke("compare", str(file), "--model", REQUEST[0], *REQUEST[1:], "--json"))
+    steps = next(row for row in found["figures"] if row["figure"] == "step time")
+    assert steps["best of Megatron-Core"] < steps["yours"]
+    assert found["trainer"] == "megatron" and "megatron_args.sh" in found["files"]
+    gains = [change["step_time_s"] for change in found["changes"]]
+    assert gains == sorted(gains) and 1 <= len(gains) <= 3 and gains[0] >= steps["best of Megatron-Core"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", *REQUEST, "--export", "x"), "--export writes the configuration of a trainer"),
+        (("plan", *REQUEST, "--trainer", "megatron", "--pin", "schedule=1f1b"), "schedule=1f1b is not a decision of Megatron-Core"),
+        (("plan", *REQUEST, "--trainer", "megatron", "--pin", "lm_head.zero=1"), "lm_head.zero=1 is not a decision"),
+        (("price", *REQUEST, "--from", "nothing.sh"), "nothing.sh cannot be read"),
+        (("compare", "run.sh"), "there is no second plan"),
+        (("compare", "a.json", "b.json", "--model", "gpt2"), "two plans need neither"),
+        (("price", *REQUEST, "--from", "a", "--", "--bf16"), "fixes all decisions"),
+    ],
+)  # fmt: skip
+def test_contradictions_get_a_sentence(arguments: tuple[str, ...], message: str):
+    with pytest.raises(UsageError, match=message):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)

@@ -1,0 +1,148 @@
+"""The fastest setting of a trainer, against pricing every setting of a small space in plain loops; single changes; stage bounds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from autopar.devices import Cluster, parse
+from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.graph import Graph
+from autopar.techniques import Options
+from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer
+from autopar.trainers.changes import best_changes
+from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting
+from autopar.trainers.layout import even_bounds
+from autopar.trainers.megatron import is_even
+from autopar.validate.architecture import Architecture
+from autopar.validate.models import graph_of
+
+BATCH, GB = 32, 10**9
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """A Llama-like model of 8 blocks."""
+    return graph_of(Architecture(8, 2048, 16, 8, 5504, True, 32000, 2048, False, False), BATCH)
+
+
+def cluster(gigabytes: float) -> Cluster:
+    return parse("8xH100-80GB", memory_limit_bytes=int(gigabytes * GB))
+
+
+def every_setting(trainer: Trainer) -> list[Setting]:
+    """Every setting of the trainer's space on 8 devices with even stages and all blocks recomputed or none."""
+    space, found = trainer.space, []
+    ranges = [
+        (1, 2, 4, 8) if space.tensor else (1,),
+        (1, 2, 4, 8) if space.pipeline else (1,),
+        (1, 2, 4, 8, 16, 32),
+        space.zero,
+        range(1, 9),
+        (1, 2, 4) if space.replicate else (1,),
+        space.activations,
+    ]
+    for tensor, pipeline, micro, zero, chunks, copies, kind in itertools.product(*ranges):
+        data, odd = divmod(8, tensor * pipeline)
+        whole = not odd and BATCH % (data * micro) == 0 and (pipeline > 1 or chunks == 1) and pipeline * chunks <= 8
+        if not whole or (chunks > 1 and not (space.chunks and BATCH // (data * micro) % pipeline == 0)):
+            continue
+        if copies > 1 and (zero < 2 or data % copies or copies == data):
+            continue
+        s = Setting(
+            data=data,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=1,
+            expert=1,
+            chunks=chunks,
+            sequence=tensor > 1 and trainer is not ACCELERATE,
+            zero=zero if data > 1 else 0,
+            options=Options(),
+            precision="bfloat16",
+            global_batch=BATCH,
+            microbatch=micro,
+            facts=trainer.facts_of(tensor),
+            replicate=copies,
+        )
+        found.append(s.with_activations(kind))
+    return found
+
+
+def fastest(graph: Graph, devices: Cluster, trainer: Trainer) -> float:
+    """The step time of the fastest setting that fits, each priced."""
+    pricers, best = TrainerPricers(graph, devices, trainer), float("inf")
+    for s in every_setting(trainer):
+        if s.stages > 1 and not is_even(even_bounds(graph, s)):
+            continue
+        try:
+            plan = pricers.plan(s)
+        except AutoparError:
+            continue
+        if not plan.too_full:
+            best = min(best, plan.prediction.step_time_s)
+    return best
+
+
+@pytest.mark.parametrize("limit", [60, 8, 4])
+@pytest.mark.parametrize("trainer", [ACCELERATE, DEEPSPEED, TORCHTITAN, MEGATRON], ids=lambda trainer: trainer.name)
+def test_no_setting_is_faster(graph: Graph, trainer: Trainer, limit: float):
+    devices = cluster(limit)
+    wanted = fastest(graph, devices, trainer)
+    if wanted == float("inf"):
+        with pytest.raises(InfeasibleError, match=f"no setting of {trainer.title} fits"):
+            best_setting(graph, devices, trainer)
+        return
+    found = best_setting(graph, devices, trainer)
+    step_s = found.plan.prediction.step_time_s
+    assert not found.plan.too_full and found.evaluated <= found.families * 2
+    assert step_s <= wanted * (1 + 1e-9)
+    if not trainer.space.uneven and not trainer.space.some_blocks:
+        assert step_s == pytest.approx(wanted, rel=1e-9)
+    again = TrainerPricers(graph, devices, trainer).plan(found.setting)
+    assert again.prediction.step_time_s == step_s
+
+
+def test_pins_are_kept_and_others_refused(graph: Graph):
+    found = best_setting(graph, cluster(60), MEGATRON, {"tensor": 4, "pipeline": 2, "zero": 0, "microbatch": 4})
+    s = found.setting
+    assert (s.tensor, s.pipeline, s.zero, s.microbatch, s.data) == (4, 2, 0, 4, 1)
+    with pytest.raises(UsageError, match="schedule=1f1b is not a decision of Megatron-Core"):
+        best_setting(graph, cluster(60), MEGATRON, {"schedule": "1f1b"})
+    with pytest.raises(UsageError, match="tensor=2: DeepSpeed ZeRO has no tensor parallelism"):
+        best_setting(graph, cluster(60), DEEPSPEED, {"tensor": 2})
+
+
+def test_single_changes_are_faster_and_one_decision_each(graph: Graph):
+    devices = cluster(60)
+    pricers = TrainerPricers(graph, devices, MEGATRON)
+    slow = next(
+        s
+        for s in every_setting(MEGATRON)
+        if (s.tensor, s.pipeline, s.chunks, s.microbatch, s.zero, s.activations) == (8, 1, 1, 1, 0, "full")
+    )
+    now_s = pricers.plan(slow).prediction.step_time_s
+    changes = best_changes(pricers, slow, now_s)
+    assert 1 <= len(changes) <= 3
+    times = [change.plan.prediction.step_time_s for change in changes]
+    assert times == sorted(times) and times[-1] < now_s
+    names = [change.words.partition(" ")[0] for change in changes]
+    assert len(set(names)) == len(names) and "activations" in names
+    best = best_setting(graph, devices, MEGATRON)
+    assert times[0] >= best.plan.prediction.step_time_s
+
+
+def test_balanced_bounds_are_optimal():
+    draw = random.Random(3)
+    for _ in range(200):
+        seconds = [draw.choice([0.0, 0.1, 1.0, 2.5]) for _ in range(draw.randint(2, 9))]
+        stages = draw.randint(1, len(seconds))
+        found = balanced_bounds(seconds, stages)
+        assert found[0] == 0 and found[-1] == len(seconds) and all(a < b for a, b in itertools.pairwise(found))
+        best = min(
+            max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *cuts, len(seconds))))
+            for cuts in itertools.combinations(range(1, len(seconds)), stages - 1)
+        )
+        assert max(sum(seconds[a:b]) for a, b in itertools.pairwise(found)) == pytest.approx(best)
