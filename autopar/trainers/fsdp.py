@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -52,6 +54,14 @@ def _precision(text: str) -> str:
     return SPELLINGS.get(text.lower(), text)
 
 
+def _parts(text: str) -> list[list[str]]:
+    """Return lists of names, from words or as Python writes them."""
+    found = ast.literal_eval(text) if text.startswith("[") else [word.split(",") for word in text.split()]
+    if not all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in found):
+        raise UsageError(f"{text[:40]!r} is not a list of lists of module names", "torchtitan's have one list a stage")
+    return list(found)
+
+
 _TITAN = {
     "parallelism.tensor_parallel_degree": Flag("tensor", whole_number),
     "parallelism.pipeline_parallel_degree": Flag("pipeline", whole_number),
@@ -65,6 +75,7 @@ _TITAN = {
     "parallelism.pipeline_parallel_schedule": Flag("schedule", str),
     "parallelism.pipeline_parallel_microbatch_size": Flag("pipeline_microbatch", whole_number),
     "parallelism.pipeline_parallel_layers_per_stage": Flag("chunk_layers", whole_number),
+    "parallelism.module_fqns_per_model_part": Flag("parts", _parts),
     "training.local_batch_size": Flag("local", whole_number),
     "training.global_batch_size": Flag("global_batch", _degree),
     "training.seq_len": Flag("seq", whole_number),
@@ -108,7 +119,10 @@ class Torchtitan(FullyShardedTrainer):
         words = [_titan_words(section, name, value) for (section, name), value in fields.items()]
         lines += ["PLAN_ARGS=(", *(f"    {word}" for word in words), f"    activation_checkpoint:{policy}", ")"]
         return Exported(
-            {"torchtitan_args.sh": "\n".join(lines) + "\n", "torchtitan_plan.py": _titan_function(fields, policy)},
+            {
+                "torchtitan_args.sh": "\n".join(lines) + "\n",
+                "torchtitan_plan.py": _titan_function(fields, policy, "fused loss" in s.facts),
+            },
             tuple(_titan_notes(s)),
         )
 
@@ -132,12 +146,35 @@ class Torchtitan(FullyShardedTrainer):
         each = values.pop("chunk_layers", None)
         if pipeline > 1 and _SCHEDULES[schedule]:
             values["chunks"] = max(2, -(-(blocks + 2) // each) // pipeline) if each else 2
+        parts = values.pop("parts", None)
+        if pipeline > 1 and parts:
+            values |= _stages(parts, blocks, pipeline)
         values |= _sharding(values, data, pipeline)
         values.setdefault("sequence", values.get("tensor", 1) > 1)
         if values.get("expert", 1) > 1:
             values["folds"] = frozenset(name for name in ("context", "tensor") if values.get(name, 1) > 1)
         values.setdefault("precision", "bfloat16")
         return Reading(values, frozenset(facts), tuple(notes), found.options)
+
+
+def _stages(parts: Sequence[Sequence[str]], blocks: int, pipeline: int) -> dict[str, Any]:
+    """Return the chunks of a pipeline whose stages have these modules, and its cuts if the number of blocks is known."""
+    if len(parts) % pipeline:
+        raise UsageError(
+            f"module_fqns_per_model_part has {len(parts)} stages, which {pipeline} pipeline ranks do not divide",
+            "give every rank equally many",
+        )
+    chunks = {"chunks": len(parts) // pipeline}
+    if not blocks:
+        return chunks
+    (whole,) = stage_modules((0, blocks + 2))
+    if [name for part in parts for name in part] != whole:
+        raise UsageError(
+            f"module_fqns_per_model_part does not have the modules of {blocks} blocks in their order",
+            f"stages together have {', '.join(whole[:2])}, ..., {', '.join(whole[-2:])}",
+        )
+    sizes = [len(part) - ("norm" in part) for part in parts]
+    return chunks | {"cuts": tuple(itertools.accumulate(sizes))[:-1]}
 
 
 def math_product(values: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -196,7 +233,7 @@ def _titan_fields(s: Setting, graph: Graph) -> dict[tuple[str, str], Any]:
 def _titan_notes(s: Setting) -> Iterator[str]:
     yield "the model, its data and its optimizer are those of your --module and --config"
     if "fused loss" in s.facts:
-        yield "priced with ChunkedLossWrapper as the configuration's loss, as in torchtitan's own: set it in yours"
+        yield "priced with ChunkedLossWrapper as loss, as in torchtitan's own configurations: flags cannot set it, the function does"
     if s.context > 1:
         yield "context parallelism needs a model with attn_backend='flex'"
     if s.zero == 1 or (s.zero == 0 and s.context > 1):
@@ -221,19 +258,23 @@ def stage_modules(bounds: Sequence[int]) -> list[list[str]]:
     return [[name for i in range(a, b) for name in names[i]] for a, b in pairwise(bounds)]
 
 
-def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str) -> str:
+def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str, chunked_loss: bool) -> str:
     """Return a Python function that sets the fields of a torchtitan configuration."""
     classes = {"none": "None", SELECTIVE: "SelectiveAC.Config()", "full": "FullAC.Config()"}
     name = classes[policy].partition(".")[0]
     lines = [
         '"""Sets the parallelism of a torchtitan configuration: call `planned` at the end of your function in config_registry."""'
     ]
-    lines += ["", "from torchtitan.trainer import Trainer"]
+    lines += ["", "from torchtitan.components.loss import ChunkedLossWrapper"] if chunked_loss else [""]
     lines += [f"from torchtitan.distributed.activation_checkpoint import {name}"] if name != "None" else []
+    lines += ["from torchtitan.trainer import Trainer"]
     lines += ["", "", "def planned(config: Trainer.Config) -> Trainer.Config:"]
     lines += [f"    config.{section}.{field} = {value!r}" for (section, field), value in fields.items()]
-    lines += [f"    config.activation_checkpoint = {classes[policy]}", "    return config"]
-    return "\n".join(lines) + "\n"
+    lines += [f"    config.activation_checkpoint = {classes[policy]}"]
+    if chunked_loss:
+        lines += ["    if not isinstance(config.loss, ChunkedLossWrapper.Config):"]
+        lines += ["        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)"]
+    return "\n".join([*lines, "    return config"]) + "\n"
 
 
 _ACCELERATE = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import re
 import shlex
 import tomllib
@@ -24,6 +25,8 @@ from autopar.errors import UsageError
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?[-=]([^}]*))?\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _MOST_WORDS = 100_000
+_LISTS = ("--parallelism.module_fqns_per_model_part",)
+"""The flags with several words as their value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,10 @@ def of_words(words: list[str]) -> list[Option]:
     for i, word in enumerate(words):
         if word.startswith("--") and len(word) > 2:
             name, equals, text = word.partition("=")
-            follows = i + 1 < len(words) and not words[i + 1].startswith("--")
-            found.append(Option(name, text if equals else words[i + 1] if follows else ""))
+            values = [] if equals else list(itertools.takewhile(lambda each: not each.startswith("--"), words[i + 1 :]))
+            if name not in _LISTS:
+                values = values[:1]
+            found.append(Option(name, text if equals else " ".join(values)))
         elif re.fullmatch(r"[a-z_]+:[a-z-]+", word):
             section, _, choice = word.partition(":")
             found.append(Option(section, choice))

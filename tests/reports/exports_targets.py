@@ -73,7 +73,7 @@ def titan(case: Case) -> list[str]:
     scope: dict[str, Any] = {}
     exec(compile(case["files"]["torchtitan_plan.py"], "torchtitan_plan.py", "exec"), scope)
     set_by_function = dataclasses.replace(scope["planned"](getattr(registry, name)()))  # which validates it again
-    for section in ("parallelism", "training", "compile", "activation_checkpoint"):
+    for section in ("parallelism", "training", "compile", "activation_checkpoint", "loss"):
         same(f"{section} by the function", getattr(set_by_function, section), getattr(config, section))
     _titan_fields(config, case["wanted"])
     done = [f"ConfigManager, {name}", "planned"]
