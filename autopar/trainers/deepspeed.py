@@ -72,7 +72,7 @@ class DeepSpeed(Trainer):
             f"sequences of {graph.tokens // graph.batch_size} tokens; the optimizer and its learning rate are yours"
         ]
         if s.activations == FULL:
-            notes.append("every block is recomputed: call model.gradient_checkpointing_enable() in your script")
+            notes.append("for the plan's memory call model.gradient_checkpointing_enable() in your script")
         if s.microbatches > 1:
             notes.append(
                 "let your module return its loss alone: gradients are divided by gradient_accumulation_steps at every output"

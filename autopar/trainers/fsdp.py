@@ -371,6 +371,6 @@ def _accelerate_notes(s: Setting, graph: Graph, cluster: Cluster) -> Iterator[st
     if s.context > 1:
         yield "your script enters accelerator.maybe_context_parallel around every step"
     if s.data // s.replicate * s.context == 1 and s.activations == FULL:
-        yield "every block is recomputed: call model.gradient_checkpointing_enable() in your script"
+        yield "for the plan's memory call model.gradient_checkpointing_enable() in your script"
     if s.precision == "float8":
         yield "products in 8 bits are not written: they need an fp8_config of your choice"
