@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -109,7 +110,7 @@ def main() -> None:
         python = folder / "bin" / "python"
         if not python.exists():
             environment(folder)
-            install(python, *PACKAGES)
+            install(python, *PACKAGES, constraints=Path(os.devnull))  # this project's versions are not theirs
         head = {"part": "versions", "code": code(), "versions": versions(python, SHOWN)}
         kept = [json.loads(text) for text in LINES.read_text().splitlines()] if args.part else []
         lines: list[Line] = []

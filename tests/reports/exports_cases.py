@@ -31,7 +31,7 @@ PLANS: tuple[tuple[str, str, dict[str, int]], ...] = (
 PINNED: dict[str, dict[str, Any]] = {
     "megatron": {"tensor": 2, "pipeline": 4, "chunks": 4, "activations": "full"},
     "torchtitan": {"tensor": 2, "replicate": 2, "zero": 3, "activations": "full"},
-    "deepspeed": {"zero": 1, "activations": "full"},
+    "deepspeed": {"zero": 2, "activations": "full"},
     "accelerate": {"tensor": 2, "replicate": 2, "zero": 3, "activations": "full"},
 }
 """Decisions that the best plans lack: llama3-8b on 16 GPUs has them by a pin."""
