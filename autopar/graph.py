@@ -6,6 +6,7 @@ share a **layer class**, which stores the graph once. Shapes are those of the gl
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
