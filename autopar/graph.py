@@ -160,7 +160,7 @@ class LayerClass:
         """The number of experts of the layer's mixtures (their greatest common divisor if they differ); 0 without mixtures."""
         return math.gcd(*(count for count, _ in self.mixtures))
 
-    @property
+    @cached_property
     def mixtures(self) -> tuple[tuple[int, int], ...]:
         """The number of experts of each mixture of the layer, and the number of its router's choices for all tokens together."""
         nodes = [node for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]

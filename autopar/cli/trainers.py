@@ -29,6 +29,7 @@ from autopar.precision import name_of, normalise
 from autopar.trainers import Exported, Setting, Trainer
 from autopar.trainers.changes import Change, best_changes
 from autopar.trainers.choose import PINS, TrainerPricers, best_setting
+from autopar.trainers.errors import published_errors
 from autopar.trainers.options import Option, of_words, read_options
 from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
 
@@ -84,8 +85,10 @@ def choose(
 
 
 def priced_as(trainer: Trainer) -> str:
-    """Return the note that says whose program a plan is priced for."""
-    return f"priced as {trainer.title} runs it, with one strategy for all blocks"
+    """Return the note that says whose program a plan is priced for, and how well such prices held."""
+    errors = published_errors().get(trainer.evidence)
+    held = f"; {errors}" if errors else "; no published run was compared with such prices"
+    return f"priced as {trainer.title} runs it, with one strategy for all blocks{held}"
 
 
 def _pins(request: PlanRequest, trainer: Trainer) -> dict[str, Any]:

@@ -128,8 +128,9 @@ def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
 
 def odd_experts(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """Return a note on the layers whose experts are computed one after the other."""
-    found = {layer.name: pricer.odd_experts(layer.cls, plan.mesh, layer.strategy) for layer in plan.layers}
-    odd = {name: widths for name, widths in found.items() if widths is not None}
+    kinds = dict.fromkeys((layer.cls, layer.strategy) for layer in plan.layers)
+    found = {kind: pricer.odd_experts(kind[0], plan.mesh, kind[1]) for kind in kinds}
+    odd = {layer.name: widths for layer in plan.layers if (widths := found[layer.cls, layer.strategy]) is not None}
     if not odd:
         return ()
     name, widths = next(iter(odd.items()))

@@ -44,6 +44,7 @@ _FLAGS = {
 
 
 class DeepSpeed(Trainer):
+    evidence = "deepspeed"
     name = "deepspeed"
     title = "DeepSpeed ZeRO"
     checked = "deepspeed 0.19.0"

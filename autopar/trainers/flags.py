@@ -11,6 +11,8 @@ from autopar.trainers.trainer import FACT, Flag, Reading, switch
 
 _OFF = ("false", "no", "off", "0", "none", "null")
 
+_SHOWN = 12  # maximum number of unknown options that a note names
+
 
 def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callable[[str], str]) -> Reading | None:
     """Return what the options say by ``table``, whose keys are ``key(option.name)``; ``None`` if none of them is in it.
@@ -42,7 +44,9 @@ def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callab
     if not read:
         return None
     if unknown:
-        notes.append(f"not read: {', '.join(dict.fromkeys(unknown))}")
+        names = list(dict.fromkeys(unknown))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        notes.append(f"not read: {', '.join(names[:_SHOWN])}{more}")
     return Reading(values, frozenset(facts), tuple(notes), read)
 
 

@@ -24,6 +24,8 @@ class FullyShardedTrainer(Trainer):
     """What trainers on FSDP2 have in common. The first and the last layer are in the root unit, whose parameters stay gathered from
     forward to backward."""
 
+    evidence = "fsdp"
+
     def fuses(self, s: Setting) -> bool:
         return super().fuses(s) or "Megatron" in s.facts  # its kernels, those of Transformer Engine
 

@@ -75,6 +75,7 @@ _RESOLVED = (
 
 
 class Megatron(Trainer):
+    evidence = "megatron"
     name = "megatron"
     title = "Megatron-Core"
     checked = "megatron-core 0.16.0"

@@ -14,6 +14,7 @@ from autopar.trainers.trainer import Exported, Reading, Space, Trainer
 
 
 class Nanotron(Trainer):
+    evidence = "nanotron"
     name = "nanotron"
     title = "nanotron"
     checked = ""
@@ -33,6 +34,7 @@ class Nanotron(Trainer):
 
 
 class InternEvo(Nanotron):
+    evidence = "internevo"
     name = "internevo"
     title = "InternEvo"
 

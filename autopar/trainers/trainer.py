@@ -76,13 +76,14 @@ class Exported:
 
 class Trainer(abc.ABC):
     """A trainer. ``checked`` names the package and version whose parser accepts the exported configurations, ``facts`` holds what is known
-    of runs with these."""
+    of runs with these. ``evidence`` names the published runs with which its prices were compared (``errors.toml``)."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     checked: ClassVar[str]
     space: ClassVar[Space]
     facts: ClassVar[frozenset[str]] = frozenset()
+    evidence: ClassVar[str] = ""
 
     def facts_of(self, tensor: int) -> frozenset[str]:
         """Return what is known of runs under exported configurations with this tensor-parallel degree."""

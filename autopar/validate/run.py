@@ -42,6 +42,8 @@ class RowOutcome:
     refused: str = ""  # a reason other than memory why the plan can't run
     within_plan_limit: bool = False
     """Whether memory is within the limit for plans; ``feasible`` compares with a device's capacity, which is larger."""
+    evidence: str = ""
+    """For which trainers' prices the row is evidence (``Trainer.evidence``)."""
 
     @property
     def priced(self) -> bool:
@@ -126,7 +128,13 @@ class Bench:
             # list a bad row with its error, and go on with the next row
             return RowOutcome(*names, seen, None, None, None, f"{type(error).__name__}: {error}")
         return RowOutcome(
-            *names, seen, found.step_s, found.memory_bytes, found.feasible, within_plan_limit=found.within_plan_limit
+            *names,
+            seen,
+            found.step_s,
+            found.memory_bytes,
+            found.feasible,
+            within_plan_limit=found.within_plan_limit,
+            evidence=trainer_of(row.setting).evidence,
         )
 
     def predicted(self, row: Row) -> Predicted:

@@ -22,7 +22,9 @@ from autopar.devices import Constant, hardware
 from autopar.devices import constants as figures_of_devices
 from autopar.techniques import activations as figures_of_activations
 from autopar.trainers import figures as figures_of_trainers
+from autopar.trainers.errors import FILE
 from autopar.validate import Score, ValidationReport, score, scores, validate
+from autopar.validate.run import of_groups
 from passes import slice_logits as figures_of_logits
 
 PAGE = EVIDENCE / "validation.md"
@@ -183,12 +185,33 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROWS / name).read_text("utf-8").splitlines() if line.strip()]
 
 
+def errors_by_trainer(reports: Sequence[ValidationReport]) -> str:
+    """The text of ``autopar/trainers/errors.toml``."""
+    lines = [
+        "# How far prices of published runs were off, by trainer. Made by `make report NAME=validation`; do not edit."
+    ]
+    outcomes = [o for report in reports for o in report.outcomes if o.priced and o.evidence]
+    for name, rows in sorted(of_groups(outcomes, lambda o: o.evidence).items()):
+        found = score(rows)
+        if found.time_median_error is None or found.time_p90_error is None:
+            continue
+        timed = sum(o.step_s is not None and o.measured.step_s is not None for o in rows)
+        sized = sum(o.memory_bytes is not None and o.measured.memory_bytes is not None for o in rows)
+        lines += ["", f"[{name}]", f"runs = {timed}", f"time_median = {found.time_median_error:.4f}"]
+        lines += [f"time_p90 = {found.time_p90_error:.4f}"]
+        if found.memory_median_error is not None and found.memory_p90_error is not None:
+            lines += [f"memory_runs = {sized}", f"memory_median = {found.memory_median_error:.4f}"]
+            lines += [f"memory_p90 = {found.memory_p90_error:.4f}"]
+    return "\n".join(lines) + "\n"
+
+
 def main(only: Sequence[str]) -> None:
     makers: dict[str, Callable[[], str]] = {"constants": constants}
     if not only or set(only) - {"constants"}:
         ours = validate(ROWS / "published.jsonl")
         recorded = validate(ROWS / "records.jsonl")
         swept = validate(ROWS / "layout_sweep.jsonl")
+        FILE.write_text(errors_by_trainer([ours, recorded, swept]), "utf-8")
         makers |= {
             "published": lambda: published(ours),
             "records": lambda: published(recorded),
