@@ -65,6 +65,9 @@ _RECOMPUTED = ("", "part", "all")
 
 _RECOMPUTE_PIN = ("none", "selective", "full")
 
+GRANULARITIES = dict(zip(_RECOMPUTE_PIN, (KEEP, SELECTIVE, FULL), strict=True))
+"""The values that other trainers' words for recomputation (activation checkpointing) stand for, from least to most."""
+
 
 class Activations(Technique):
     name = "activations"

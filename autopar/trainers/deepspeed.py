@@ -101,7 +101,7 @@ class DeepSpeed(Trainer):
             values["global_batch"] = values["microbatch"] * steps * devices
         if "microbatch" not in values and steps and "global_batch" in values:
             values["microbatch"] = max(1, values["global_batch"] // (steps * devices))
-        notes.append("recomputation is decided in your script: none is assumed")
+        notes.append("activation checkpointing is decided in your script: none is assumed")
         values |= {"activations": KEEP}
         values.setdefault("precision", "float32")
         return Reading(values, frozenset(self.facts), tuple(notes), found.options)

@@ -12,12 +12,22 @@ from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.precision import SPELLINGS
-from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
 from autopar.trainers.options import Option
 from autopar.trainers.setting import Setting
-from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, switch, whole_number
+from autopar.trainers.trainer import (
+    FACT,
+    Exported,
+    Flag,
+    Reading,
+    Space,
+    Trainer,
+    granularity_word,
+    switch,
+    whole_number,
+)
 
 
 class FullyShardedTrainer(Trainer):
@@ -46,10 +56,9 @@ def _degree(text: str) -> int:
 
 
 def _kind(text: str) -> str:
-    kinds = {"none": KEEP, "full": FULL, SELECTIVE: SELECTIVE}
-    if text.lower() not in kinds:
-        raise UsageError(f"activation checkpointing is {text!r}", f"these are read: {', '.join(kinds)}")
-    return kinds[text.lower()]
+    if text.lower() not in GRANULARITIES:
+        raise UsageError(f"activation checkpointing is {text!r}", f"these are read: {', '.join(GRANULARITIES)}")
+    return GRANULARITIES[text.lower()]
 
 
 def _precision(text: str) -> str:
@@ -63,6 +72,8 @@ def _parts(text: str) -> list[list[str]]:
         raise UsageError(f"{text[:40]!r} is not a list of lists of module names", "torchtitan's have one list a stage")
     return list(found)
 
+
+_, PART, _ = GRANULARITIES.values()
 
 _TITAN = {
     "parallelism.tensor_parallel_degree": Flag("tensor", whole_number),
@@ -85,7 +96,7 @@ _TITAN = {
     "activation_checkpoint": Flag("activations", _kind),
     "activation_checkpoint.mode": Flag("activations", _kind),
     "full_ac": Flag("activations", FULL),
-    "selective_ac": Flag("activations", SELECTIVE),
+    "selective_ac": Flag("activations", PART),
     "compile.enable": Flag(FACT, "compiled"),
     "compile.enable_async_tensor_parallel": Flag(FACT, "overlapped tensor"),
     "parallelism.enable_async_tensor_parallel": Flag(FACT, "overlapped tensor"),
@@ -100,7 +111,7 @@ class Torchtitan(FullyShardedTrainer):
     checked = "torchtitan 0.3.0"
     space = Space(
         zero=(2, 3),
-        activations=(KEEP, SELECTIVE, FULL),
+        activations=tuple(GRANULARITIES.values()),
         tensor=True,
         pipeline=True,
         context=True,
@@ -114,7 +125,7 @@ class Torchtitan(FullyShardedTrainer):
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         fields = _titan_fields(s, graph)
-        policy = {KEEP: "none", SELECTIVE: SELECTIVE, FULL: "full"}[s.activations]
+        policy = granularity_word(s.activations)
         lines = [
             "# source this file, and start: torchrun ... -m torchtitan.train --module M --config C ${PLAN_ARGS[@]}"
         ]
@@ -262,8 +273,8 @@ def stage_modules(bounds: Sequence[int]) -> list[list[str]]:
 
 def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str, chunked_loss: bool) -> str:
     """Return a Python function that sets the fields of a torchtitan configuration."""
-    classes = {"none": "None", SELECTIVE: "SelectiveAC.Config()", "full": "FullAC.Config()"}
-    name = classes[policy].partition(".")[0]
+    name = "None" if policy == "none" else f"{policy.title()}AC"
+    value = name if name == "None" else f"{name}.Config()"
     lines = [
         '"""Sets the parallelism of a torchtitan configuration: call `planned` at the end of your function in config_registry."""'
     ]
@@ -272,7 +283,7 @@ def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str, chunked_
     lines += ["from torchtitan.trainer import Trainer"]
     lines += ["", "", "def planned(config: Trainer.Config) -> Trainer.Config:"]
     lines += [f"    config.{section}.{field} = {value!r}" for (section, field), value in fields.items()]
-    lines += [f"    config.activation_checkpoint = {classes[policy]}"]
+    lines += [f"    config.activation_checkpoint = {value}"]
     if chunked_loss:
         lines += ["    if not isinstance(config.loss, ChunkedLossWrapper.Config):"]
         lines += ["        config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)"]

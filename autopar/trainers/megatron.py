@@ -10,7 +10,8 @@ from typing import Any
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.techniques.activations import FULL, KEEP, SELECTIVE
+from autopar.precision import FLOAT8
+from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
@@ -18,8 +19,12 @@ from autopar.trainers.options import Option
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, whole_number
 
-_RECOMPUTE = Flag("recompute", str)
-_METHOD, _BLOCKS = Flag("recompute_method", str), Flag("recomputed", whole_number)
+_GRANULARITY, _METHOD, _BLOCKS = (
+    Flag("granularity", str),
+    Flag("recompute_method", str),
+    Flag("recomputed", whole_number),
+)
+_NONE, _PART, _WHOLE = GRANULARITIES
 
 FLAGS = {
     "tensor_model_parallel_size": Flag("tensor", whole_number),
@@ -39,17 +44,17 @@ FLAGS = {
     "virtual_pipeline_model_parallel_size": Flag("chunks", whole_number),
     "num_layers_per_virtual_pipeline_stage": Flag("chunk_layers", whole_number),
     "pipeline_model_parallel_layout": Flag("layout", str),
-    "recompute_granularity": _RECOMPUTE,
-    "activations_checkpoint_granularity": _RECOMPUTE,
+    "recompute_granularity": _GRANULARITY,
+    "activations_checkpoint_granularity": _GRANULARITY,
     "recompute_method": _METHOD,
     "activations_checkpoint_method": _METHOD,
     "recompute_num_layers": _BLOCKS,
     "activations_checkpoint_num_layers": _BLOCKS,
-    "recompute_activations": Flag("recompute", SELECTIVE),
+    "recompute_activations": Flag("granularity", _PART),
     "bf16": Flag("precision", "bfloat16"),
     "fp16": Flag("precision", "float16"),
-    "fp8_format": Flag("precision", lambda text: "float8"),
-    "fp8": Flag("precision", lambda text: "float8"),
+    "fp8_format": Flag("fp8", lambda text: FLOAT8),
+    "fp8": Flag("fp8", lambda text: FLOAT8),
     "overlap_grad_reduce": Flag(FACT, "overlapped gradients"),
     "overlap_grad_sync": Flag(FACT, "overlapped gradients"),
     "tp_comm_overlap": Flag(FACT, "overlapped tensor"),
@@ -67,10 +72,11 @@ _RESOLVED = (
     "expert_tensor",
     "chunk_layers",
     "layout",
-    "recompute",
+    "granularity",
     "recompute_method",
     "attention",
     "overlap_gather",
+    "fp8",
 )
 
 
@@ -106,7 +112,7 @@ class Megatron(Trainer):
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         words = _parallelism(s) + _batch(s, graph) + _pipeline(s, graph)
-        words = [(name, *(f"'{word}'" if "|" in word else word for word in rest)) for name, *rest in words]
+        words = [(spelled(name), *(f"'{word}'" if "|" in word else word for word in rest)) for name, *rest in words]
         lines = ["# source this file, and start: torchrun ... pretrain_gpt.py ${PLAN_ARGS[@]} ..."]
         lines += ["PLAN_ARGS=(", *(f"    {' '.join(each)}" for each in words), ")"]
         notes = ["flags of the model, the data, the optimizer and the learning rate are yours to add"]
@@ -129,8 +135,10 @@ class Megatron(Trainer):
             facts.add("all-to-all context")
         facts.add("unfused attention" if values.get("attention") in ("unfused", "local") else "flash attention")
         values |= _stages(values, blocks)
-        if kind := values.get("recompute"):
-            values |= _recomputation(kind, values, notes)
+        if "fp8" in values:  # beside --bf16
+            values["precision"] = values["fp8"]
+        if kind := values.get("granularity"):
+            values |= _recomputed(kind, values, notes)
         else:
             values.pop("recomputed", None)
         read = {name: value for name, value in values.items() if name not in _RESOLVED}
@@ -181,57 +189,58 @@ def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
     return {}
 
 
-def _recomputation(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the technique of a kind of recomputation, and to how many blocks of each stage it applies."""
-    if kind == FULL:
+def _recomputed(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return the technique that a granularity stands for, and to how many blocks of each stage it applies."""
+    if kind == _WHOLE:
         blocks = values.get("recomputed", 1)
         if values.get("recompute_method") == "block":
             return {"activations": FULL, "recomputed": blocks}
         return {"activations": FULL if blocks == 1 else f"{FULL}:{blocks}", "recomputed": None}
-    if kind != SELECTIVE:
-        raise UsageError(f"the recompute granularity is {kind!r}", "Megatron's are full and selective")
-    notes.append("selective recomputation is priced as none: flash attention saves no scores to recompute")
+    if kind not in GRANULARITIES:
+        raise UsageError(f"recompute_granularity is {kind!r}", f"Megatron's are {_WHOLE} and {_PART}")
+    if kind == _PART:
+        notes.append(f"recompute_granularity={_PART} is priced as none: flash attention saves no scores")
     return {"activations": KEEP, "recomputed": None}
 
 
 def _parallelism(s: Setting) -> list[tuple[str, ...]]:
     words: list[tuple[str, ...]] = [
-        ("--tensor-model-parallel-size", str(s.tensor)),
-        ("--pipeline-model-parallel-size", str(s.pipeline)),
-        ("--context-parallel-size", str(s.context)),
+        ("tensor_model_parallel_size", str(s.tensor)),
+        ("pipeline_model_parallel_size", str(s.pipeline)),
+        ("context_parallel_size", str(s.context)),
     ]
-    words += [("--cp-comm-type", "a2a" if "all-to-all context" in s.facts else "p2p")] if s.context > 1 else []
+    words += [("cp_comm_type", "a2a" if "all-to-all context" in s.facts else "p2p")] if s.context > 1 else []
     if s.expert > 1:
-        words.append(("--expert-model-parallel-size", str(s.expert)))
-        words.append(("--expert-tensor-parallel-size", str(1 if "tensor" in s.folds else s.tensor)))
-        words.append(("--moe-token-dispatcher-type", "alltoall"))  # by default every rank gathers all tokens
-    words += [("--sequence-parallel",)] if s.sequence else []
-    words += [("--tp-comm-overlap",)] if "overlapped tensor" in s.facts else []
+        words.append(("expert_model_parallel_size", str(s.expert)))
+        words.append(("expert_tensor_parallel_size", str(1 if "tensor" in s.folds else s.tensor)))
+        words.append(("moe_token_dispatcher_type", "alltoall"))  # by default every rank gathers all tokens
+    words += [("sequence_parallel",)] if s.sequence else []
+    words += [("tp_comm_overlap",)] if "overlapped tensor" in s.facts else []
     if s.zero:
-        words.append(("--use-distributed-optimizer",))
-        words += [("--num-distributed-optimizer-instances", str(s.replicate))] if s.replicate > 1 else []
+        words.append(("use_distributed_optimizer",))
+        words += [("num_distributed_optimizer_instances", str(s.replicate))] if s.replicate > 1 else []
     if "overlapped gradients" in s.facts:
-        words.append(("--overlap-grad-reduce",))
-        words += [("--overlap-param-gather",)] if s.zero else []
+        words.append(("overlap_grad_reduce",))
+        words += [("overlap_param_gather",)] if s.zero else []
     return words
 
 
 def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
     words: list[tuple[str, ...]] = [
-        ("--micro-batch-size", str(s.microbatch)),
-        ("--global-batch-size", str(s.global_batch)),
-        ("--seq-length", str(graph.tokens // graph.batch_size)),
+        ("micro_batch_size", str(s.microbatch)),
+        ("global_batch_size", str(s.global_batch)),
+        ("seq_length", str(graph.tokens // graph.batch_size)),
     ]
     precisions: dict[str, list[tuple[str, ...]]] = {
-        "bfloat16": [("--bf16",)],
-        "float16": [("--fp16",)],
-        "float8": [("--bf16",), ("--fp8-format", "hybrid")],
+        "bfloat16": [("bf16",)],
+        "float16": [("fp16",)],
+        "float8": [("bf16",), ("fp8_format", "hybrid")],
     }
     words += precisions.get(s.precision, [])
-    words += [("--grad-reduce-in-bf16",)] if "16-bit gradients" in s.facts else []
+    words += [("grad_reduce_in_bf16",)] if "16-bit gradients" in s.facts else []
     # "flash" is the package flash-attn alone: without cuDNN, and refused for the heads of latent attention
-    words += [("--attention-backend", "auto")] if "flash attention" in s.facts else []
-    words += [("--cross-entropy-loss-fusion",)] if "fused loss" in s.facts else []
+    words += [("attention_backend", "auto")] if "flash attention" in s.facts else []
+    words += [("cross_entropy_loss_fusion",)] if "fused loss" in s.facts else []
     return words
 
 
@@ -240,16 +249,21 @@ def _pipeline(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
     if s.pipeline > 1:
         bounds = stage_bounds(graph, s)
         if not is_even(bounds):
-            words.append(("--pipeline-model-parallel-layout", layout_text(bounds)))
+            words.append(("pipeline_model_parallel_layout", layout_text(bounds)))
         elif s.chunks > 1:
-            words.append(("--num-virtual-stages-per-pipeline-rank", str(s.chunks)))
+            words.append(("num_virtual_stages_per_pipeline_rank", str(s.chunks)))
     technique, _, segment = s.activations.partition(":")
     if technique == FULL:
         every = s.recomputed is None
-        words.append(("--recompute-granularity", "full"))
-        words.append(("--recompute-method", "uniform" if every else "block"))
-        words.append(("--recompute-num-layers", (segment or "1") if every else str(s.recomputed)))
+        words.append(("recompute_granularity", "full"))
+        words.append(("recompute_method", "uniform" if every else "block"))
+        words.append(("recompute_num_layers", (segment or "1") if every else str(s.recomputed)))
     return words
+
+
+def spelled(name: str) -> str:
+    """Return a flag as it is written: ``--micro-batch-size``."""
+    return f"--{name.replace('_', '-')}"
 
 
 def is_even(bounds: Sequence[int]) -> bool:

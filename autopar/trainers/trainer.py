@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.techniques.activations import FULL, KEEP
+from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers import figures
 from autopar.trainers.model import OtherTrainer
 from autopar.trainers.options import Option
@@ -150,6 +150,11 @@ class Trainer(abc.ABC):
 
         Raises ``UsageError`` for values that are invalid or contradict each other.
         """
+
+
+def granularity_word(activations: str) -> str:
+    """Return a trainer's word for a value of ``techniques.activations``: none, selective or full."""
+    return next(word for word, value in GRANULARITIES.items() if value == activations)
 
 
 def whole_number(text: str) -> int:

@@ -186,7 +186,7 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ("x.py", "def (", "is not readable"),
         ("x.toml", "[parallelism", "is not readable"),
         ("x.toml", "[activation_checkpoint]\nmode = 'some'", "activation checkpointing is 'some'"),
-        ("x.sh", "--recompute-granularity half", "the recompute granularity is 'half'"),
+        ("x.sh", "--recompute-granularity half", "recompute_granularity is 'half'"),
     ],
 )
 def test_bad_configurations_get_a_sentence(tmp_path: Path, name: str, text: str, message: str):
