@@ -1,9 +1,9 @@
 """The fastest setting that a trainer can run: every setting of its space is priced, or excluded by a lower bound of its time or memory.
 
 All blocks have the same strategy, so there are few settings (thousands): degrees, ZeRO stage, microbatch size, chunks, recomputation. They
-are grouped into *families* that differ only in recomputation, which never makes a step faster. The bound of a family is the mean work of a
-pipeline rank without recomputation; families are evaluated in the order of an estimate (the bound plus a pipeline's bubble) until no
-bound is below the best step time.
+are grouped into *families* that differ only in recomputation; of a family, the setting with the least recomputation that fits counts. The
+bound of a family is the mean work of a pipeline rank without recomputation; families are evaluated in the order of an estimate (the bound
+plus a pipeline's bubble) until no bound is below the best step time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search.evaluation import by_stage, layer_prices, step_cost
 from autopar.search.problem import Configuration, divisors
+from autopar.search.shared_parameters import duplicated_state_bytes
 from autopar.search.timeline import Device
 from autopar.shard.plan import Solve
 from autopar.shard.solve import solve
@@ -206,15 +207,17 @@ class _Choice:
 
     def _excess(self, s: Setting) -> float | None:
         """Return the bytes beyond the limit on the first device that lacks memory, 0 if all have enough, ``None`` without a price."""
-        parts = self.pricers.parts(s)
+        parts, pricer = self.pricers.parts(s), self.pricers.of(s)
         try:
             prices = by_stage(self.pricers.prices(parts, s)[0], parts.bounds)
         except AutoparError as error:
             self.refusal = self.refusal or error.message
             return None
+        config = Configuration(parts.mesh, parts.schedule)
+        duplicated = duplicated_state_bytes(self.graph, pricer, config, parts.bounds, parts.strategies)
         for rank, stage in enumerate(self.cluster.stages(s.pipeline)):
-            own = [prices[i] for i in parts.schedule.stages_of(rank)]
-            over = Device(parts.schedule, rank, own).at_peak().total - stage.memory_limit_bytes
+            device = Device(parts.schedule, rank, [prices[i] for i in parts.schedule.stages_of(rank)])
+            over = device.at_peak().total - sum(duplicated[rank]) - stage.memory_limit_bytes
             if over > 0:
                 return over
         return 0.0
@@ -226,8 +229,8 @@ class _Choice:
         prices, edges, sends = self.pricers.prices(parts, s)
         if step_cost(parts.bounds, prices, edges, sends, parts.schedule, self.best_s).step_time_s < self.best_s:
             plan = self.pricers.plan(s)
-            if not plan.too_full:  # tied parameters in several stages take more memory
-                self.best = s, plan
+            assert not plan.too_full, s
+            self.best = s, plan
 
     def _cuts(self, s: Setting) -> list[tuple[int, ...]]:
         """Return the stage bounds to try: equal numbers of blocks, and if the trainer admits any, bounds by the layers' times."""
@@ -248,20 +251,25 @@ class _Choice:
             if of_kinds is None:
                 continue
             prices = [(of_kinds[kind], count) for kind, count in self.kinds.items()]
-            limit = min(stage.memory_limit_bytes for stage in self.cluster.stages(s.pipeline))
-            states = (
-                sum(n * (p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes) for p, n in prices) / s.pipeline
-            )
-            if states > limit:
-                self.refusal = (
-                    self.refusal or f"a device of {limit / 1e9:.1f} GB would need {states / 1e9:.1f} for states"
-                )
+            if self._states_exceed(prices, s.pipeline):
                 continue
-            once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
             work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
+            once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
+            # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
+            bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
             for chunks in self._chunks(s):
                 bubble = (s.pipeline - 1) / (s.microbatches * chunks)
-                yield Family(dataclasses.replace(s, chunks=chunks), work_s + once_s, work_s * (1 + bubble) + once_s)
+                yield Family(dataclasses.replace(s, chunks=chunks), bound_s, work_s * (1 + bubble) + once_s)
+
+    def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:
+        """Return whether parameters, gradients and optimizer states alone exceed the memory of a pipeline rank; of tied parameters, the
+        sum of prices says too much."""
+        limit = min(stage.memory_limit_bytes for stage in self.cluster.stages(pipeline))
+        states = sum(n * (p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes) for p, n in prices) / pipeline
+        if states <= limit or self.graph.shared_parameters:
+            return False
+        self.refusal = self.refusal or f"a device of {limit / 1e9:.1f} GB would need {states / 1e9:.1f} for states"
+        return True
 
     def _prices(self, s: Setting) -> dict[tuple[str, bool], LayerPrice] | None:
         """Return the price of each kind of layer (``_kind``) without recomputation; ``None`` if one has none."""
@@ -279,6 +287,7 @@ class _Choice:
         return found
 
     def _chunks(self, s: Setting) -> Iterator[int]:
+        """Yield numbers of chunks: of those with an equally large largest stage, the smallest."""
         if s.pipeline == 1 or not self.trainer.space.chunks:
             if self.pins.get("chunks", 1) == 1:
                 yield 1

@@ -105,6 +105,19 @@ def test_no_setting_is_faster(graph: Graph, trainer: Trainer, limit: float):
     assert again.prediction.step_time_s == step_s
 
 
+@pytest.mark.parametrize("trainer", [DEEPSPEED, MEGATRON], ids=lambda trainer: trainer.name)
+def test_a_plan_fits_in_exactly_its_memory(trainer: Trainer):
+    """Tied parameters, which one stage stores once, count once."""
+    tied = graph_of(Architecture(4, 1024, 16, 8, 2752, True, 64000, 512, True, False), BATCH)
+    pins = {"pipeline": 1, "activations": "keep"}
+    found = best_setting(tied, cluster(60), trainer, pins)
+    needed = found.plan.stages[0].memory.total
+    again = best_setting(tied, parse("8xH100-80GB", memory_limit_bytes=needed), trainer, pins)
+    assert again.setting == found.setting
+    with pytest.raises(InfeasibleError):
+        best_setting(tied, parse("8xH100-80GB", memory_limit_bytes=needed // 8), trainer, pins)
+
+
 def test_pins_are_kept_and_others_refused(graph: Graph):
     found = best_setting(graph, cluster(60), MEGATRON, {"tensor": 4, "pipeline": 2, "zero": 0, "microbatch": 4})
     s = found.setting
