@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from exports_cases import cases
+from exports_cases import FAULTS, cases
 from exports_page import page
 from exports_runs import runs
 from package import environment, install, outside, versions
@@ -39,8 +39,8 @@ Line = dict[str, Any]
 
 def code() -> str:
     """A fingerprint of what writes the configurations and checks them, without comments and docstrings."""
-    files = sorted([*(ROOT / "autopar" / "trainers").glob("*.py"), *Path(__file__).parent.glob("exports*.py")])
-    text = "".join(without_docstrings(path.read_text()) for path in files)
+    files = [*(ROOT / "autopar" / "trainers").glob("*.py"), *Path(__file__).parent.glob("exports*.py")]
+    text = "".join(without_docstrings(path.read_text()) for path in sorted(files) if path.name != "exports_page.py")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -66,6 +66,14 @@ def checked(python: Path, target: str, found: Sequence[Line], path: str = "") ->
     yield from lines
 
 
+def exported_plans(file: Path | None) -> list[Line]:
+    """The plans, of ``file`` if it has them; otherwise they are made, and written there."""
+    found = json.loads(file.read_text()) if file and file.exists() else list(cases())
+    if file:
+        file.write_text(json.dumps(found))
+    return found
+
+
 def by_megatron_lm(python: Path, repository: Path, tag: str, exported: Sequence[Line]) -> Iterator[Line]:
     """What Megatron-LM's own parser says, at a tag of a clone."""
     with tempfile.TemporaryDirectory() as folder:
@@ -75,11 +83,8 @@ def by_megatron_lm(python: Path, repository: Path, tag: str, exported: Sequence[
         yield from checked(python, "megatron-lm", exported, folder)
 
 
-def of_plans(python: Path, args: argparse.Namespace) -> Iterator[Line]:
+def of_plans(python: Path, found: Sequence[Line], args: argparse.Namespace) -> Iterator[Line]:
     """A line for every plan and trainer."""
-    found = json.loads(args.cases.read_text()) if args.cases and args.cases.exists() else list(cases())
-    if args.cases:
-        args.cases.write_text(json.dumps(found))
     for trainer in TRAINERS:
         own = [case for case in found if case["trainer"] == trainer]
         exported = [case for case in own if "files" in case]
@@ -95,6 +100,17 @@ def of_plans(python: Path, args: argparse.Namespace) -> Iterator[Line]:
             yield line | by_case.get((case["model"], case["devices"]), {})
 
 
+def of_faults(python: Path, found: Sequence[Line]) -> Iterator[Line]:
+    """A line for every changed word, which is refused if nothing notices it."""
+    for trainer, model, file, old, new in FAULTS:
+        case = next(each for each in found if (each["trainer"], each["model"]) == (trainer, model))
+        text = case["files"][file]
+        assert old in text, f"{model} for {trainer} has no {old!r}"
+        (outcome,) = checked(python, trainer, [case | {"files": case["files"] | {file: text.replace(old, new, 1)}}])
+        line = {"part": "faults", "trainer": trainer, "model": model, "devices": f"{old.strip()!r} -> {new!r}"}
+        yield line | ({"noticed": outcome["refused"]} if "refused" in outcome else {"refused": "not noticed"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -103,7 +119,7 @@ def main() -> None:
     parser.add_argument("--megatron-lm", type=Path, help="a clone of Megatron-LM")
     parser.add_argument("--megatron-tags", nargs="+", default=["core_v0.16.0", "core_v0.19.0"])
     parser.add_argument("--cases", type=Path, help="a file that keeps the exported plans")
-    parser.add_argument("--part", choices=("plans", "runs"), help="that part alone; the other's lines stay")
+    parser.add_argument("--part", choices=("plans", "faults", "runs"), help="that part alone; the others' lines stay")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.environment or Path(temporary, "trainers")
@@ -114,7 +130,13 @@ def main() -> None:
         head = {"part": "versions", "code": code(), "versions": versions(python, SHOWN)}
         kept = [json.loads(text) for text in LINES.read_text().splitlines()] if args.part else []
         lines: list[Line] = []
-        for part, of_part in {"plans": lambda: of_plans(python, args), "runs": lambda: runs(python)}.items():
+        found = exported_plans(args.cases) if args.part != "runs" else []
+        parts = {
+            "plans": lambda: of_plans(python, found, args),
+            "faults": lambda: of_faults(python, found),
+            "runs": lambda: runs(python),
+        }
+        for part, of_part in parts.items():
             chosen = args.part in (None, part)
             for line in of_part() if chosen else (line for line in kept if line["part"] == part):
                 lines.append(line)

@@ -37,6 +37,20 @@ PINNED: dict[str, dict[str, Any]] = {
 """Decisions that the best plans lack: llama3-8b on 16 GPUs has them by a pin."""
 
 
+FAULTS = (
+    ("torchtitan", "llama3-8b", "torchtitan_args.sh", "layers.3,layers.4 layers.5", "layers.3 layers.4,layers.5"),
+    ("torchtitan", "llama3-8b", "torchtitan_args.sh", "    --training.disable_cuda_graphs\n", ""),
+    ("torchtitan", "qwen3-8b", "torchtitan_args.sh", "forward always", "forward never"),
+    ("megatron", "llama3-405b", "megatron_args.sh", "tt|t", "t|tt"),
+    ("megatron", "qwen3-8b", "megatron_args.sh", "--cross-entropy-loss-fusion", "--cross-entropy-fusion"),
+    ("deepspeed", "qwen3-8b", "ds_config.json", '"stage": 3', '"stage": 2'),
+    ("deepspeed", "qwen3-8b", "ds_config.json", "overlap_comm", "overlap_communication"),
+    ("accelerate", "llama3-70b", "accelerate.yaml", "num_processes: 128", "num_processes: 64"),
+    ("accelerate", "llama3-70b", "accelerate.yaml", "fsdp_reshard_after_forward:", "fsdp_reshard_after_forwards:"),
+    ("accelerate", "deepseek-v3", "accelerate.yaml", "dp_shard_size: 128", "dp_shard_size: 64"),
+)
+"""A trainer, a model, and a word of its exported file that another replaces: each must be noticed."""
+
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 

@@ -16,17 +16,20 @@ DEGREES = ("data", "replicate", "tensor", "context", "pipeline", "chunks", "expe
 def page(lines: Sequence[Line]) -> str:
     plans = [line for line in lines if line["part"] == "plans"]
     runs = [line for line in lines if line["part"] == "runs"]
+    faults = [line for line in lines if line["part"] == "faults"]
     made = [line for line in plans if "no_plan" not in line]
     versions = ", ".join(f"{name} {version}" for name, version in lines[0]["versions"].items())
     return f"""# Configurations exported for other trainers
 
 {good(made)} of {len(made)} exported plans are accepted by the trainers themselves, and {good(runs)} of {len(runs)} small trainings under
-exported configurations have the losses of one device. Versions: {versions}.
+exported configurations have the losses of one device.
+
+Versions: {versions}.
 
 ## Parsed by the trainers
 
-For each trainer the fastest setting of {len({(line["model"], line["devices"]) for line in plans})} models and clusters is exported, and
-goes through the trainer's own code. A parser that accepts is not enough: every degree, size and switch that it read is compared
+For each trainer the fastest setting of ten models and clusters is exported, and one with pinned decisions, and goes through the
+trainer's own code. A parser that accepts is not enough: every degree, size and switch that it read is compared
 with the setting, and so are the stages of a pipeline.
 
 | trainer | accepted | by |
@@ -36,6 +39,9 @@ with the setting, and so are the stages of a pipeline.
 | model, devices | {" | ".join(trainer.title for trainer in TRAINERS.values())} |
 |---|{"---|" * len(TRAINERS)}
 {table(plans)}
+{good(faults)} of {len(faults)} words that were changed on purpose are noticed: a degree, a stage's border, a misspelt name, a missing
+switch.
+
 An empty cell has no plan, for one of these reasons:
 
 {reasons(plans)}
@@ -56,7 +62,7 @@ What a CPU needed besides the exported configuration:
   have (memory statistics, a barrier by device). Its models have plain attention, because FlexAttention has no backward pass on a CPU,
   and `--parallelism.spmd_backend partial_dtensor`, because FSDP of torch 2.13 does not read the types that the default needs. FSDP's
   reductions are sums, because gloo cannot scale them, and the pipeline takes microbatches as later versions of torch do.
-- **Megatron-LM** does not train on a CPU: its optimizer, its layers and its timers call CUDA.
+- **Megatron-LM** does not start on a CPU: `initialize_megatron` ends with "Megatron requires CUDA."
 
 `make report NAME=exports` installs the trainers in a new environment and does all of that again; `--megatron-lm FOLDER` names a clone of
 Megatron-LM, whose parser is in no package. The [lines](exports.jsonl) have every setting.

@@ -323,6 +323,9 @@ def accelerate(case: Case) -> list[str]:
         same("num_processes", ClusterConfig.from_yaml_file(str(path)).num_processes, case["world"])
         command = ["--config_file", str(path), "--main_process_ip", "127.0.0.1", "--main_process_port", "0", "train.py"]
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+        known = set(vars(launch_command_parser().parse_args(["train.py"])))
+        cluster = ClusterConfig.from_yaml_file(str(path))
+    same("keys that no argument has", {*cluster.fsdp_config, *cluster.parallelism_config} - known, set())
     same("mixed_precision", args.mixed_precision, {"bfloat16": "bf16", "float32": "no"}[s["precision"]])
     same("num_machines", args.num_machines, case["nodes"])
     with surroundings(**prepare_multi_gpu_env(args)):
