@@ -247,6 +247,7 @@ _REQUEST_KINDS: dict[str, FieldKind] = {
     "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),
     "local_batch_norm": Flag(),
     "trainer": TextField(40),
+    "facts": Items(TextField(40), 0, 100),
 }
 _REQUEST = Fields(_REQUEST_KINDS, frozenset(_REQUEST_KINDS))
 

@@ -20,7 +20,6 @@ from autopar.cli.commands import (
     capture_request,
     check_pins,
     cluster_and_options,
-    recorded_options,
     with_recorded_options,
 )
 from autopar.cli.console import Messages, output_file, plain_table, show
@@ -28,7 +27,7 @@ from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.cli.trainers import compared as compare_configuration
-from autopar.cli.trainers import configured, priced_as
+from autopar.cli.trainers import configured, priced_as, recorded
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -75,9 +74,7 @@ def price_command(
                 found.plan,
                 found.pricers.of(found.setting),
             )
-            plan = dataclasses.replace(
-                plan, request=recorded_options(dataclasses.replace(request, trainer=found.trainer.name))
-            )
+            plan = dataclasses.replace(plan, request=recorded(request, found.trainer, found.setting))
         else:
             check_pins(request, *own)
             graph, cluster, plan, pricer = _priced(request, microbatch, sequence, messages)

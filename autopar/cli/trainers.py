@@ -56,12 +56,13 @@ def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Ex
     start_s = time.perf_counter()
     trainer, (cluster, _) = trainer_named(str(request.trainer)), cluster_and_options(request)
     graph = compared_graph(load(request, cluster, messages), request.capture_check, messages)
-    found, exported = choose(graph, cluster, trainer, _pins(request, trainer), messages)
+    setting, found = choose(graph, cluster, trainer, _pins(request, trainer), messages)
+    exported = trainer.export(setting, graph, cluster)
     plan = dataclasses.replace(
         found,
         wall_time_s=time.perf_counter() - start_s,
         planning_memory_bytes=peak_memory_bytes(),
-        request=recorded_options(request),
+        request=recorded(request, trainer, setting),
         notes=(*found.notes, *cluster.notes, *graph.notes),
     )
     return plan, exported
@@ -69,8 +70,8 @@ def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Ex
 
 def choose(
     graph: Graph, cluster: Cluster, trainer: Trainer, pins: dict[str, Any], messages: Messages
-) -> tuple[Plan, Exported]:
-    """Return the fastest plan of a trainer, and its configuration."""
+) -> tuple[Setting, Plan]:
+    """Return the fastest setting of a trainer, and its plan."""
     messages("search", trainer.title)
     best = best_setting(graph, cluster, trainer, pins, lambda text: messages("search", text))
     step_s = best.plan.prediction.step_time_s
@@ -81,7 +82,13 @@ def choose(
         solver=f"{best.families:,} kinds of settings of {trainer.title}, each priced or excluded by a bound",
         notes=(priced_as(trainer), *best.plan.notes),
     )
-    return plan, trainer.export(best.setting, graph, cluster)
+    return best.setting, plan
+
+
+def recorded(request: PlanRequest, trainer: Trainer, setting: Setting) -> dict[str, Any]:
+    """Return what a plan's file records of the request: its options, the trainer, and how the trainer runs."""
+    options = recorded_options(dataclasses.replace(request, trainer=trainer.name))
+    return {**options, "facts": sorted(setting.facts)}
 
 
 def priced_as(trainer: Trainer) -> str:
@@ -115,7 +122,8 @@ def write_export(exported: Exported, plan: Plan, folder: str, messages: Messages
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (path / name).write_text(text, "utf-8")
+            with (path / name).open("x", encoding="utf-8") as file:  # never through a link
+                file.write(text)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}", "give --export another folder") from error
     messages.say(f"{', '.join(files)} are in {folder}")
@@ -136,7 +144,7 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
         )
     cluster, _ = cluster_and_options(request)
     options = of_words(list(flags)) if source is None else read_options(source)
-    trainer = trainer_named(request.trainer) if request.trainer else recognised(options, cluster.count, words)
+    trainer = trainer_named(request.trainer) if request.trainer else recognised(options, words)
     request = with_sizes(request, trainer, options, cluster.count, words)
     graph = capture_model(load(request, cluster, messages), messages)
     messages("price", trainer.title)
@@ -178,7 +186,8 @@ class Compared:
 def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
     """Compare the configuration in the file ``source`` with the best ones."""
     own = configured(request, source, (), messages)
-    best, exported = choose(own.graph, own.cluster, own.trainer, {}, messages)
+    setting, best = choose(own.graph, own.cluster, own.trainer, {}, messages)
+    exported = own.trainer.export(setting, own.graph, own.cluster)
     messages("price", "single changes")
     changes = best_changes(own.pricers, own.setting, own.plan.prediction.step_time_s)
     sized = dataclasses.replace(

@@ -27,9 +27,11 @@ def best_changes(pricers: TrainerPricers, s: Setting, now_s: float, most: int = 
     """Return the single changes that make a step of ``now_s`` seconds faster and fit, the best value of each decision, fastest first."""
     best: dict[str, Change] = {}
     for name, words, changed in _neighbours(pricers, s):
+        if changed.chunks > 1 and changed.microbatches % changed.pipeline:
+            continue  # interleaved 1F1B runs as many microbatches as ranks at a time
         try:
             plan = pricers.plan(changed)
-        except (AutoparError, AssertionError):
+        except AutoparError:
             continue  # the model or the batch does not admit it
         seconds = plan.prediction.step_time_s
         if not plan.too_full and seconds < (best[name].plan.prediction.step_time_s if name in best else now_s):
@@ -47,7 +49,10 @@ def _neighbours(pricers: TrainerPricers, s: Setting) -> Iterator[tuple[str, str,
     }
     for name, values in degrees.items():
         for value in values:
-            if value != (now := getattr(s, name)) and (moved := _with_degree(s, name, value)) is not None:
+            if (
+                value != (now := getattr(s, name))
+                and (moved := _with_degree(s, name, value, space.sequence)) is not None
+            ):
                 yield name, f"{name} {now} -> {value}", moved
     chunks = range(1, MOST_CHUNKS + 1) if space.chunks and s.pipeline > 1 else ()
     others: dict[str, Any] = {
@@ -73,14 +78,14 @@ def _neighbours(pricers: TrainerPricers, s: Setting) -> Iterator[tuple[str, str,
             yield name, f"{name} {now} -> {value}", dataclasses.replace(s, **changes)
 
 
-def _with_degree(s: Setting, name: str, value: int) -> Setting | None:
+def _with_degree(s: Setting, name: str, value: int, sequence: bool) -> Setting | None:
     """Return the setting with another degree, which data parallelism makes up for; ``None`` if the ranks or the batch do not divide."""
     data, odd = divmod(s.data * getattr(s, name), value)
     if odd or not data or s.global_batch % (data * s.microbatch) or s.expert > 1:
         return None
     changes: dict[str, Any] = {name: value, "data": data}
     if name == "tensor":
-        changes["sequence"] = value > 1
+        changes["sequence"] = sequence and value > 1
     if name == "pipeline":
         changes |= {"chunks": 1 if value == 1 else s.chunks, "cuts": None}
     if data % s.replicate:

@@ -137,6 +137,8 @@ class _Choice:
     best: tuple[Setting, Plan] | None = None
     evaluated: int = 0
     refusal: str = ""
+    lacking: float = math.inf
+    """The fewest bytes that any setting lacks on a device."""
     layers: list[tuple[str, bool]] = field(init=False)
     """The kind of every layer: its class, and whether it is the first or the last."""
     kinds: Counter[tuple[str, bool]] = field(init=False)
@@ -144,6 +146,7 @@ class _Choice:
 
     def __post_init__(self) -> None:
         self.pricers = TrainerPricers(self.graph, self.cluster, self.trainer)
+        self.cluster = self.pricers.cluster  # as the trainer's kernels see it
         last = len(self.graph.layers) - 1
         self.layers = [(layer.cls, i in (0, last)) for i, layer in enumerate(self.graph.layers)]
         self.kinds = Counter(self.layers)
@@ -167,7 +170,9 @@ class _Choice:
             if family.bound_s < self.best_s:
                 self._evaluate(family.setting)
         if self.best is None:
-            reason = self.refusal or f"the devices, the batch and the model admit no setting of {self.trainer.title}"
+            reason = self.refusal or "the devices, the batch and the model admit none"
+            if self.lacking < math.inf:
+                reason = f"even the one that lacks least needs {self.lacking / 1e9:.1f} GB more on a device"
             raise InfeasibleError(
                 f"no setting of {self.trainer.title} fits: {reason}",
                 "use more devices, more memory, or another trainer",
@@ -186,7 +191,7 @@ class _Choice:
                 if over is None:
                     break
                 if over > 0:
-                    self.refusal = self.refusal or f"a device would need {over / 1e9:.1f} GB more than it has"
+                    self.lacking = min(self.lacking, over)
                     continue
                 if kind == kinds[-1] and self.trainer.space.some_blocks and "activations" not in self.pins:
                     chosen = self._fewest_blocks(chosen, bounds)
@@ -264,11 +269,11 @@ class _Choice:
     def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:
         """Return whether parameters, gradients and optimizer states alone exceed the memory of a pipeline rank; of tied parameters, the
         sum of prices says too much."""
-        limit = min(stage.memory_limit_bytes for stage in self.cluster.stages(pipeline))
+        limit = max(stage.memory_limit_bytes for stage in self.cluster.stages(pipeline))
         states = sum(n * (p.parameters_bytes + p.gradients_bytes + p.optimizer_bytes) for p, n in prices) / pipeline
         if states <= limit or self.graph.shared_parameters:
             return False
-        self.refusal = self.refusal or f"a device of {limit / 1e9:.1f} GB would need {states / 1e9:.1f} for states"
+        self.lacking = min(self.lacking, states - limit)
         return True
 
     def _prices(self, s: Setting) -> dict[tuple[str, bool], LayerPrice] | None:
@@ -287,18 +292,14 @@ class _Choice:
         return found
 
     def _chunks(self, s: Setting) -> Iterator[int]:
-        """Yield numbers of chunks: of those with an equally large largest stage, the smallest."""
+        """Yield the numbers of chunks to try."""
         if s.pipeline == 1 or not self.trainer.space.chunks:
             if self.pins.get("chunks", 1) == 1:
                 yield 1
             return
-        sizes = set()  # of the largest stage
         for chunks in (self.pins["chunks"],) if "chunks" in self.pins else range(1, MOST_CHUNKS + 1):
-            size = -(-len(self.layers) // (s.pipeline * chunks))
             if s.pipeline * chunks <= len(self.layers) - 2 and (chunks == 1 or s.microbatches % s.pipeline == 0):
-                if size not in sizes:
-                    yield chunks
-                sizes.add(size)
+                yield chunks
 
     def _degrees(self) -> Iterator[Setting]:
         """Yield the settings without chunks and recomputation that divide devices and batch."""
@@ -323,7 +324,7 @@ class _Choice:
                             context=context,
                             expert=expert,
                             chunks=1,
-                            sequence=tensor > 1 and self.trainer.name != "accelerate",
+                            sequence=tensor > 1 and space.sequence,
                             zero=zero,
                             options=Options(),
                             precision=name_of(self.graph.dtype),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.devices import Cluster
@@ -23,22 +23,15 @@ def _stage(text: str) -> int:
     return int(text)
 
 
-def _number(text: str) -> int | None:
-    return None if text == "auto" else whole_number(text)
-
-
-def _device(text: str) -> str:
-    return text
-
-
 _FLAGS = {
     "zero_optimization.stage": Flag("zero", _stage),
-    "zero_optimization.offload_optimizer.device": Flag("states", _device),
-    "zero_optimization.offload_param.device": Flag("parameters", _device),
-    "train_micro_batch_size_per_gpu": Flag("microbatch", _number),
-    "train_batch_size": Flag("global_batch", _number),
-    "gradient_accumulation_steps": Flag("accumulation", _number),
+    "zero_optimization.offload_optimizer.device": Flag("states", str),
+    "zero_optimization.offload_param.device": Flag("parameters", str),
+    "train_micro_batch_size_per_gpu": Flag("microbatch", whole_number),
+    "train_batch_size": Flag("global_batch", whole_number),
+    "gradient_accumulation_steps": Flag("accumulation", whole_number),
     "bf16.enabled": Flag("precision", "bfloat16"),
+    "bfloat16.enabled": Flag("precision", "bfloat16"),
     "fp16.enabled": Flag("precision", "float16"),
 }
 
@@ -49,6 +42,7 @@ class DeepSpeed(Trainer):
     title = "DeepSpeed ZeRO"
     checked = "deepspeed 0.19.0"
     space = Space(zero=(0, 1, 2, 3))
+    flags = _FLAGS
     facts = frozenset({"DeepSpeed", "flash attention"})
 
     def gradient_bytes(self, s: Setting) -> float:
@@ -83,12 +77,7 @@ class DeepSpeed(Trainer):
         return Exported({"ds_config.json": json.dumps(data, indent=2) + "\n"}, tuple(notes))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        if not any(
-            option.name.partition(".")[0] in ("zero_optimization", "train_micro_batch_size_per_gpu")
-            for option in options
-        ):
-            return None
-        found = read_flags(options, _FLAGS, lambda name: name)
+        found = read_flags(options, self.flags, self.key)
         if found is None:
             return None
         values, notes = dict(found.values), [*found.notes]
@@ -96,12 +85,37 @@ class DeepSpeed(Trainer):
             where = values.pop(name, "none")
             if where not in ("none", "None"):
                 notes.append(f"{name} offloaded to {where}: priced as if they stayed on the device")
-        steps = values.pop("accumulation", None)
-        if "microbatch" in values and steps and "global_batch" not in values:
-            values["global_batch"] = values["microbatch"] * steps * devices
-        if "microbatch" not in values and steps and "global_batch" in values:
-            values["microbatch"] = max(1, values["global_batch"] // (steps * devices))
+        left_open = [option.name for option in options if str(option.value).lower() == "auto"]
+        if left_open:
+            notes.append(f"{', '.join(left_open)} is decided by your script")
+        values |= _batch(values, devices, left_open)
+        values.pop("accumulation", None)
         notes.append("activation checkpointing is decided in your script: none is assumed")
         values |= {"activations": KEEP}
-        values.setdefault("precision", "float32")
+        if not any(name.endswith(".enabled") for name in left_open):
+            values.setdefault("precision", "float32")
         return Reading(values, frozenset(self.facts), tuple(notes), found.options)
+
+
+def _batch(values: Mapping[str, Any], devices: int, left_open: Sequence[str]) -> dict[str, int]:
+    """Return batch and microbatch as ``DeepSpeedConfig`` completes them: the batch is the microbatch times the steps of accumulation times
+    the devices, of which one may be missing; of two that are missing, accumulation is one step. Sizes that are left open stay so."""
+    batch, micro, steps = (values.get(name) for name in ("global_batch", "microbatch", "accumulation"))
+    if batch and micro and steps and batch != micro * steps * devices:
+        raise UsageError(
+            f"train_batch_size = {batch} is not {micro} x {steps} x {devices}: train_micro_batch_size_per_gpu x "
+            "gradient_accumulation_steps x devices",
+            "change one of them, or --devices",
+        )
+    if steps is None and "gradient_accumulation_steps" not in left_open and not (batch and micro):
+        steps = 1
+    if batch and not micro and steps:
+        micro, odd = divmod(batch, steps * devices)
+        if odd or not micro:
+            raise UsageError(
+                f"train_batch_size = {batch} does not divide into {steps} steps on {devices} devices",
+                "change one of them",
+            )
+    if micro and not batch and steps and "train_batch_size" not in left_open:
+        batch = micro * steps * devices
+    return {name: n for name, n in (("global_batch", batch), ("microbatch", micro)) if n}

@@ -53,10 +53,10 @@ def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callab
 def _value(option: Option, flag: Flag) -> Any:
     """Return the value that an option sets; ``None`` if it is switched off or empty."""
     text = option.value
+    if text is None or str(text).lower() == "auto":
+        return None
     if not callable(flag.read):
         return None if isinstance(text, bool | None | str | int) and str(text).lower() in _OFF else flag.read
-    if text is None:
-        return None
     if text == "" and flag.read is not switch:
         raise UsageError(f"{option.name} has no value", f"write {option.name} followed by its value")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.precision import SPELLINGS
+from autopar.precision import FLOAT8, SPELLINGS
 from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
@@ -67,7 +67,10 @@ def _precision(text: str) -> str:
 
 def _parts(text: str) -> list[list[str]]:
     """Return lists of names, from words or as Python writes them."""
-    found = ast.literal_eval(text) if text.startswith("[") else [word.split(",") for word in text.split()]
+    try:
+        found = ast.literal_eval(text) if text.startswith("[") else [word.split(",") for word in text.split()]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        found = [None]
     if not all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in found):
         raise UsageError(f"{text[:40]!r} is not a list of lists of module names", "torchtitan's have one list a stage")
     return list(found)
@@ -93,14 +96,15 @@ _TITAN = {
     "training.global_batch_size": Flag("global_batch", _degree),
     "training.seq_len": Flag("seq", whole_number),
     "training.mixed_precision_param": Flag("precision", _precision),
-    "activation_checkpoint": Flag("activations", _kind),
-    "activation_checkpoint.mode": Flag("activations", _kind),
-    "full_ac": Flag("activations", FULL),
-    "selective_ac": Flag("activations", PART),
+    "activation_checkpoint": Flag("activations", str),
+    "activation_checkpoint.mode": Flag("activations", str),
+    "full_ac()": Flag("activations", "full"),
+    "selective_ac()": Flag("activations", granularity_word(PART)),
     "compile.enable": Flag(FACT, "compiled"),
     "compile.enable_async_tensor_parallel": Flag(FACT, "overlapped tensor"),
     "parallelism.enable_async_tensor_parallel": Flag(FACT, "overlapped tensor"),
-    "chunked_loss_wrapper": Flag(FACT, "fused loss"),
+    "memory_budget_ac()": Flag("activations", "memory-budget"),
+    "chunked_loss_wrapper()": Flag(FACT, "fused loss"),
 }
 _SCHEDULES = {"1F1B": False, "Interleaved1F1B": True}
 
@@ -122,6 +126,10 @@ class Torchtitan(FullyShardedTrainer):
         uneven=True,
     )
     facts = frozenset({"compiled", "flash attention", "fused loss"})
+    flags = _TITAN
+
+    def key(self, name: str) -> str:
+        return name.lstrip("-").replace("-", "_")
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         fields = _titan_fields(s, graph)
@@ -140,7 +148,7 @@ class Torchtitan(FullyShardedTrainer):
         )
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        found = read_flags(options, _TITAN, lambda name: name.lstrip("-").replace("-", "_"))
+        found = read_flags(options, self.flags, self.key)
         if found is None:
             return None
         values, facts, notes = dict(found.values), {"flash attention", *found.facts}, [*found.notes]
@@ -164,6 +172,11 @@ class Torchtitan(FullyShardedTrainer):
             values |= _stages(parts, blocks, pipeline)
         values |= _sharding(values, data, pipeline)
         values.setdefault("sequence", values.get("tensor", 1) > 1)
+        if any(self.key(option.name) == "activation_checkpoint" and option.value is None for option in options):
+            values["activations"] = "none"
+        if "activations" not in values:
+            notes.append("activation checkpointing is not set: torchtitan's default, selective, is priced")
+        values["activations"] = _kind(values.get("activations", granularity_word(PART)))
         if values.get("expert", 1) > 1:
             values["folds"] = frozenset(name for name in ("context", "tensor") if values.get(name, 1) > 1)
         values.setdefault("precision", "bfloat16")
@@ -200,12 +213,23 @@ def math_product(values: Mapping[str, Any], names: Sequence[str]) -> int:
 
 def _sharding(values: dict[str, Any], data: int, pipeline: int) -> dict[str, Any]:
     """Return the ZeRO stage and the number of HSDP replicas of torchtitan's degrees."""
-    shard, policy = values.pop("shard", -1), values.pop("reshard", "default")
-    replicate = values.pop("replicate", 1)
+    policy, replicate = values.pop("reshard", "default"), values.pop("replicate", 1)
+    shard = _shard_degree(values, data, replicate)
     if shard == 1 and values.get("context", 1) == 1:
         return {"zero": 0, "replicate": 1}
     stage = {"always": 3, "never": 2}.get(policy, 3 if pipeline == 1 else 2)
     return {"zero": stage, "replicate": replicate}
+
+
+def _shard_degree(values: dict[str, Any], data: int, replicate: int) -> int:
+    """Return the degree of sharding, which with the replicas makes up the data-parallel ranks. Raises ``UsageError`` if it does not."""
+    shard = int(values.pop("shard", -1))
+    if shard not in (-1, data // replicate) or data % replicate:
+        raise UsageError(
+            f"{replicate} replicas of {shard} shards are not the {data} data-parallel ranks of these devices",
+            "change the degrees, or --devices",
+        )
+    return data // replicate
 
 
 def _titan_fields(s: Setting, graph: Graph) -> dict[tuple[str, str], Any]:
@@ -290,15 +314,37 @@ def _titan_function(fields: Mapping[tuple[str, str], Any], policy: str, chunked_
     return "\n".join([*lines, "    return config"]) + "\n"
 
 
+def _stage(text: str) -> int:
+    """Return the ZeRO stage: FSDP1 names strategies, FSDP2 has a switch, whether parameters are freed after the forward."""
+    stages = {
+        "TRUE": 3,
+        "FALSE": 2,
+        "FULL_SHARD": 3,
+        "HYBRID_SHARD": 3,
+        "SHARD_GRAD_OP": 2,
+        "_HYBRID_SHARD_ZERO2": 2,
+        "NO_SHARD": 0,
+    }
+    if text.upper() not in stages:
+        raise UsageError(f"{text!r} is no sharding", f"these are read: {', '.join(stages)}")
+    return stages[text.upper()]
+
+
+def _mixed_precision(text: str) -> str:
+    """Return the precision; YAML reads an unquoted ``no`` as false."""
+    return {"no": "float32", "false": "float32", "fp8": FLOAT8}.get(text.lower(), _precision(text))
+
+
 _ACCELERATE = {
     "fsdp_config.fsdp_version": Flag("version", whole_number),
-    "fsdp_config.fsdp_reshard_after_forward": Flag("reshard", str),
+    "fsdp_config.fsdp_reshard_after_forward": Flag("reshard", _stage),
+    "fsdp_config.fsdp_sharding_strategy": Flag("reshard", _stage),
     "fsdp_config.fsdp_activation_checkpointing": Flag("checkpointing", switch),
     "parallelism_config.parallelism_config_dp_replicate_size": Flag("replicate", whole_number),
     "parallelism_config.parallelism_config_dp_shard_size": Flag("shard", _degree),
     "parallelism_config.parallelism_config_tp_size": Flag("tensor", whole_number),
     "parallelism_config.parallelism_config_cp_size": Flag("context", whole_number),
-    "mixed_precision": Flag("precision", _precision),
+    "mixed_precision": Flag("precision", _mixed_precision),
     "gradient_accumulation_steps": Flag("accumulation", whole_number),
     "num_processes": Flag("devices", whole_number),
     "dynamo_config.dynamo_backend": Flag("compiler", str),
@@ -309,8 +355,9 @@ class Accelerate(FullyShardedTrainer):
     name = "accelerate"
     title = "Accelerate with FSDP2"
     checked = "accelerate 1.15.0"
-    space = Space(zero=(2, 3), tensor=True, context=True, replicate=True)
+    space = Space(zero=(2, 3), tensor=True, sequence=False, context=True, replicate=True)
     facts = frozenset({"flash attention"})
+    flags = _ACCELERATE
 
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         precision = {"float16": "fp16", "float32": "no"}.get(s.precision, "bf16")
@@ -351,27 +398,26 @@ class Accelerate(FullyShardedTrainer):
         return Exported({"accelerate.yaml": "\n".join(lines) + "\n"}, tuple(_accelerate_notes(s, graph, cluster)))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        found = read_flags(options, _ACCELERATE, lambda name: name)
-        if found is None or not any(option.name.startswith("fsdp_config") for option in options):
+        found = read_flags(options, self.flags, self.key)
+        sections = {option.name.partition(".")[0] for option in options}
+        if found is None or not sections & {"fsdp_config", "parallelism_config"}:
             return None
         values, facts, notes = dict(found.values), {"flash attention", *found.facts}, [*found.notes]
         own = values.pop("devices", devices)
         if own != devices:
             notes.append(f"num_processes is {own}, and {devices} devices are priced")
-        values["zero"] = 3 if _reshards(values.pop("reshard", "true")) else 2
+        stage = values.pop("reshard", 3)
+        values["zero"] = stage if "fsdp_config" in sections else 0
+        inner = math_product(values, ("tensor", "context"))
+        _shard_degree(values, max(1, devices // inner), values.get("replicate", 1))
+        if values.pop("version", 2) == 1:
+            notes.append("FSDP1 is priced as FSDP2")
         values["activations"] = FULL if values.pop("checkpointing", False) else KEEP
         if values.pop("compiler", "NO").upper() not in ("NO", "EAGER"):
             facts.add("compiled")
-        values["precision"] = {"no": "float32"}.get(values.get("precision", "no"), values.get("precision", "no"))
+        values.setdefault("precision", "float32")
         values["sequence"] = False
-        for name in ("version", "shard"):
-            values.pop(name, None)
         return Reading(values, frozenset(facts), tuple(notes), found.options)
-
-
-def _reshards(text: str) -> bool:
-    """Return whether FSDP frees gathered parameters after the forward: version 1 names its strategies, version 2 has a switch."""
-    return text.upper() in ("TRUE", "FULL_SHARD", "HYBRID_SHARD")
 
 
 def _accelerate_notes(s: Setting, graph: Graph, cluster: Cluster) -> Iterator[str]:

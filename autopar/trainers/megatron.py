@@ -26,6 +26,16 @@ _GRANULARITY, _METHOD, _BLOCKS = (
 )
 _NONE, _PART, _WHOLE = GRANULARITIES
 
+
+def _precision(text: str) -> str:
+    """Return the precision that YAML names, such as ``bf16-mixed``."""
+    words = {"bf16": "bfloat16", "fp16": "float16", "16": "float16", "32": "float32"}
+    found = next((name for word, name in words.items() if word in text.lower()), None)
+    if found is None:
+        raise UsageError(f"{text!r} is not a precision", "these are read: bf16, fp16, 32")
+    return found
+
+
 FLAGS = {
     "tensor_model_parallel_size": Flag("tensor", whole_number),
     "pipeline_model_parallel_size": Flag("pipeline", whole_number),
@@ -44,6 +54,10 @@ FLAGS = {
     "virtual_pipeline_model_parallel_size": Flag("chunks", whole_number),
     "num_layers_per_virtual_pipeline_stage": Flag("chunk_layers", whole_number),
     "pipeline_model_parallel_layout": Flag("layout", str),
+    "decoder_first_pipeline_num_layers": Flag("first", whole_number),
+    "decoder_last_pipeline_num_layers": Flag("last", whole_number),
+    "account_for_embedding_in_pipeline_split": Flag("embedding_counts", True),
+    "account_for_loss_in_pipeline_split": Flag("loss_counts", True),
     "recompute_granularity": _GRANULARITY,
     "activations_checkpoint_granularity": _GRANULARITY,
     "recompute_method": _METHOD,
@@ -51,10 +65,15 @@ FLAGS = {
     "recompute_num_layers": _BLOCKS,
     "activations_checkpoint_num_layers": _BLOCKS,
     "recompute_activations": Flag("granularity", _PART),
+    "recompute_modules": Flag("modules", str),
     "bf16": Flag("precision", "bfloat16"),
     "fp16": Flag("precision", "float16"),
-    "fp8_format": Flag("fp8", lambda text: FLOAT8),
-    "fp8": Flag("fp8", lambda text: FLOAT8),
+    "fp8_format": Flag("fp8", FLOAT8),
+    "fp8": Flag("fp8", FLOAT8),
+    "precision": Flag("precision", _precision),
+    "use_megatron_fsdp": Flag("unpriced", "use_megatron_fsdp"),
+    "use_custom_fsdp": Flag("unpriced", "use_custom_fsdp"),
+    "use_torch_fsdp2": Flag("unpriced", "use_torch_fsdp2"),
     "overlap_grad_reduce": Flag(FACT, "overlapped gradients"),
     "overlap_grad_sync": Flag(FACT, "overlapped gradients"),
     "tp_comm_overlap": Flag(FACT, "overlapped tensor"),
@@ -72,6 +91,11 @@ _RESOLVED = (
     "expert_tensor",
     "chunk_layers",
     "layout",
+    "first",
+    "last",
+    "embedding_counts",
+    "loss_counts",
+    "modules",
     "granularity",
     "recompute_method",
     "attention",
@@ -85,6 +109,7 @@ class Megatron(Trainer):
     name = "megatron"
     title = "Megatron-Core"
     checked = "megatron-core 0.16.0"
+    flags = FLAGS
     space = Space(
         zero=(0, 1),
         some_blocks=True,
@@ -110,6 +135,9 @@ class Megatron(Trainer):
     def terms(self, s: Setting) -> dict[str, Any]:
         return {"regather": True, "accumulation_fusion": True, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
+    def key(self, name: str) -> str:
+        return name.rpartition(".")[2].lstrip("-").replace("-", "_")
+
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:
         words = _parallelism(s) + _batch(s, graph) + _pipeline(s, graph)
         words = [(spelled(name), *(f"'{word}'" if "|" in word else word for word in rest)) for name, *rest in words]
@@ -126,10 +154,16 @@ class Megatron(Trainer):
         return Exported({"megatron_args.sh": "\n".join(lines) + "\n"}, tuple(notes))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
-        found = read_flags(options, FLAGS, lambda name: name.rpartition(".")[2].lstrip("-").replace("-", "_"))
+        found = read_flags(options, self.flags, self.key)
         if found is None:
             return None
         values, facts, notes = dict(found.values), {"Megatron", *found.facts}, [*found.notes]
+        if "unpriced" in values:
+            raise UsageError(f"{values['unpriced']} is not priced", "without it, ZeRO 1 (use_distributed_optimizer) is")
+        if "precision" not in values and "fp8" not in values:
+            notes.append("neither bf16 nor fp16: priced in the model's precision; Megatron's default is float32")
+        if "global_batch" not in values:
+            notes.append("no global_batch_size: the model's is priced; Megatron's default is a single microbatch")
         values |= _fold(values)
         if values.get("context_kind") == "a2a":
             facts.add("all-to-all context")
@@ -186,7 +220,29 @@ def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
                 "change num-layers-per-virtual-pipeline-stage",
             )
         return {"chunks": blocks // (pipeline * each)}
+    if pipeline > 1 and blocks and any(name in values for name in ("first", "last", "embedding_counts", "loss_counts")):
+        return {"cuts": _uneven_cuts(values, blocks, pipeline)}
     return {}
+
+
+def _uneven_cuts(values: Mapping[str, Any], blocks: int, pipeline: int) -> tuple[int, ...]:
+    """Return the cuts of a pipeline whose first and last stage have other numbers of blocks: given ones, or one less because the embedding
+    or the loss counts as a block."""
+    if values.get("chunks", 1) > 1:
+        raise UsageError("uneven stages with virtual stages are not read", "give pipeline_model_parallel_layout")
+    known: dict[int, int] = {
+        stage: values[name] for stage, name in ((0, "first"), (pipeline - 1, "last")) if name in values
+    }
+    counted = {stage: 1 for stage, name in ((0, "embedding_counts"), (pipeline - 1, "loss_counts")) if name in values}
+    less = {stage: n for stage, n in counted.items() if stage not in known}
+    each, odd = divmod(blocks - sum(known.values()) + sum(less.values()), max(1, pipeline - len(known)))
+    sizes = [known.get(stage, each - less.get(stage, 0)) for stage in range(pipeline)]
+    if odd or min(sizes) < 0 or sum(sizes) != blocks:
+        raise UsageError(
+            f"{blocks} blocks do not divide into {pipeline} stages with {sorted(known.values()) or 'the embedding and the loss as blocks'}",
+            "change the pipeline's flags",
+        )
+    return tuple(accumulate([1 + sizes[0], *sizes[1:-1]]))
 
 
 def _recomputed(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -198,7 +254,12 @@ def _recomputed(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[
         return {"activations": FULL if blocks == 1 else f"{FULL}:{blocks}", "recomputed": None}
     if kind not in GRANULARITIES:
         raise UsageError(f"recompute_granularity is {kind!r}", f"Megatron's are {_WHOLE} and {_PART}")
-    if kind == _PART:
+    modules = str(values.get("modules", "core_attn"))
+    if kind == _PART and modules.split() != ["core_attn"]:
+        notes.append(
+            f"recompute_modules={modules} is priced as none: the plan needs less memory and more time than shown"
+        )
+    elif kind == _PART:
         notes.append(f"recompute_granularity={_PART} is priced as none: flash attention saves no scores")
     return {"activations": KEEP, "recomputed": None}
 

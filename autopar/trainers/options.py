@@ -12,20 +12,22 @@ import itertools
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from autopar.data_files import MalformedFileError, parse_json
+from autopar.data_files import MAX_BYTES, MalformedFileError, parse_json
 from autopar.errors import UsageError
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?[-=]([^}]*))?\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
-_MOST_WORDS = 100_000
-_LISTS = ("--parallelism.module_fqns_per_model_part",)
+_MOST_OPTIONS = 20_000
+_MOST_CHARACTERS = 2**22  # of a script with its variables replaced
+_HERE = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)")
+_LISTS = ("--parallelism.module_fqns_per_model_part", "--recompute-modules")
 """The flags with several words as their value."""
 
 
@@ -44,27 +46,29 @@ def read_options(path: str | Path) -> list[Option]:
     Raises ``UsageError`` if the file can't be read.
     """
     file = Path(path)
+    hint = "give a file of your trainer's configuration; its suffix says how it is read (.py, .json, .yaml, .toml, else a shell script)"
     try:
-        text = file.read_text("utf-8")
+        with file.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        text = data.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path} cannot be read: {reason}", "give a file of your trainer's configuration") from error
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", hint) from error
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path} has more than {MAX_BYTES // 2**20} MiB", hint)
     try:
         if file.suffix == ".py":
-            return list(_of_calls(text))
-        if file.suffix in (".json", ".yaml", ".yml", ".toml"):
-            return list(_leaves(_parsed(text, file.suffix), ""))
-        return of_words(shell_words(text))
-    except (
-        MalformedFileError,
-        yaml.YAMLError,
-        tomllib.TOMLDecodeError,
-        SyntaxError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        first = str(error).partition("\n")[0]
-        raise UsageError(f"{path} is not readable: {first}", "its suffix says how it is read") from error
+            found: Iterable[Option] = _of_calls(text)
+        elif file.suffix in (".json", ".yaml", ".yml", ".toml"):
+            found = _leaves(_parsed(text, file.suffix), "")
+        else:
+            found = of_words(shell_words(text))
+        options = list(itertools.islice(found, _MOST_OPTIONS + 1))
+    except (MalformedFileError, yaml.YAMLError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        first = str(error).partition("\n")[0] or type(error).__name__
+        raise UsageError(f"{path} is not readable: {first}", hint) from error
+    if len(options) > _MOST_OPTIONS:
+        raise UsageError(f"{path} has more than {_MOST_OPTIONS:,} options", hint)
+    return options
 
 
 def _parsed(text: str, suffix: str) -> Any:
@@ -82,8 +86,8 @@ def _leaves(data: Any, path: str) -> Iterator[Option]:
 
 
 def _of_calls(text: str) -> Iterator[Option]:
-    """Yield the keywords of every call ``NameConfig(keyword=literal)`` or ``Name.Config(...)``, with the path ``name.keyword``, and the
-    literals that are assigned to ``config.section.field``, with the path ``section.field``."""
+    """Yield every call ``NameConfig(...)`` or ``Name.Config(...)`` as ``name()``, its keywords with literals as ``name.keyword``, and the
+    literals that are assigned to ``config.section.field`` as ``section.field``."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Attribute):
             with contextlib.suppress(ValueError, TypeError):  # not a literal
@@ -93,7 +97,7 @@ def _of_calls(text: str) -> Iterator[Option]:
         words = ast.unparse(node.func).split(".")
         name = words[-2] if words[-1] == "Config" and len(words) > 1 else words[-1]
         section = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Config")).lower()
-        yield Option(section, True)
+        yield Option(f"{section}()", True)
         for keyword in node.keywords:
             with contextlib.suppress(ValueError, TypeError):
                 yield Option(f"{section}.{keyword.arg}", ast.literal_eval(keyword.value))
@@ -116,16 +120,19 @@ def of_words(words: list[str]) -> list[Option]:
 
 
 def shell_words(text: str) -> list[str]:
-    """Return a script's words, with the values of variables that it sets. A word with another variable keeps its ``$``."""
-    tokens = shlex.split(text.replace("\\\n", " "), comments=True)
+    """Return a script's words, with the values of variables that it sets. A word with another variable keeps its ``$``.
+
+    Both branches of a condition count. Raises ``ValueError`` for quotes that do not end.
+    """
     variables: dict[str, str] = {}
     found: list[str] = []
-    at = 0
+    tokens = _tokens(text)
+    at = characters = 0
     while at < len(tokens):
         token, at = tokens[at], at + 1
         assigned = _ASSIGNMENT.fullmatch(token)
         if assigned is None:
-            found += _expanded(token.strip("()"), variables).split()
+            words = _expanded(token.strip("()"), variables)
         else:
             name, value = assigned[1], assigned[2]
             if value.startswith("("):  # an array
@@ -133,18 +140,55 @@ def shell_words(text: str) -> list[str]:
                     value, at = f"{value} {tokens[at]}", at + 1
                 value = value.strip("() \n")
             before = f"{variables.get(name, '')} " if token[len(name)] == "+" else ""
-            variables[name] = before + _expanded(value, variables)
             # a script that sets options and uses them elsewhere: the options count where they are set
-            found += _expanded(value, variables).split()
-        if len(found) > _MOST_WORDS:
-            raise ValueError(f"more than {_MOST_WORDS} words")
+            words = _expanded(value, variables)
+            variables[name] = before + words
+        characters += len(words)
+        if characters > _MOST_CHARACTERS:
+            raise ValueError(f"more than {_MOST_CHARACTERS:,} characters, with variables replaced")
+        found += words.split()
     return found
 
 
+def _tokens(text: str) -> list[str]:
+    """Return a script's words, quoted ones whole, without comments, here documents and operators."""
+    lines: list[str] = []
+    until, quote = "", ""
+    for line in text.split("\n"):
+        if until:
+            until = "" if line.strip() == until else until
+            continue
+        line, quote = _without_comment(line, quote)
+        here = None if quote else _HERE.search(line)
+        until = here[1] if here else ""
+        lines.append(line)
+    lexer = shlex.shlex("\n".join(lines).replace("\\\n", " "), posix=True, punctuation_chars=";|&<>")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return [token for token in lexer if not set(token) <= set(";|&<>")]
+
+
+def _without_comment(line: str, quote: str) -> tuple[str, str]:
+    """Return a line without its comment, and the quote that is open at its end, given the one that is open at its start."""
+    escaped = False
+    for i, letter in enumerate(line):
+        if escaped:
+            escaped = False
+        elif letter == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "#" and (i == 0 or line[i - 1].isspace()):
+            return line[:i], ""
+    return line, quote
+
+
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Return the text with the values of variables. Arrays of options are left out: they were counted where they are set."""
+
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        # arrays of options were counted where they are set
         known = variables.get(name)
         if known is not None:
             return "" if known.lstrip().startswith("--") else known

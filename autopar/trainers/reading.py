@@ -36,19 +36,13 @@ def trainer_named(name: str) -> Trainer:
     return TRAINERS[name]
 
 
-def recognised(options: Sequence[Option], devices: int, source: str) -> Trainer:
-    """Return the trainer whose configuration this is: the one that reads the most options.
+def recognised(options: Sequence[Option], source: str) -> Trainer:
+    """Return the trainer whose configuration this is: the one that knows the most options.
 
-    Raises ``UsageError`` if no trainer reads any, or if several read equally many.
+    Raises ``UsageError`` if no trainer knows any, or if several know equally many.
     """
-    counts = {}
-    for trainer in TRAINERS.values():
-        try:
-            reading = trainer.read(options, 0, devices)
-        except UsageError:
-            continue
-        counts[trainer.name] = reading.options if reading else 0
-    most = max(counts.values(), default=0)
+    counts = {t.name: sum(t.key(option.name) in t.flags for option in options) for t in TRAINERS.values()}
+    most = max(counts.values())
     names = [name for name, count in counts.items() if count == most]
     if not most:
         raise UsageError(f"{source} has no option that autopar reads", HINT)
@@ -90,11 +84,13 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
     if odd or not data:
         words = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
         raise UsageError(f"{devices} devices do not divide by {words}", "give --devices of the configuration's cluster")
-    expert = values.get("expert", 1)
-    ranks = data * degrees["context"] * degrees["tensor"]
-    if ranks % expert:
+    expert, folds = values.get("expert", 1), values.get("folds", frozenset())
+    inner = math.prod(degrees[name] for name in folds)
+    if expert > 1 and (expert % inner or data % (expert // inner)):
+        over = " and ".join([*sorted(folds), "data"])
         raise UsageError(
-            f"an expert degree of {expert} does not divide the {ranks} ranks of a stage", "change one of them"
+            f"an expert degree of {expert} over {over}-parallel ranks does not divide {' x '.join(str(n) for n in (inner, data))} of them",
+            "change the expert degree",
         )
     microbatch = _microbatch(values, data, global_batch)
     if global_batch % (data * microbatch):
@@ -102,7 +98,9 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
             f"a global batch of {global_batch} does not divide into microbatches of {microbatch} on {data} data-parallel ranks",
             f"use a multiple of {data * microbatch}",
         )
-    zero = values.get("zero", 0)
+    zero, copies = values.get("zero", 0), _replicas(values, data)
+    if copies == data and degrees["context"] == 1:  # nothing is sharded
+        zero = 0
     return Setting(
         data=data,
         **degrees,
@@ -115,8 +113,8 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
         global_batch=global_batch,
         microbatch=microbatch,
         facts=reading.facts,
-        replicate=_replicas(values, data) if zero else 1,
-        folds=values.get("folds", frozenset()),
+        replicate=copies if zero else 1,
+        folds=folds,
         recomputed=values.get("recomputed"),
         cuts=values.get("cuts"),
     )
@@ -139,7 +137,7 @@ def _replicas(values: dict[str, Any], data: int) -> int:
 
 def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
     """Return the setting of a plan that was made for ``trainer``, as far as its cost model depends on it."""
-    strategy = plan.layers[len(plan.layers) // 2].strategy
+    strategy, facts = plan.layers[len(plan.layers) // 2].strategy, plan.request.get("facts")
     degree = {name: strategy.degree(plan.mesh, *roles) for name, roles in DEGREES.items()}
     data = math.prod(axis.size for axis in plan.mesh) // (degree["tensor"] * degree["ring"] * degree["ulysses"])
     return Setting(
@@ -155,6 +153,6 @@ def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
         precision=plan.precision,
         global_batch=plan.global_batch,
         microbatch=plan.global_batch // (data * plan.microbatches),
-        facts=trainer.facts_of(degree["tensor"]),
+        facts=frozenset(facts) if facts else trainer.facts_of(degree["tensor"]),
         replicate=strategy.replicate,
     )

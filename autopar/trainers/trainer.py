@@ -23,14 +23,16 @@ class Space:
 
     ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation;
     ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
-    ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``folds``: over which other ranks experts may lie
-    (``choose.FOLDED``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have different numbers of blocks.
+    ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``sequence``: tensor parallelism shards the sequence, too.
+    ``folds``: over which other ranks experts may lie (``choose.FOLDED``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have
+    different numbers of blocks.
     """
 
     zero: tuple[int, ...]
     activations: tuple[str, ...] = (KEEP, FULL)
     some_blocks: bool = False
     tensor: bool = False
+    sequence: bool = True
     pipeline: bool = False
     context: bool = False
     expert: bool = False
@@ -84,6 +86,12 @@ class Trainer(abc.ABC):
     space: ClassVar[Space]
     facts: ClassVar[frozenset[str]] = frozenset()
     evidence: ClassVar[str] = ""
+    flags: ClassVar[Mapping[str, Flag]] = {}
+    """What ``read`` reads, by ``key`` of an option's name."""
+
+    def key(self, name: str) -> str:
+        """Return the key of an option in ``flags``."""
+        return name
 
     def facts_of(self, tensor: int) -> frozenset[str]:
         """Return what is known of runs under exported configurations with this tensor-parallel degree."""

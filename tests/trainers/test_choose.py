@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -11,7 +12,7 @@ from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.techniques import Options
-from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer
+from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer, choose
 from autopar.trainers.changes import best_changes
 from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting
 from autopar.trainers.layout import even_bounds
@@ -103,6 +104,19 @@ def test_no_setting_is_faster(graph: Graph, trainer: Trainer, limit: float):
         assert step_s == pytest.approx(wanted, rel=1e-9)
     again = TrainerPricers(graph, devices, trainer).plan(found.setting)
     assert again.prediction.step_time_s == step_s
+
+
+@pytest.mark.parametrize("limit", [40, 24])
+def test_bounds_are_bounds_for_long_sequences(limit: float, monkeypatch: pytest.MonkeyPatch):
+    """Attention takes most of the time; without bounds, every family is evaluated."""
+    long = graph_of(Architecture(12, 2048, 16, 8, 5504, True, 32000, 16384, False, False), BATCH)
+    pins = {"context": 1, "zero": 1}
+    found = best_setting(long, cluster(limit), MEGATRON, pins).plan.prediction.step_time_s
+    families = choose._Choice._families
+    monkeypatch.setattr(
+        choose._Choice, "_families", lambda self: (dataclasses.replace(f, bound_s=0.0) for f in families(self))
+    )
+    assert best_setting(long, cluster(limit), MEGATRON, pins).plan.prediction.step_time_s == found
 
 
 @pytest.mark.parametrize("trainer", [DEEPSPEED, MEGATRON], ids=lambda trainer: trainer.name)

@@ -117,12 +117,9 @@ FAULTS = [
     ("megatron", "|ttttL", "t|tttL", "cuts"),
     ("megatron", "    --use-distributed-optimizer\n", "", "zero"),
     ("torchtitan", "reshard_after_forward always", "reshard_after_forward never", "zero"),
-    ("torchtitan", "replicate_degree 4", "replicate_degree 2", "replicate"),
     ("torchtitan", "--parallelism.enable_sequence_parallel", "--parallelism.no_enable_sequence_parallel", "sequence"),
     ("torchtitan", "checkpoint:full", "checkpoint:none", "options"),
     ("deepspeed", '"stage": 3', '"stage": 2', "zero"),
-    ("deepspeed", '"train_micro_batch_size_per_gpu": 2', '"train_micro_batch_size_per_gpu": 1', "microbatch"),
-    ("accelerate", "replicate_size: 4", "replicate_size: 8", "replicate"),
 ]
 
 
@@ -155,10 +152,13 @@ def test_layouts_are_read_as_written(bounds: tuple[int, ...]):
         ("torchtitan", "checkpoint:none", "checkpoint:most", "activation checkpointing is 'most'"),
         ("deepspeed", '"stage": 3', '"stage": 4', "is not a ZeRO stage"),
         ("accelerate", "replicate_size: 4", "replicate_size: 0", "'0' is not a whole number"),
+        ("accelerate", "replicate_size: 4", "replicate_size: 8", "8 replicas of .* are not the"),
+        ("torchtitan", "replicate_degree 4", "replicate_degree 2", "2 replicas of .* are not the"),
+        ("deepspeed", '"train_micro_batch_size_per_gpu": 2', '"train_micro_batch_size_per_gpu": 1', "is not 1 x "),
     ],
 )
 def test_invalid_values_get_a_sentence(tmp_path: Path, trainer: str, old: str, new: str, message: str):
-    which = {"megatron": 2, "torchtitan": 1, "deepspeed": 3, "accelerate": 2}[trainer]
+    which = {"megatron": 2, "torchtitan": 3 if "replicate" in old else 1, "deepspeed": 3, "accelerate": 2}[trainer]
     fields = CASES[trainer][which] | ({"cuts": (*UNEVEN[1:-2], 29)} if "ttttL" in old else {})
     if "norm" in old:
         fields = fields | {"cuts": (*UNEVEN[1:-2], 33)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError, UsageError
+from autopar.trainers import ACCELERATE as ACCELERATE_TRAINER
 from autopar.trainers import DEEPSPEED as DEEPSPEED_TRAINER
 from autopar.trainers import MEGATRON, TORCHTITAN, Setting
 from autopar.trainers.options import Option, of_words, read_options, shell_words
@@ -92,7 +93,7 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 def setting(file: Path, batch: int = BATCH) -> Setting:
     options = read_options(file)
-    trainer = recognised(options, DEVICES, str(file))
+    trainer = recognised(options, str(file))
     return setting_of(trainer, read(trainer, options, BLOCKS, DEVICES, str(file)), DEVICES, batch, "bfloat16")
 
 
@@ -121,7 +122,7 @@ def test_deepspeed_and_accelerate(tmp_path: Path):
     s = setting(written(tmp_path, "ds.json", DEEPSPEED))
     assert (s.zero, s.data, s.microbatch, s.microbatches, s.precision) == (3, 64, 2, 4, "bfloat16")
     options = read_options(tmp_path / "ds.json")
-    reading = read(recognised(options, DEVICES, "ds"), options, BLOCKS, DEVICES, "ds")
+    reading = read(recognised(options, "ds"), options, BLOCKS, DEVICES, "ds")
     assert any("offloaded to cpu" in note for note in reading.notes)
     s = setting(written(tmp_path, "acc.yaml", ACCELERATE))
     assert (s.zero, s.replicate, s.tensor, s.data, s.activations) == (2, 2, 4, 16, "full")
@@ -161,6 +162,81 @@ def test_experts_of_megatron_are_folded_over_context_and_tensor_ranks():
         folds("--expert-tensor-parallel-size", "4")
 
 
+@pytest.mark.parametrize(
+    ("words", "cuts"),
+    [
+        ("--decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 7", (6, 16, 26)),
+        ("--decoder-last-pipeline-num-layers 2", (11, 21, 31)),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", None),
+        ("--account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 9", (10, 18, 26)),
+    ],
+)
+def test_uneven_stages_of_megatron(words: str, cuts: tuple[int, ...] | None):
+    options = of_words(["--pipeline-model-parallel-size", "4", *words.split()])
+    if cuts is None:
+        with pytest.raises(UsageError, match="32 blocks do not divide into 4 stages"):
+            read(MEGATRON, options, BLOCKS, DEVICES, "flags")
+        options = of_words(["--pipeline-model-parallel-size", "2", *words.split()])
+        assert read(MEGATRON, options, BLOCKS, DEVICES, "flags").values["cuts"] == (17,)
+        return
+    assert read(MEGATRON, options, BLOCKS, DEVICES, "flags").values["cuts"] == cuts
+
+
+def test_switches_that_are_off_and_defaults(tmp_path: Path):
+    off = written(
+        tmp_path, "off.yaml", "tensor_model_parallel_size: 2\nfp8: False\nbf16: true\nsequence_parallel: no\n"
+    )
+    values = read(MEGATRON, read_options(off), BLOCKS, DEVICES, "off").values
+    assert values == {"tensor": 2, "precision": "bfloat16"}
+    both = of_words(["--bf16", "--fp8-format", "hybrid"])
+    assert read(MEGATRON, both, BLOCKS, DEVICES, "flags").values == {"precision": "float8"}
+    notes = read(MEGATRON, of_words(["--micro-batch-size", "1"]), BLOCKS, DEVICES, "flags").notes
+    assert any("Megatron's default is float32" in note for note in notes)
+    plain = read(TORCHTITAN, of_words(["--training.local_batch_size", "1"]), BLOCKS, DEVICES, "flags")
+    assert plain.values["activations"] == "selective" and any("torchtitan's default" in note for note in plain.notes)
+    kinds = {"FullAC.Config()": "full", "None": "keep", "SelectiveAC.Config(debug=True)": "selective"}
+    for number, (text, kind) in enumerate(kinds.items()):
+        code = f"def f(config):\n    config.parallelism.tensor_parallel_degree = 2\n    config.activation_checkpoint = {text}\n"
+        options = read_options(written(tmp_path, f"{number}.py", code))
+        assert read(TORCHTITAN, options, BLOCKS, DEVICES, text).values["activations"] == kind
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ({"train_batch_size": 512}, (512, 8)),
+        ({"train_micro_batch_size_per_gpu": 4}, (256, 4)),
+        ({"train_batch_size": 512, "gradient_accumulation_steps": 4}, (512, 2)),
+        ({"train_batch_size": 512, "train_micro_batch_size_per_gpu": 2}, (512, 2)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, (512, 2)),
+        ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, (None, 2)),
+    ],
+)  # fmt: skip
+def test_deepspeed_completes_batches(sizes: dict[str, object], batch: tuple[int | None, int]):
+    options = [Option(name, value) for name, value in sizes.items()]
+    options += [Option("zero_optimization.stage", 2), Option("bf16.enabled", "auto"), Option("fp16.enabled", "auto")]
+    found = read(DEEPSPEED_TRAINER, options, BLOCKS, DEVICES, "ds")
+    assert (found.values.get("global_batch"), found.values["microbatch"]) == batch
+    assert "precision" not in found.values and any("bf16.enabled" in note for note in found.notes)
+
+
+def test_replicas_of_all_ranks_shard_nothing():
+    for trainer, words in (
+        (TORCHTITAN, "--parallelism.data_parallel_replicate_degree 64 --training.local_batch_size 1"),
+        (MEGATRON, "--use-distributed-optimizer --num-distributed-optimizer-instances 64 --micro-batch-size 1"),
+    ):
+        reading = read(trainer, of_words(words.split()), BLOCKS, DEVICES, "flags")
+        s = setting_of(trainer, reading, DEVICES, 64, "bfloat16")
+        assert (s.zero, s.replicate, s.data) == (0, 1, 64)
+
+
+def test_accelerate_with_fsdp_1(tmp_path: Path):
+    text = "mixed_precision: no\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+    reading = read(ACCELERATE_TRAINER, read_options(written(tmp_path, "a.yaml", text)), BLOCKS, DEVICES, "a")
+    assert reading.values["zero"] == 2 and reading.values["precision"] == "float32"
+    assert "FSDP1 is priced as FSDP2" in reading.notes
+
+
 def test_what_is_not_read_is_a_note_and_a_later_value_counts():
     options = of_words(["--overlap-cat", "--micro-batch-size", "2", "--micro-batch-size", "4", "--seq-length", "$SEQ"])
     reading = read(MEGATRON, options, BLOCKS, DEVICES, "flags")
@@ -186,6 +262,19 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ("x.py", "def (", "is not readable"),
         ("x.toml", "[parallelism", "is not readable"),
         ("x.toml", "[activation_checkpoint]\nmode = 'some'", "activation checkpointing is 'some'"),
+        ("x.sh", "--tensor-model-parallel-size 0", "'0' is not a whole number"),
+        ("x.sh", "--use-megatron-fsdp --bf16", "use_megatron_fsdp is not priced"),
+        ("x.sh", "--tensor-model-parallel-size 2 --expert-model-parallel-size 64", "an expert degree of 64"),
+        (
+            "x.sh",
+            "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
+            "ZBVZeroBubble is not priced",
+        ),
+        (
+            "x.sh",
+            "--parallelism.tensor_parallel_degree 4 --parallelism.expert_parallel_degree 2",
+            "an expert degree of 2",
+        ),
         ("x.sh", "--recompute-granularity half", "recompute_granularity is 'half'"),
     ],
 )
@@ -193,14 +282,38 @@ def test_bad_configurations_get_a_sentence(tmp_path: Path, name: str, text: str,
     with pytest.raises(AutoparError, match=message.replace("(", r"\(")) as error:
         file = written(tmp_path, name, text)
         options = read_options(file)
-        try:
-            trainer = recognised(options, DEVICES, str(file))
-        except UsageError:  # the trainer refused what it reads; name it, as with --trainer
-            if "no option" in message:
-                raise
-            trainer = {"json": DEEPSPEED_TRAINER, "toml": TORCHTITAN}.get(file.suffix[1:], MEGATRON)
+        trainer = recognised(options, str(file))
         setting_of(trainer, read(trainer, options, BLOCKS, DEVICES, str(file)), DEVICES, BATCH, "bfloat16")
     assert error.value.hint and "\n" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("script", "values"),
+    [
+        ("A=(\n --micro-batch-size 1\n # --x 1 \\\n --tensor-model-parallel-size 4\n)", {"microbatch": 1, "tensor": 4}),
+        ("--wandb-exp-name run#3 --micro-batch-size 2", {"microbatch": 2}),
+        ("if [ $# -lt 1 ]; then exit 1; fi\nTP=4; PP=2;\nrun --tensor-model-parallel-size $TP|tee log", {"tensor": 4}),
+        ("run --title 'run #3' --micro-batch-size 2 # --micro-batch-size 8", {"microbatch": 2}),
+        ("cat << EOF\nit's --micro-batch-size 8\nEOF\nrun --micro-batch-size 2 && echo done", {"microbatch": 2}),
+        ("run --micro-batch-size 2\r\n", {"microbatch": 2}),
+    ],
+)
+def test_scripts_as_people_write_them(tmp_path: Path, script: str, values: dict[str, int]):
+    options = read_options(written(tmp_path, "run.sh", script))
+    assert read(MEGATRON, options, BLOCKS, DEVICES, "run.sh").values == values
+
+
+def test_files_that_grow_are_refused(tmp_path: Path):
+    texts = {
+        "a.yaml": "a0: &a0 {x: 1}\n"
+        + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}, z: *a{i - 1}}}\n" for i in range(1, 30)),
+        "b.sh": "A=--x\n" + 'A="y$A$A"\n' * 60,
+        "c.py": "-" * 200_000,
+        "d.toml": '[parallelism]\nmodule_fqns_per_model_part = "[1,"',
+    }
+    for name, text in texts.items():
+        with pytest.raises(UsageError):
+            read(TORCHTITAN, read_options(written(tmp_path, name, text)), BLOCKS, DEVICES, name)
 
 
 def test_a_script_is_split_and_not_run(tmp_path: Path):
