@@ -15,7 +15,7 @@ from autopar.doctor.findings import ABSENT, BROKEN, OK, WARNING, Finding
 
 PART = "installed"
 _PYTHON = (3, 11)
-_IMPORTED_AS = {"spmd-types": "spmd_types"}
+_IMPORTED_AS = {"pyyaml": "yaml", "spmd-types": "spmd_types"}
 
 
 def installed() -> Iterator[Finding]:
