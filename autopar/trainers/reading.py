@@ -99,7 +99,7 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
             f"use a multiple of {data * microbatch}",
         )
     zero, copies = values.get("zero", 0), _replicas(values, data)
-    if copies == data and degrees["context"] == 1:  # nothing is sharded
+    if copies == data > 1 and degrees["context"] == 1:  # nothing is sharded
         zero = 0
     return Setting(
         data=data,
