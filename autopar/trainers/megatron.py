@@ -132,6 +132,10 @@ class Megatron(Trainer):
     def fuses(self, s: Setting) -> bool:
         return "eager" not in s.facts
 
+    def overlap_tensor(self, s: Setting) -> float:
+        # alone, context parallelism exchanges keys and values while attention computes (cp_comm_type p2p)
+        return 1.0 if s.tensor == 1 and s.context > 1 and s.precision != "float16" else super().overlap_tensor(s)
+
     def terms(self, s: Setting) -> dict[str, Any]:
         return {"regather": True, "accumulation_fusion": True, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
