@@ -14,7 +14,7 @@ from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS, KEEP
 from autopar.trainers import TRAINERS
 from autopar.trainers.options import Option
-from autopar.trainers.setting import Setting
+from autopar.trainers.setting import FACTS, Setting
 from autopar.trainers.trainer import Reading, Trainer
 
 HINT = f"these trainers' configurations are read: {', '.join(each.title for each in TRAINERS.values())}"
@@ -116,7 +116,7 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
         replicate=copies if zero else 1,
         folds=folds,
         recomputed=values.get("recomputed"),
-        cuts=values.get("cuts"),
+        cuts=values.get("cuts") if degrees["pipeline"] > 1 else None,
     )
 
 
@@ -153,6 +153,6 @@ def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
         precision=plan.precision,
         global_batch=plan.global_batch,
         microbatch=plan.global_batch // (data * plan.microbatches),
-        facts=frozenset(facts) if facts else trainer.facts_of(degree["tensor"]),
+        facts=frozenset(facts or trainer.facts_of(degree["tensor"])) & set(FACTS),
         replicate=strategy.replicate,
     )

@@ -29,7 +29,18 @@ def test_this_machine_works_and_figures_are_its_own():
     assert status == 0 and found["torch"]["figures"]["version"] == metadata.version("torch")
     assert found["cores"]["figures"]["cores"] == calibration.this_machine()["cores"]
     assert 0 < found["memory"]["figures"]["available_bytes"] <= found["memory"]["figures"]["total_bytes"]
-    required = {"click", "networkx", "numpy", "ortools", "pyyaml", "rich", "safetensors", "spmd-types", "torch", "transformers"}
+    required = {
+        "click",
+        "networkx",
+        "numpy",
+        "ortools",
+        "pyyaml",
+        "rich",
+        "safetensors",
+        "spmd-types",
+        "torch",
+        "transformers",
+    }
     assert required <= set(found) and "matplotlib" not in found
     assert found["calibration"]["status"] == "absent" and "autopar profile" in found["calibration"]["hint"]
 

@@ -230,6 +230,14 @@ def test_replicas_of_all_ranks_shard_nothing():
         assert (s.zero, s.replicate, s.data) == (0, 1, 64)
 
 
+def test_stages_without_a_pipeline_are_ignored():
+    reading = read(
+        MEGATRON, of_words(["--pipeline-model-parallel-layout", "Et*16|t*16L", "--bf16"]), BLOCKS, DEVICES, "flags"
+    )
+    s = setting_of(MEGATRON, reading, DEVICES, 64, "bfloat16")
+    assert s.cuts is None and s.chunks == 1
+
+
 def test_accelerate_with_fsdp_1(tmp_path: Path):
     text = "mixed_precision: no\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
     reading = read(ACCELERATE_TRAINER, read_options(written(tmp_path, "a.yaml", text)), BLOCKS, DEVICES, "a")
