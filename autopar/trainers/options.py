@@ -27,7 +27,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _MOST_OPTIONS = 20_000
 _MOST_CHARACTERS = 2**22  # of a script with its variables replaced
 _HERE = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)")
-_LISTS = ("--parallelism.module_fqns_per_model_part", "--recompute-modules")
+_LISTS = ("parallelism.module_fqns_per_model_part", "recompute_modules")
 """The flags with several words as their value."""
 
 
@@ -110,7 +110,7 @@ def of_words(words: list[str]) -> list[Option]:
         if word.startswith("--") and len(word) > 2:
             name, equals, text = word.partition("=")
             values = [] if equals else list(itertools.takewhile(lambda each: not each.startswith("--"), words[i + 1 :]))
-            if name not in _LISTS:
+            if name.lstrip("-").replace("-", "_") not in _LISTS:
                 values = values[:1]
             found.append(Option(name, text if equals else " ".join(values)))
         elif re.fullmatch(r"[a-z_]+:[a-z-]+", word):

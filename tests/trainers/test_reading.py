@@ -230,6 +230,12 @@ def test_replicas_of_all_ranks_shard_nothing():
         assert (s.zero, s.replicate, s.data) == (0, 1, 64)
 
 
+def test_several_words_are_one_value():
+    words = "--recompute-granularity selective --recompute-modules moe mlp --bf16"
+    notes = read(MEGATRON, of_words(words.split()), BLOCKS, DEVICES, "flags").notes
+    assert any("recompute_modules=moe mlp is priced as none" in note for note in notes)
+
+
 def test_stages_without_a_pipeline_are_ignored():
     reading = read(
         MEGATRON, of_words(["--pipeline-model-parallel-layout", "Et*16|t*16L", "--bf16"]), BLOCKS, DEVICES, "flags"
