@@ -162,8 +162,10 @@ def test_a_job_that_runs_is_cancelled_and_the_next_one_is_done(server: Server):
     assert send(server, "GET", f"api/plans/{long['id']}")[2]["state"] == "cancelled"
 
 
-ANSWERING = """import json, sys
+# it answers after a while: a job that is done before `cancel` gets the lock would be no cancelled one
+ANSWERING = """import json, sys, time
 for line in sys.stdin:
+    time.sleep(0.5)
     print(json.dumps({"stage": "load", "text": ""}), json.dumps({"error": None}), sep="\\n", flush=True)
 """
 
