@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar import pins
 from autopar.cli.commands import (
     check_pins,
     cluster_and_options,
@@ -22,7 +23,6 @@ from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
-from autopar.pins import read_pins
 from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
 from autopar.precision import name_of, normalise
@@ -100,14 +100,15 @@ def priced_as(trainer: Trainer) -> str:
 
 def _pins(request: PlanRequest, trainer: Trainer) -> dict[str, Any]:
     """Return the pins as fields of ``Setting``. Raises ``UsageError`` for one that is not a decision of the trainer."""
-    found = {_SPELLED.get(name, name): value for name, value in read_pins(request.pins).items()}
-    for name, value in found.items():
-        if name not in PINS:
-            names = [*({v: k for k, v in _SPELLED.items()}.get(each, each) for each in PINS)]
+    decisions = {name: field for name in pins.PINS if (field := _SPELLED.get(name, name)) in PINS}
+    found = {}
+    for name, value in pins.read_pins(request.pins).items():
+        if name not in decisions:
             raise UsageError(
                 f"the pin {name}={value} is not a decision of {trainer.title}, which has one strategy for all blocks",
-                f"with --trainer these may be pinned: {', '.join(names)}",
+                f"with --trainer these may be pinned: {', '.join(decisions)}",
             )
+        found[decisions[name]] = value
     return found
 
 

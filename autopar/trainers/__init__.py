@@ -10,7 +10,7 @@ from autopar.trainers.megatron import Megatron
 from autopar.trainers.model import OtherTrainer
 from autopar.trainers.nanotron import InternEvo, Nanotron
 from autopar.trainers.setting import Setting
-from autopar.trainers.trainer import Exported, Reading, Trainer
+from autopar.trainers.trainer import Exported, Reading, Trainer, TrainerCosts
 
 MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE = Megatron(), Torchtitan(), DeepSpeed(), Accelerate()
 NANOTRON, INTERNEVO = Nanotron(), InternEvo()
@@ -31,4 +31,5 @@ __all__ = [
     "Reading",
     "Setting",
     "Trainer",
+    "TrainerCosts",
 ]

@@ -28,12 +28,18 @@ from autopar.search.evaluation import by_stage, layer_prices, step_cost
 from autopar.search.problem import Configuration, divisors
 from autopar.search.shared_parameters import duplicated_state_bytes
 from autopar.search.timeline import Device
-from autopar.shard.plan import Solve
 from autopar.shard.solve import solve
 from autopar.sharding import AxisTypes
 from autopar.techniques import Options
-from autopar.trainers.layout import PlanParts, block_strategy, end_strategy, plan_parts, setting_mesh, stage_bounds
-from autopar.trainers.megatron import is_even
+from autopar.trainers.layout import (
+    PlanParts,
+    block_strategy,
+    end_strategy,
+    is_even,
+    plan_parts,
+    setting_mesh,
+    stage_bounds,
+)
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import Trainer
 
@@ -48,9 +54,6 @@ CONTEXT_FROM = 8192
 
 PINS = ("tensor", "pipeline", "context", "expert", "zero", "replicate", "chunks", "microbatch", "activations")
 """The fields of ``Setting`` that may be fixed."""
-
-FOLDED = {"none": (), "context": ("context",), "all": ("context", "tensor")}
-"""The axes over which experts are folded, by the names of ``Space.folds``."""
 
 Report = Callable[[str], None]
 
@@ -84,7 +87,7 @@ def best_setting(
     """Return the fastest setting of ``trainer`` that fits; ``pins`` fixes fields of ``Setting`` (``PINS``).
 
     Raises:
-        UsageError: a pin is not one of the trainer's decisions.
+        UsageError: the trainer can't run what is pinned.
         InfeasibleError: no setting fits.
     """
     return _Choice(graph, cluster, trainer, dict(pins or {})).run(report)
@@ -93,11 +96,10 @@ def best_setting(
 class TrainerPricers:
     """Prices settings of one trainer, with a cache of pricers: settings with equal cost models share one, and all share types."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, trainer: Trainer, types: Solve | None = None) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, trainer: Trainer) -> None:
         self.graph, self.cluster, self.trainer = graph, trainer.devices(cluster), trainer
         self._pricers: dict[Any, Pricer] = {}
         self._solved: dict[tuple[Any, ...], AxisTypes | None] = {}
-        self._types = types or self._solve
 
     def _solve(self, cls: Any, role: Any, size: int) -> AxisTypes | None:
         key = cls.name, role, size
@@ -110,7 +112,7 @@ class TrainerPricers:
         model = self.trainer.model(s, self.cluster)
         key = model, s.precision
         if key not in self._pricers:
-            self._pricers[key] = Pricer(self.graph, self.cluster, s.precision, self._types, model)
+            self._pricers[key] = Pricer(self.graph, self.cluster, s.precision, self._solve, model)
         return self._pricers[key]
 
     def parts(self, s: Setting) -> PlanParts:
@@ -151,11 +153,13 @@ class _Choice:
         self.layers = [(layer.cls, i in (0, last)) for i, layer in enumerate(self.graph.layers)]
         self.kinds = Counter(self.layers)
         self.mixtures = {name for name, cls in self.graph.classes.items() if cls.experts}
-        for name, value in self.pins.items():
-            if name not in PINS:
+        assert set(self.pins) <= set(PINS), self.pins
+        for name in {"zero", "activations"} & set(self.pins):
+            values = getattr(self.trainer.space, name)
+            if self.pins[name] not in values:
                 raise UsageError(
-                    f"{name}={value} is not a decision of {self.trainer.title}, which has one strategy for all layers",
-                    f"pin {', '.join(PINS)}",
+                    f"{name}={self.pins[name]}: {self.trainer.title} does not have it",
+                    f"it has {', '.join(map(str, values))}",
                 )
 
     @property
@@ -360,7 +364,7 @@ class _Choice:
         )
         seen = set()
         for fold in self.trainer.space.folds:
-            axes = frozenset(name for name in FOLDED[fold] if sizes[name] > 1)
+            axes = frozenset(name for name in fold if sizes[name] > 1)
             for own in divisors(data):
                 degree = own * math.prod(sizes[name] for name in axes)
                 if (

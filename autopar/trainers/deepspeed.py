@@ -40,7 +40,6 @@ class DeepSpeed(Trainer):
     evidence = "deepspeed"
     name = "deepspeed"
     title = "DeepSpeed ZeRO"
-    checked = "deepspeed 0.19.0"
     space = Space(zero=(0, 1, 2, 3))
     flags = _FLAGS
     facts = frozenset({"DeepSpeed", "flash attention"})
@@ -94,7 +93,7 @@ class DeepSpeed(Trainer):
         values |= {"activations": KEEP}
         if not any(name.endswith(".enabled") for name in left_open):
             values.setdefault("precision", "float32")
-        return Reading(values, frozenset(self.facts), tuple(notes), found.options)
+        return Reading(values, frozenset(self.facts), tuple(notes))
 
 
 def _batch(values: Mapping[str, Any], devices: int, left_open: Sequence[str]) -> dict[str, int]:

@@ -24,13 +24,13 @@ def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callab
     facts: set[str] = set()
     unknown: list[str] = []
     notes: list[str] = []
-    read = 0
+    known = False
     for option in options:
         flag = table.get(key(option.name))
         if flag is None:
             unknown.append(option.name)
             continue
-        read += 1
+        known = True
         if isinstance(option.value, str) and "$" in option.value:
             notes.append(f"{option.name} is {option.value}, which the file does not set: it is not read")
             continue
@@ -41,13 +41,13 @@ def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callab
             if values.get(flag.name, value) != value:
                 notes.append(f"{option.name} is set twice: {value} counts, not {values[flag.name]}")
             values[flag.name] = value
-    if not read:
+    if not known:
         return None
     if unknown:
         names = list(dict.fromkeys(unknown))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         notes.append(f"not read: {', '.join(names[:_SHOWN])}{more}")
-    return Reading(values, frozenset(facts), tuple(notes), read)
+    return Reading(values, frozenset(facts), tuple(notes))
 
 
 def _value(option: Option, flag: Flag) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -112,7 +113,6 @@ _SCHEDULES = {"1F1B": False, "Interleaved1F1B": True}
 class Torchtitan(FullyShardedTrainer):
     name = "torchtitan"
     title = "torchtitan"
-    checked = "torchtitan 0.3.0"
     space = Space(
         zero=(2, 3),
         activations=tuple(GRANULARITIES.values()),
@@ -120,7 +120,7 @@ class Torchtitan(FullyShardedTrainer):
         pipeline=True,
         context=True,
         expert=True,
-        folds=("all",),
+        folds=(frozenset({"context", "tensor"}),),
         chunks=True,
         replicate=True,
         uneven=True,
@@ -154,7 +154,7 @@ class Torchtitan(FullyShardedTrainer):
         values, facts, notes = dict(found.values), {"flash attention", *found.facts}, [*found.notes]
         pipeline, local = values.get("pipeline", 1), values.pop("local", 8)
         micro = values.pop("pipeline_microbatch", 1)
-        inner = math_product(values, ("tensor", "pipeline", "context"))
+        inner = math.prod(values.get(name, 1) for name in ("tensor", "pipeline", "context"))
         data = max(1, devices // inner)
         if values.get("global_batch", -1) == -1:
             values["global_batch"] = local * data
@@ -180,7 +180,7 @@ class Torchtitan(FullyShardedTrainer):
         if values.get("expert", 1) > 1:
             values["folds"] = frozenset(name for name in ("context", "tensor") if values.get(name, 1) > 1)
         values.setdefault("precision", "bfloat16")
-        return Reading(values, frozenset(facts), tuple(notes), found.options)
+        return Reading(values, frozenset(facts), tuple(notes))
 
 
 def _stages(parts: Sequence[Sequence[str]], blocks: int, pipeline: int) -> dict[str, Any]:
@@ -201,14 +201,6 @@ def _stages(parts: Sequence[Sequence[str]], blocks: int, pipeline: int) -> dict[
         )
     sizes = [len(part) - ("norm" in part) for part in parts]
     return chunks | {"cuts": tuple(itertools.accumulate(sizes))[:-1]}
-
-
-def math_product(values: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the product of the degrees ``names``."""
-    found = 1
-    for name in names:
-        found *= values.get(name, 1)
-    return found
 
 
 def _sharding(values: dict[str, Any], data: int, pipeline: int) -> dict[str, Any]:
@@ -354,7 +346,6 @@ _ACCELERATE = {
 class Accelerate(FullyShardedTrainer):
     name = "accelerate"
     title = "Accelerate with FSDP2"
-    checked = "accelerate 1.15.0"
     space = Space(zero=(2, 3), tensor=True, sequence=False, context=True, replicate=True)
     facts = frozenset({"flash attention"})
     flags = _ACCELERATE
@@ -408,7 +399,7 @@ class Accelerate(FullyShardedTrainer):
             notes.append(f"num_processes is {own}, and {devices} devices are priced")
         stage = values.pop("reshard", 3)
         values["zero"] = stage if "fsdp_config" in sections else 0
-        inner = math_product(values, ("tensor", "context"))
+        inner = math.prod(values.get(name, 1) for name in ("tensor", "context"))
         _shard_degree(values, max(1, devices // inner), values.get("replicate", 1))
         if values.pop("version", 2) == 1:
             notes.append("FSDP1 is priced as FSDP2")
@@ -417,7 +408,7 @@ class Accelerate(FullyShardedTrainer):
             facts.add("compiled")
         values.setdefault("precision", "float32")
         values["sequence"] = False
-        return Reading(values, frozenset(facts), tuple(notes), found.options)
+        return Reading(values, frozenset(facts), tuple(notes))
 
 
 def _accelerate_notes(s: Setting, graph: Graph, cluster: Cluster) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -133,6 +134,14 @@ def even_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
         each = (blocks + 2) // stages
         return tuple(each * i for i in range(stages + 1))
     return balanced(blocks, head, stages)
+
+
+def is_even(bounds: Sequence[int]) -> bool:
+    """Return whether all stages have the same number of blocks: the first also has the embedding, the last the head."""
+    sizes = [b - a for a, b in pairwise(bounds)]
+    sizes[0] -= 1
+    sizes[-1] -= 1
+    return len(set(sizes)) == 1 and sizes[0] > 0
 
 
 def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from autopar.precision import FLOAT8
 from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
-from autopar.trainers.layout import stage_bounds
+from autopar.trainers.layout import is_even, stage_bounds
 from autopar.trainers.options import Option
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, whole_number
@@ -24,7 +24,7 @@ _GRANULARITY, _METHOD, _BLOCKS = (
     Flag("recompute_method", str),
     Flag("recomputed", whole_number),
 )
-_NONE, _PART, _WHOLE = GRANULARITIES
+_, _PART, _WHOLE = GRANULARITIES
 
 
 def _precision(text: str) -> str:
@@ -108,7 +108,6 @@ class Megatron(Trainer):
     evidence = "megatron"
     name = "megatron"
     title = "Megatron-Core"
-    checked = "megatron-core 0.16.0"
     flags = FLAGS
     space = Space(
         zero=(0, 1),
@@ -117,7 +116,7 @@ class Megatron(Trainer):
         pipeline=True,
         context=True,
         expert=True,
-        folds=("context", "all"),
+        folds=(frozenset({"context"}), frozenset({"context", "tensor"})),
         chunks=True,
         uneven=True,
     )
@@ -180,7 +179,7 @@ class Megatron(Trainer):
         else:
             values.pop("recomputed", None)
         read = {name: value for name, value in values.items() if name not in _RESOLVED}
-        return Reading(read, frozenset(facts), tuple(notes), found.options)
+        return Reading(read, frozenset(facts), tuple(notes))
 
 
 def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,14 +328,6 @@ def _pipeline(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
 def spelled(name: str) -> str:
     """Return a flag as it is written: ``--micro-batch-size``."""
     return f"--{name.replace('_', '-')}"
-
-
-def is_even(bounds: Sequence[int]) -> bool:
-    """Return whether all stages have the same number of blocks: the first also has the embedding, the last the head."""
-    sizes = [b - a for a, b in pairwise(bounds)]
-    sizes[0] -= 1
-    sizes[-1] -= 1
-    return len(set(sizes)) == 1 and sizes[0] > 0
 
 
 def layout_text(bounds: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ class Space:
     ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation;
     ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
     ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``sequence``: tensor parallelism shards the sequence, too.
-    ``folds``: over which other ranks experts may lie (``choose.FOLDED``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have
+    ``folds``: over which other axes' ranks experts may lie (``Setting.folds``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have
     different numbers of blocks.
     """
 
@@ -36,7 +36,7 @@ class Space:
     pipeline: bool = False
     context: bool = False
     expert: bool = False
-    folds: tuple[str, ...] = ("none",)
+    folds: tuple[frozenset[str], ...] = (frozenset(),)
     chunks: bool = False
     replicate: bool = False
     uneven: bool = False
@@ -59,13 +59,11 @@ class Flag:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a configuration says: ``values`` by name (fields of ``Setting``, and ``seq``), ``facts``, and ``notes`` on what was not read.
-    ``options`` is the number of options that were read."""
+    """What a configuration says: ``values`` by name (fields of ``Setting``, and ``seq``), ``facts``, and ``notes`` on what was not read."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     facts: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
-    options: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,26 +74,12 @@ class Exported:
     notes: tuple[str, ...]
 
 
-class Trainer(abc.ABC):
-    """A trainer. ``checked`` names the package and version whose parser accepts the exported configurations, ``facts`` holds what is known
-    of runs with these. ``evidence`` names the published runs with which its prices were compared (``errors.toml``)."""
+class TrainerCosts:
+    """How a trainer runs a setting, for prices. ``evidence`` names the published runs with which its prices were compared
+    (``errors.toml``)."""
 
     name: ClassVar[str]
-    title: ClassVar[str]
-    checked: ClassVar[str]
-    space: ClassVar[Space]
-    facts: ClassVar[frozenset[str]] = frozenset()
-    evidence: ClassVar[str] = ""
-    flags: ClassVar[Mapping[str, Flag]] = {}
-    """What ``read`` reads, by ``key`` of an option's name."""
-
-    def key(self, name: str) -> str:
-        """Return the key of an option in ``flags``."""
-        return name
-
-    def facts_of(self, tensor: int) -> frozenset[str]:
-        """Return what is known of runs under exported configurations with this tensor-parallel degree."""
-        return self.facts
+    evidence: ClassVar[str]
 
     def devices(self, cluster: Cluster) -> Cluster:
         """Return the devices as the trainer's kernels see them."""
@@ -146,6 +130,24 @@ class Trainer(abc.ABC):
     def root_zero(self, s: Setting) -> int | None:
         """Return the ZeRO stage of the first and the last layer, if it differs from that of blocks."""
         return None
+
+
+class Trainer(TrainerCosts, abc.ABC):
+    """A trainer for which plans are made. ``facts`` holds what is known of runs under exported configurations, ``flags`` what ``read``
+    reads, by ``key`` of an option's name."""
+
+    title: ClassVar[str]
+    space: ClassVar[Space]
+    facts: ClassVar[frozenset[str]]
+    flags: ClassVar[Mapping[str, Flag]]
+
+    def key(self, name: str) -> str:
+        """Return the key of an option in ``flags``."""
+        return name
+
+    def facts_of(self, tensor: int) -> frozenset[str]:
+        """Return what is known of runs under exported configurations with this tensor-parallel degree."""
+        return self.facts
 
     @abc.abstractmethod
     def export(self, s: Setting, graph: Graph, cluster: Cluster) -> Exported:

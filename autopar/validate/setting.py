@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.devices import Cluster, constants, described
-from autopar.trainers import DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, Trainer
+from autopar.trainers import DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, TrainerCosts
 from autopar.validate.fields import RowError
 from autopar.validate.rows import Hardware
 
@@ -13,7 +13,7 @@ def is_fsdp(s: Setting) -> bool:
     return s.zero == 3 and s.precision != "float16" and "DeepSpeed" not in s.facts
 
 
-def trainer_of(s: Setting) -> Trainer:
+def trainer_of(s: Setting) -> TrainerCosts:
     """Return the trainer that ran the row: from the row's facts, or else the usual one for its recipe."""
     if "InternEvo" in s.facts:
         return INTERNEVO

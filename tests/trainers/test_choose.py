@@ -15,8 +15,7 @@ from autopar.techniques import Options
 from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer, choose
 from autopar.trainers.changes import best_changes
 from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting
-from autopar.trainers.layout import even_bounds
-from autopar.trainers.megatron import is_even
+from autopar.trainers.layout import even_bounds, is_even
 from autopar.validate.architecture import Architecture
 from autopar.validate.models import graph_of
 
@@ -136,8 +135,9 @@ def test_pins_are_kept_and_others_refused(graph: Graph):
     found = best_setting(graph, cluster(60), MEGATRON, {"tensor": 4, "pipeline": 2, "zero": 0, "microbatch": 4})
     s = found.setting
     assert (s.tensor, s.pipeline, s.zero, s.microbatch, s.data) == (4, 2, 0, 4, 1)
-    with pytest.raises(UsageError, match="schedule=1f1b is not a decision of Megatron-Core"):
-        best_setting(graph, cluster(60), MEGATRON, {"schedule": "1f1b"})
+    for pin in ({"zero": 3}, {"activations": "host"}):
+        with pytest.raises(UsageError, match="Megatron-Core does not have it"):
+            best_setting(graph, cluster(60), MEGATRON, pin)
     with pytest.raises(UsageError, match="tensor=2: DeepSpeed ZeRO has no tensor parallelism"):
         best_setting(graph, cluster(60), DEEPSPEED, {"tensor": 2})
 
