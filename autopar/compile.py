@@ -84,6 +84,7 @@ def compile(
         calibration: a file of ``autopar profile``; by default the one at the default path, if any.
         expert_loads: a file of ``train.py --record-expert-loads``, or the load of the busiest expert-parallel rank divided by the mean.
         time_limit_s: the time limit of the search.
+        within: the plan is the simplest one whose step takes at most this share longer than the fastest plan's; 0 is the fastest plan.
         capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
 
@@ -103,7 +104,9 @@ def compile(
         if folder is not None and ranks.is_local_rank_0():
             folder_for_program(folder)
         cluster = parse(devices, memory_limit_bytes=request.memory_limit_bytes, calibration=request.calibration)
-        options = SearchOptions(pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, **pins)
+        options = SearchOptions(
+            pin=pin or {}, allow=request.allow, time_limit_s=request.time_limit_s, within=request.within, **pins
+        )
         model = with_buffer_values(model, request.init)
         numerics = (request.precision, request.local_batch_norm)
         loads = expert_loads(request.expert_loads)

@@ -33,6 +33,7 @@ class Request:
     calibration: str | Path | None = None
     expert_loads: str | Path | float | None = None
     time_limit_s: float = 20.0
+    within: float = 0.01
     capture_check: bool = True
     type_check: bool = True
     init: Callable[[Any], object] | str | Path | None = None

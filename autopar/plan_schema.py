@@ -242,6 +242,7 @@ _REQUEST_KINDS: dict[str, FieldKind] = {
     "precision": TextField(40),
     "memory_limit": TextField(40),
     "time_limit": Number(MAX_SEARCH_S),
+    "within": Number(1.0),
     **{name: Pinned(name) for name in PINS},
     "pins": Items(TextField(), 0, MAX_LAYERS),
     "allow": Items(Word(tuple(name.replace("_", "-") for name in ALLOWED)), 0, len(ALLOWED)),

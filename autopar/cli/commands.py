@@ -14,7 +14,7 @@ import torch
 
 from autopar.cli.console import Messages, show
 from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model, names_code
-from autopar.cli.options import TIME_LIMIT_S, PlanRequest
+from autopar.cli.options import TIME_LIMIT_S, WITHIN, PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, UsageError
@@ -138,6 +138,7 @@ def cluster_and_options(request: PlanRequest) -> tuple[Cluster, SearchOptions]:
     cluster = parse(request.devices, memory_limit_bytes=limit, calibration=request.calibration)
     return cluster, SearchOptions(
         time_limit_s=TIME_LIMIT_S if request.time_limit is None else request.time_limit,
+        within=WITHIN if request.within is None else request.within,
         allow=allowed(request.allow),
         pin=read_pins(request.pins),
     )

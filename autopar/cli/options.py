@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,9 @@ from autopar.plan import ALLOWED
 
 TIME_LIMIT_S = 20.0
 """The time limit of a search without ``--time-limit``."""
+
+WITHIN = 0.01
+"""How much longer than the fastest plan's a step may take without ``--within``, if that makes the plan simpler."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +41,7 @@ class PlanRequest:
     memory_limit: str | None = None
     local_batch_norm: bool = False
     time_limit: float | None = None
+    within: float | None = None
     plan_file: str | None = None
     capture_check: bool = True
     type_check: bool = True
@@ -87,6 +92,26 @@ class WholeNumber(click.IntRange):
     """``click.IntRange`` with a readable name in messages."""
 
     name = "whole number"
+
+
+class Share(click.ParamType):
+    """A share, written as a percentage (1%) or as a fraction (0.01)."""
+
+    name = "percentage"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the share as a fraction."""
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        number = text.removesuffix("%")
+        try:
+            found = float(number) / (100 if text != number else 1)
+        except ValueError:
+            found = math.nan
+        if not 0 <= found <= 1:
+            self.fail(f"{text} is no share from 0% to 100%: write 1% or 0.01", param, ctx)
+        return found
 
 
 def joined(*options: Callable[[Any], Any]) -> Callable[[F], F]:
@@ -212,6 +237,13 @@ pin_options = joined(
     ),
     option(
         "--time-limit", "SECONDS", f"Time limit of the search. Default: {TIME_LIMIT_S:g}.", type=click.FloatRange(0)
+    ),
+    option(
+        "--within",
+        "SHARE",
+        "The plan is the simplest one whose step takes at most this much longer than the fastest plan's; 0 is the fastest plan. "
+        f"Default: {WITHIN:.0%}.",
+        type=Share(),
     ),
 )
 TRAINER_NAMES = ("megatron", "torchtitan", "deepspeed", "accelerate")

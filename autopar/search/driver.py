@@ -35,7 +35,7 @@ from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.construct.drafts import CLOSE, construct
-from autopar.search.evaluation import PricedPlan, Proof, Solution, make_plan, simplified, with_actual_segments
+from autopar.search.evaluation import PricedPlan, Proof, Solution, make_plan
 from autopar.search.minimum_memory import explain, explain_offload, is_feasible, least_memory, least_share
 from autopar.search.options import SearchOptions, SequencePin
 from autopar.search.pareto import Array
@@ -51,6 +51,7 @@ from autopar.search.problem import (
     no_copies_error,
     under_other_schedules,
 )
+from autopar.search.simplicity import simplest
 from autopar.search.state import State
 from autopar.search.steps import advance, decided, improve_early, may_segment, proved_infeasible, segmented
 from autopar.search.tables import Instance
@@ -462,19 +463,15 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
 
 
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
-    assert state.best is not None
-    instance, solution = state.best
-    priced = simplified(instance, solution)
-    if instance.segmented:
-        priced = with_actual_segments(graph, instance, solution, priced)
-    state.step_s = priced.cost.step_time_s
-    bound = min(state.bound_s, state.step_s)
-    gap = max(0.0, 1 - bound / state.step_s) if state.step_s > 0 else 0.0
+    found = simplest(graph, state)
+    priced, state.step_s = found.plan, found.fastest_s
+    bound, step_s = min(state.bound_s, state.step_s), priced.cost.step_time_s
+    gap = max(0.0, 1 - bound / step_s) if step_s > 0 else 0.0
     proof = Proof(
         bound,
         gap,
         f"{' + '.join(sorted(state.solvers)) or 'no solver needed'}, {state.opened} configuration{'s' * (state.opened != 1)} searched",
-        _left_out(graph, cluster, state, priced),
+        (*found.notes, *_left_out(graph, cluster, state, priced)),
         time.monotonic() - started,
         peak_memory_bytes(),
     )
@@ -484,7 +481,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         state.pricer,
         priced,
         precision=state.options.precision,
-        limits=instance.placement.limit,
+        limits=found.instance.placement.limit,
         proof=proof,
     )
 

@@ -41,7 +41,6 @@ from autopar.search.shared_parameters import (
 from autopar.search.tables import Instance
 from autopar.search.timeline import Counts, Device, Moment
 from autopar.segments import shortened
-from autopar.techniques import LAYER
 from autopar.units import size
 
 
@@ -101,9 +100,8 @@ def step_cost(
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
     """Return the exact cost of a solution, without memory. ``below_s`` as in ``step_cost``."""
-    return step_cost(
-        solution.bounds, prices_of(instance, solution), *transfers(instance, solution), instance.schedule, below_s
-    )
+    moved = transfers(instance, solution.bounds, layouts_of(instance, solution))
+    return step_cost(solution.bounds, prices_of(instance, solution), *moved, instance.schedule, below_s)
 
 
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
@@ -112,16 +110,24 @@ def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 
-def transfers(instance: Instance, solution: Solution) -> tuple[list[float], list[float]]:
-    """Return the seconds of resharding after each layer but the last, and of the send after each layer that ends a stage."""
-    pick, place = solution.pick, instance.placement.place
+def transfers(instance: Instance, bounds: Sequence[int], layouts: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Return the seconds of resharding after each layer but the last, and of the send after each layer that ends a stage. ``layouts`` are
+    the layers' layouts, as indices into ``Table.layouts``."""
+    place = instance.placement.place
     edges: list[float] = []
     sends = [0.0] * (instance.layers - 1)
-    for s, (i, j) in enumerate(pairwise(solution.bounds)):
-        edges += [float(instance.edge(a, place[s], pick[a], pick[a + 1])) for a in range(max(i - 1, 0), j - 1)]
+    for s, (i, j) in enumerate(pairwise(bounds)):
+        edges += [
+            float(instance.resharding(a, place[s])[layouts[a], layouts[a + 1]]) for a in range(max(i - 1, 0), j - 1)
+        ]
         if j < instance.layers:
-            sends[j - 1] = float(instance.p2p(j - 1, s)[pick[j - 1]])
+            sends[j - 1] = float(instance.sends(j - 1, s)[layouts[j - 1]])
     return edges, sends
+
+
+def layouts_of(instance: Instance, solution: Solution) -> list[int]:
+    """Return each layer's layout, as an index into ``Table.layouts``."""
+    return [int(instance.table(i).layout_index[k]) for i, k in enumerate(solution.pick)]
 
 
 def memories(instance: Instance, solution: Solution) -> list[Memory]:
@@ -167,10 +173,11 @@ def all_regrouped(instance: Instance, solution: Solution) -> Solution:
 
 
 def fits(instance: Instance, solution: Solution) -> bool:
-    return _fit(instance, solution.bounds, prices_of(instance, solution))
+    return prices_fit(instance, solution.bounds, prices_of(instance, solution))
 
 
-def _fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
+def prices_fit(instance: Instance, bounds: Sequence[int], prices: Sequence[LayerPrice]) -> bool:
+    """Return whether layers with these prices fit in device memory and in the offload tiers."""
     placement, stages = instance.placement, by_stage(prices, bounds)
     memory = device_memories(instance.schedule, stages)
     if not all(m.total <= limit for m, limit in zip(memory, placement.limit, strict=False)):
@@ -484,60 +491,12 @@ def _price(
     return price
 
 
-def _effort(strategy: Strategy) -> tuple[int, ...]:
-    """Return the sort key that orders equally fast strategies, the simplest first: by the first part of each ``Technique.effort``, then by
-    ZeRO stage and copies, then by the second parts."""
-    ranks = [technique.effort(value) for technique, value in zip(LAYER, strategy.options.values, strict=True)]
-    before, after = ([rank for parts in ranks for rank in parts[i]] for i in (0, 1))
-    return *before, strategy.zero, strategy.replicate, *after
-
-
-def simplified(instance: Instance, solution: Solution) -> PricedPlan:
-    """Simplify a plan without making it slower: no recomputation and no higher ZeRO stage than needed.
-
-    Optima are rarely unique, and a strategy that gains nothing confuses readers. All layers of a kind with the same strategy change
-    together, to any candidate with the same roles, including dominated ones, if the plan still fits and is no slower.
-    """
-    pick = solution.pick
-    strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
-    places = [instance.placement.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j)]
-    prices = prices_of(instance, solution)
-    edges, sends = transfers(instance, solution)
-
-    def step(trial: list[LayerPrice]) -> Cost:
-        return step_cost(solution.bounds, trial, edges, sends, instance.schedule)
-
-    def fit(trial: list[LayerPrice]) -> bool:
-        return _fit(instance, solution.bounds, trial)
-
-    best = step(prices)
-    for kind, k in sorted({(int(instance.kind[i]), k) for i, k in enumerate(pick)}):
-        now = instance.kinds[kind].strategies[k]
-        simpler = [
-            (strategy, index)
-            for index, (strategy, _) in enumerate(instance.kinds[kind].everything)
-            if strategy.roles == now.roles and _effort(strategy) < _effort(now)
-        ]
-        for strategy, index in sorted(simpler, key=lambda pair: _effort(pair[0])):
-            change = [instance.kind[i] == kind and pick[i] == k for i in range(instance.layers)]
-            trial = [
-                instance.kinds[kind].at(place).everything[index][1] if c else p
-                for c, p, place in zip(change, prices, places, strict=True)
-            ]
-            found = step(trial)
-            if found.step_time_s <= best.step_time_s and fit(trial):
-                prices, best = trial, found
-                strategies = [strategy if c else s for c, s in zip(change, strategies, strict=True)]
-                break
-    return PricedPlan(instance.config, solution.bounds, strategies, prices, best, instance.schedule.stages == 1)
-
-
-def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, priced: PricedPlan) -> PricedPlan:
+def with_actual_segments(graph: Graph, instance: Instance, priced: PricedPlan) -> PricedPlan:
     """Return the plan with the actual length of segments that end early, at the end of their stage."""
     config = instance.config
-    actual, prices = shortened(graph, priced.strategies, solution.bounds), list(priced.prices)
+    actual, prices = shortened(graph, priced.strategies, priced.bounds), list(priced.prices)
     stored = stored_already(graph) if priced.stored_once else {}
-    for s, (start, stop) in enumerate(pairwise(solution.bounds)):
+    for s, (start, stop) in enumerate(pairwise(priced.bounds)):
         pricer = instance.placement.pricers[instance.placement.place[s]]
         for i in range(start, stop):
             if actual[i] != priced.strategies[i]:
@@ -545,5 +504,6 @@ def with_actual_segments(graph: Graph, instance: Instance, solution: Solution, p
                 prices[i] = stored_once(
                     found, pricer, i, stored.get(i, ()), config.mesh, actual[i], config.schedule.microbatches
                 )
-    step = step_cost(solution.bounds, prices, *transfers(instance, solution), instance.schedule)
+    layouts = [instance.table(i).layouts.index(strategy.layout) for i, strategy in enumerate(priced.strategies)]
+    step = step_cost(priced.bounds, prices, *transfers(instance, priced.bounds, layouts), instance.schedule)
     return replace(priced, strategies=actual, prices=prices, cost=step)

@@ -32,6 +32,7 @@ class SearchOptions(PlanPins):
       ``sequences_last`` only if all other configurations leave a gap.
     - ``allow``: the allowed numerical deviations (of ``ALLOWED``).
     - ``time_limit_s``, ``target_gap``: the search stops at this time or gap. ``pin_time_s``: the seconds to price pins, if any.
+    - ``within``: how much longer than the fastest plan's (relative) a step may take, if that makes the plan simpler (``simplicity``).
     - ``progress``: called with a short text when the first bounds are known, when the incumbent improves, and before a pin is priced.
     - ``compiled``: whether layers are compiled by default; ``nvme``: whether the cluster describes its NVMe. The search sets both.
     - ``explained``: whether a search without a plan reports the plan that needs the least memory, which takes longer.
@@ -44,6 +45,7 @@ class SearchOptions(PlanPins):
     precision: str = "bfloat16"
     time_limit_s: float = 20.0
     target_gap: float = 0.01
+    within: float = 0.0
     pin: Mapping[str, Value] = field(default_factory=dict)
     allow: Collection[str] = ()
     roles: tuple[Role, ...] | None = None
@@ -65,6 +67,11 @@ class SearchOptions(PlanPins):
             raise UsageError(
                 f"the time limit is {self.time_limit_s!r}, but it must be a number of seconds from 0 to {MAX_SEARCH_S:.0f}",
                 "20 is the default",
+            )
+        if not isinstance(self.within, int | float) or not 0 <= self.within <= 1:
+            raise UsageError(
+                f"within is {self.within!r}, but it must be a share from 0 (the fastest plan) to 1",
+                "0.01 is the default",
             )
         for name in PINS:
             if (given := getattr(self, name)) is not None:

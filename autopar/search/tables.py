@@ -308,17 +308,21 @@ class Instance:
         found: Array = self.resharding(layer, place)[left.layout_index[before], right.layout_index[after]]
         return found
 
-    def p2p(self, layer: int, stage: int) -> Array:
-        """Return the seconds to send ``layer``'s outputs from ``stage`` to the next stage: ``[candidate]``."""
-        link = self.placement.link[stage]
+    def sends(self, layer: int, stage: int) -> Array:
+        """Return the seconds to send ``layer``'s outputs from ``stage`` to the next stage: ``[layout]``."""
+        table, link = self.table(layer), self.placement.link[stage]
         if link is None:
-            return np.zeros(len(self.table(layer)))
+            return np.zeros(len(table.layouts))
         times = self.placement.sends[link]
         key = ("send", link, times.border[layer], int(self.kind[layer]))
         if key not in self.matrices:
-            table = self.table(layer)
-            self.matrices[key] = times.p2p(layer, self.config, table.roles_of_layouts)[table.layout_index]
+            self.matrices[key] = times.p2p(layer, self.config, table.roles_of_layouts)
         return self.matrices[key]
+
+    def p2p(self, layer: int, stage: int) -> Array:
+        """Return the seconds of ``sends`` of each candidate: ``[candidate]``."""
+        found: Array = self.sends(layer, stage)[self.table(layer).layout_index]
+        return found
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:

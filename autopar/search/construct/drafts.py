@@ -96,6 +96,13 @@ def construct(
     return cost(instance, found).step_time_s, found
 
 
+def cuts_of(instance: Instance, pick: list[int]) -> list[tuple[int, ...]]:
+    """Return stage bounds for one candidate of every kind, the most promising first."""
+    if instance.schedule.stages == 1:
+        return [(0, instance.layers)]
+    return [draft.bounds for draft in _drafts(instance, [_Pick(0.0, modes_of(instance)[0], pick)])]
+
+
 class _Tries:
     """The best solution tried so far, and its mode."""
 
