@@ -372,10 +372,19 @@ def simplest(graph: Graph, state: State) -> Simplest:
         return Simplest(complete, where, complete.cost.step_time_s)
     gain = 1 - fastest.cost.step_time_s / complete.cost.step_time_s
     note = (
-        f"the fastest plan found takes {gain:.2%} less ({seconds(fastest.cost.step_time_s)}), but is more complex: {fastest.config}, with "
-        f"{before.difference(after)}; within=0 (--within 0%) selects it"
+        f"the fastest plan found takes {gain:.2%} less ({seconds(fastest.cost.step_time_s)}), but has {before.difference(after)}: "
+        f"{_shape(fastest)}; --within 0% (within=0) selects it"
     )
     return Simplest(complete, where, fastest.cost.step_time_s, (note,))
+
+
+def _shape(plan: PricedPlan) -> str:
+    """Return the mesh, the microbatches and the pipeline of a plan in words."""
+    mesh, _ = coalesce(plan.config.mesh, list(plan.strategies))
+    schedule = plan.config.schedule
+    axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh)
+    stages = f", {schedule.stages} stages under {schedule.name}" if schedule.stages > 1 else ""
+    return f"{axes}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}{stages}"
 
 
 def _complete(graph: Graph, instance: Instance, plan: PricedPlan) -> PricedPlan:
