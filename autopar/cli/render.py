@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import GIVEN, REPLICATING, LayerPlan, Memory, Plan, StagePlan, Strategy
+from autopar.plan import BATCHES, DEGREES, GIVEN, REPLICATING, LayerPlan, Memory, Plan, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.techniques import LAYER
 from autopar.techniques.sync import SYNC
@@ -53,6 +54,7 @@ def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:
 
 def _overview(plan: Plan) -> RenderableType:
     table = _grid()
+    table.add_row("parallel", parallelism(plan))
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh)
     spread = f", in each of {len(plan.stages)} pipeline stages" if plan.pipeline > 1 else ""
     if plan.chunks > 1:
@@ -66,6 +68,26 @@ def _overview(plan: Plan) -> RenderableType:
         table.add_row(SYNC.subject, words)
     table.add_row("precision", plan.precision)
     return table
+
+
+def parallelism(plan: Plan) -> str:
+    """Return the degrees of most layers in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3, microbatch size 1"."""
+    common, count = Counter(layer.strategy for layer in plan.layers).most_common(1)[0]
+    mesh, virtual = plan.mesh, f" x VPP {plan.chunks}" * (plan.chunks > 1)
+    degrees = {"DP": common.degree(mesh, *BATCHES), "CP": common.degree(mesh, *DEGREES["ring"])}
+    degrees |= {"Ulysses": common.degree(mesh, *DEGREES["ulysses"]), "TP": common.degree(mesh, *DEGREES["tensor"])}
+    words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
+        words[-1] += " with sequence parallelism"
+    if (experts := common.degree(mesh, *DEGREES["expert"])) > 1:
+        words.append(f"EP {experts}")
+    pipeline = [f"PP {plan.pipeline}{virtual}"] if plan.pipeline > 1 else []
+    rows = plan.global_batch // (plan.microbatches * degrees["DP"])
+    details = [f"ZeRO {common.zero}"] if common.degree(mesh, *REPLICATING) > 1 else []
+    details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
+    found = ", ".join([" x ".join([*pipeline, *words]) or "none", *details, f"microbatch size {rows}"])
+    others = len(plan.layers) - count
+    return found + (f" ({_plural(others, 'layer')} of {len(plan.layers)} otherwise)" if others else "")
 
 
 @dataclass(frozen=True)

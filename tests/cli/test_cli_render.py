@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from autopar.cli.render import plan_tables, runs
+from autopar.cli.render import parallelism, plan_tables, runs
 from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
 
 MESH = (Axis("outer", 4, 8), Axis("inner", 8, 1))
@@ -61,6 +61,18 @@ def test_head_says_model_devices_and_mesh():
     assert "tiny on 8x8xH100-80GB (64 devices)" in rendered
     assert "outer 4 x inner 8, in each of 2 pipeline stages" in rendered
     assert "1,024 in 16 microbatches, schedule 1f1b" in rendered
+
+
+def test_the_degrees_of_most_layers_are_in_megatrons_words():
+    plan = make_plan()
+    words = "PP 2 x DP 4 x TP 8 with sequence parallelism, ZeRO 1, recomputed, microbatch size 16 (2 layers of 8 otherwise)"
+    assert parallelism(plan) == words and f"parallel   {words}" in text(plan)
+    ring = Strategy((Role.RING, Role.TENSOR_SEQUENCE_EXPERT))
+    same = replace(plan, layers=tuple(replace(layer, strategy=ring) for layer in plan.layers))
+    assert parallelism(same) == "PP 2 x CP 4 x TP 8 with sequence parallelism x EP 8, ZeRO 0, microbatch size 64"
+    one = Strategy((Role.EXPERT, Role.DATA), zero=3)
+    experts = replace(make_plan(1), layers=tuple(replace(layer, strategy=one) for layer in plan.layers))
+    assert parallelism(experts) == "DP 32 x EP 4, ZeRO 3, microbatch size 2"
 
 
 def test_consecutive_layers_of_one_strategy_are_one_row():
