@@ -181,7 +181,8 @@ REPORTS = {
     ),
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
     "simplicity": Report(
-        "the simplest plan within 1 % of the fastest, for fifty requests (a quarter of an hour)", (program("simplicity"),)
+        "the simplest plan within 1 % of the fastest, for fifty requests (a quarter of an hour)",
+        (program("simplicity"),),
     ),
     "volumes": Report("bytes per layer as emitted beside the published formulas", (program("volumes"),), options=False),
     "versions": Report("a part of the tests under versions of Python and torch", (program("versions"),)),

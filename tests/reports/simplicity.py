@@ -122,7 +122,9 @@ def page(lines: list[dict[str, Any]]) -> str:
         rest = "does not fit | - | - | - | - | -"
         if "error" not in line:
             pairs = (f"{line['fastest'][name]} → {line['simplest'][name]}" for name in names)
-            rest = f"{line['fastest_s']:.4g} s | +{line['simplest_s'] / line['fastest_s'] - 1:.2%} | {' | '.join(pairs)}"
+            rest = (
+                f"{line['fastest_s']:.4g} s | +{line['simplest_s'] / line['fastest_s'] - 1:.2%} | {' | '.join(pairs)}"
+            )
         parts.append(f"| {line['model']} | {line['devices']} | {rest} |")
     return "\n".join([*parts, "", "Made by `make report NAME=simplicity`. Do not edit."]) + "\n"
 

@@ -213,7 +213,10 @@ def test_every_bound_of_configurations_with_several_stages_on_a_device_holds(sch
                     tight.setdefault("constructed", []).append(found[0] / best)
                     for cuts in moved(found[1].bounds, permutations(range(config.schedule.stages), 2)):
                         trial = Solution(cuts, found[1].pick)
-                        seconds, resharding = cost(instance, trial).step_time_s, sum(transfers(instance, cuts, layouts_of(instance, trial))[0])
+                        seconds, resharding = (
+                            cost(instance, trial).step_time_s,
+                            sum(transfers(instance, cuts, layouts_of(instance, trial))[0]),
+                        )
                         assert resharding or _steps(instance, found[1], [cuts])[0] == pytest.approx(seconds, rel=1e-9)
                 for name, bound in bounds.items():
                     assert bound <= best * (1 + 1e-6), (seed, config, name)

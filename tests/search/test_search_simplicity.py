@@ -70,6 +70,7 @@ def test_it_is_within_the_tolerance_and_as_simple_as_any_plan_with_one_strategy_
         if keys and min(keys)[0] == 0:
             compared += 1
             equal += of_plan(graph, plan) <= min(keys)
-            if of_plan(graph, plan) > min(keys): print(seed, of_plan(graph, plan), min(keys), of_plan(graph, fastest))
+            if of_plan(graph, plan) > min(keys):
+                print(seed, of_plan(graph, plan), min(keys), of_plan(graph, fastest))
     print(compared, equal, simpler)
     assert compared >= 25 and simpler >= 10 and equal >= 0.9 * compared
