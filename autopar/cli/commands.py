@@ -148,19 +148,33 @@ def allowed(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace("-", "_") for name in names)
 
 
-def load(request: PlanRequest, cluster: Cluster, messages: Progress | None = None, device: str = "meta") -> Workload:
-    """Load the model of a request, with its batch."""
+def load(
+    request: PlanRequest,
+    cluster: Cluster,
+    messages: Progress | None = None,
+    device: str = "meta",
+    few_blocks: bool = False,
+) -> Workload:
+    """Load the model of a request, with its batch. A workload with ``few_blocks`` can only be captured."""
     if messages is not None:
         messages("load", request.model)
     sizes = SizeOptions(request.seq, request.global_batch, request.precision)
-    workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
-    model = with_buffer_values(workload.model, init_of(request))
+    init = init_of(request)
+    workload = load_model(
+        request.model,
+        sizes,
+        device=device,
+        default_precision=default_precision(cluster),
+        few_blocks=few_blocks and init is None,
+    )
+    few = workload.few_blocks
     return replace(
         workload,
-        model=model,
+        model=with_buffer_values(workload.model, init),
         precision=request.precision,
         local_batch_norm=request.local_batch_norm,
         expert_loads=expert_loads(request.expert_loads),
+        few_blocks=few and replace(few, full=lambda: load(request, cluster, messages, device)),
     )
 
 
@@ -187,7 +201,8 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
 
     def capture_sized(**sizes: Any) -> Graph:
         try:
-            workload = load(replace(request, **{k: v for k, v in sizes.items() if v is not None}), cluster)
+            sized = replace(request, **{k: v for k, v in sizes.items() if v is not None})
+            workload = load(sized, cluster, few_blocks=True)
         except BatchError as refused:
             try:
                 return load(request, cluster).resized(**sizes)  # a factory that has no parameter for the size
@@ -212,7 +227,7 @@ def capture_request(
     try:
         if numerics != Numerics():
             return again(), again
-        return capture_model(load(request, cluster, messages), messages), again
+        return capture_model(load(request, cluster, messages, few_blocks=True), messages), again
     except BatchError:
         if written is None or written.request or request.global_batch is None:
             raise
