@@ -102,12 +102,10 @@ class Pricer:
         self._adjacent = [self._find_adjacent(1)]
 
     def on(self, cluster: Cluster) -> Pricer:
-        """Return the pricer of the same graph on other devices, such as those of one stage. It shares types and tables, which do not depend
-        on devices."""
+        """Return the pricer of the same graph on other devices, such as those of one stage, with the same types and tables."""
         if cluster is self.cluster:
             return self
-        key = _without_name_and_limit(cluster)
-        if key == _without_name_and_limit(self.cluster):
+        if (key := _without_name_and_limit(cluster)) == _without_name_and_limit(self.cluster):
             return self
         if key not in self._by_cluster:
             other = self._variant()
@@ -319,9 +317,8 @@ class Pricer:
         for name, (producer, _) in self._producers.items():
             if producer <= layer_index < self._last_readers.get(name, -1):
                 types = self._produced_types(name, mesh, strategy.roles) or ()
-                sent += self._value_bytes(name) / math.prod(
-                    a.size for a, t in zip(axes, types, strict=False) if t.sharded
-                )
+                pieces = math.prod(a.size for a, t in zip(axes, types, strict=False) if t.sharded)
+                sent += self._value_bytes(name) / pieces
         return sent
 
     def tied(
