@@ -5,17 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import Schedule
 from autopar.techniques import DEFAULTS, DEVIATIONS, LAYER, PLAN, UNDER_SPLIT, Options, read_options
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def distinct(items: Iterable[T]) -> list[T]:
+    """Return the distinct objects among ``items``, by identity, in order: the layers of a plan share a few strategies."""
+    return list({id(item): item for item in items}.values())
+
+
+def for_each(items: Sequence[T], function: Callable[[T], R]) -> list[R]:
+    """Return ``function(item)`` of every item, called once per distinct object."""
+    found = {id(item): function(item) for item in distinct(items)}
+    return [found[id(item)] for item in items]
 
 
 class Role(Enum):
@@ -371,11 +385,13 @@ class Plan:
         assert len(self.stages) % self.chunks == 0, (len(self.stages), self.chunks)
         assert self.stages[0].start == 0 and self.stages[-1].stop == len(self.layers)
         assert all(a.stop == b.start for a, b in zip(self.stages, self.stages[1:], strict=False))
-        assert all(len(layer.strategy.roles) == len(self.mesh) for layer in self.layers)
-        assert all(layer.strategy.zero <= SYNC.mode(self.sync).max_zero for layer in self.layers), self.sync
+        strategies = distinct(layer.strategy for layer in self.layers)
+        assert all(len(strategy.roles) == len(self.mesh) for strategy in strategies)
+        assert all(strategy.zero <= SYNC.mode(self.sync).max_zero for strategy in strategies), self.sync
         # notes quote the user's lines of code, and plan files have printable text only
-        notes = tuple("".join(c if c.isprintable() else " " for c in note) for note in self.notes)
-        object.__setattr__(self, "notes", notes)
+        if not all(note.isprintable() for note in self.notes):
+            notes = tuple("".join(c if c.isprintable() else " " for c in note) for note in self.notes)
+            object.__setattr__(self, "notes", notes)
 
     def __str__(self) -> str:
         """Return the plan in one sentence; ``autopar price`` prints all of it."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopar.graph import Graph
-from autopar.plan import Strategy
+from autopar.plan import Strategy, distinct
 
 
 def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[range]:
@@ -28,6 +28,8 @@ def segments(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]
 
 def shortened(graph: Graph, strategies: Sequence[Strategy], bounds: Sequence[int]) -> list[Strategy]:
     """Return the strategies with segments no longer than their runs, as in programs and in the cost model."""
+    if all(strategy.options.segment_layers == 1 for strategy in distinct(strategies)):
+        return list(strategies)
     found: list[Strategy] = []
     for run in _runs(graph, strategies, bounds):
         strategy = strategies[run[0]]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture, in_float8, separate_microbatches
+from autopar.capture import capture, deepen, in_float8, separate_microbatches
 from autopar.capture.batch import BatchStructure, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.expert_loads import ExpertLoads
@@ -22,6 +22,16 @@ from autopar.precision import FP8_RECIPES, normalise
 from autopar.search.numerics import Numerics
 from autopar.shard import annotate
 from autopar.techniques import LAYER_DEVIATIONS
+
+
+@dataclass(frozen=True)
+class FewBlocks:
+    """The model of a workload has few of its equal blocks: its graph gets ``more`` copies of block ``number`` (``capture.deepen``).
+    ``full`` is the workload with all blocks, for a graph in which that one can't be repeated."""
+
+    number: int
+    more: int
+    full: Callable[[], Workload]
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Workload:
     precision: str | torch.dtype | None = None
     local_batch_norm: bool = False
     expert_loads: ExpertLoads | None = None
+    few_blocks: FewBlocks | None = None
 
     def capture(self) -> Graph:
         """Return the graph of layers, completed by ``shard.annotate``.
@@ -77,6 +88,11 @@ class Workload:
                 local_batch_norm=self.local_batch_norm,
             )
         )
+        if self.few_blocks is not None:
+            deeper = deepen(graph, self.few_blocks.number, self.few_blocks.more)
+            if deeper is None:
+                return self.few_blocks.full().capture()
+            graph = deeper
         return graph if self.expert_loads is None else self.expert_loads.on(graph)
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:

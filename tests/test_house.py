@@ -315,6 +315,15 @@ def test_passes_do_not_import_the_solver():
     assert imported()["solver"] == []
 
 
+def test_prices_are_made_without_what_writes_and_runs_programs():
+    found = run_python("import json, sys, autopar.cli.pricing; print(json.dumps(sorted(sys.modules)))")
+    assert "autopar.trainers" in found
+    others = ("autopar.compile", "autopar.emit", "autopar.checks", "autopar.run.program",
+              "autopar.program.train", "autopar.report", "autopar.verify", "scipy", "networkx", "matplotlib",
+              "transformers")  # fmt: skip
+    assert not [name for name in others if name in found]
+
+
 def test_importing_autopar_does_not_import_torch():
     assert run_python("import json, sys, autopar, autopar.cli; print(json.dumps('torch' in sys.modules))") is False
 

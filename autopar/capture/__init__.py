@@ -2,6 +2,7 @@
 
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
 from autopar.capture.check import NOT_COMPARED, check_capture
+from autopar.capture.deepen import deepen
 from autopar.capture.float8 import in_float8
 from autopar.capture.float64 import Float64Everywhere
 from autopar.capture.opaque import opaque
@@ -15,6 +16,7 @@ __all__ = [
     "separate_microbatches",
     "capture",
     "check_capture",
+    "deepen",
     "flatten_batch",
     "in_float8",
     "opaque",

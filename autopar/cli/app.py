@@ -170,7 +170,6 @@ command(
     program_options,
     init_option,
     option("-o --output", "DIR", "The folder to write.", required=True),
-    module="commands",
 )
 
 command(

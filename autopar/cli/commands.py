@@ -1,21 +1,16 @@
-"""``autopar emit``, and the steps from a command line to a plan, which other commands share."""
+"""The steps from a command line to a plan, which commands share."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-import torch
-
-from autopar.cli.console import Messages, show
+from autopar.cli.console import Messages
 from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model, names_code
 from autopar.cli.options import TIME_LIMIT_S, WITHIN, PlanRequest
-from autopar.compile import emit_program
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError, UsageError
 from autopar.expert_loads import expert_loads
@@ -23,10 +18,8 @@ from autopar.graph import Graph
 from autopar.pins import PINS, read_pins
 from autopar.plan import Plan
 from autopar.planning import capture_model, plan_model
-from autopar.program.state import INITIAL
 from autopar.progress import Progress
-from autopar.run.folder import folder_for_program
-from autopar.run.initialise import is_path, with_buffer_values, write_initial_values
+from autopar.run.initialise import with_buffer_values
 from autopar.search import SearchOptions
 from autopar.search.numerics import Numerics
 from autopar.units import parse_size
@@ -41,50 +34,6 @@ def print_infeasible(error: InfeasibleError) -> NoReturn:
     changes = [change.to_json() for change in error.changes]
     print(json.dumps({"feasible": False, "error": error.message, "hint": error.hint, "changes": changes}, indent=1))
     sys.exit(error.exit_status)
-
-
-def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
-    """Write the program's folder, with the model's values if it has any, and print its path."""
-    folder = folder_for_program(output)
-    torch.manual_seed(0)
-    init = init_of(request)
-    workload, cluster, graph, plan = make_plan(request, device="meta" if init else None)
-    with Messages() as messages:
-        state = None if init else workload.model.state_dict()
-        emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
-        if init and not is_path(init):
-            write_initial_values(workload.model, init, 0, folder)
-        words = [str(folder / "train.py"), *(["--init", init] if init and is_path(init) else [])]
-        commands = start_commands(cluster, plan.device_count, words)
-        start = "\n".join(commands.values())
-        devices = f"{plan.device_count} device{'s' if plan.device_count != 1 else ''}"
-        how = [f"start it on {nodes} with {command}" for nodes, command in commands.items()]
-        messages.say(f"{len(plan.layers)} layers for {devices}; {'; '.join(how)}")
-        has_values = (folder / INITIAL).is_file() or bool(init)
-        if not has_values:
-            messages.say(
-                f"the model is on meta, so {folder} has no initial values: start train.py with --init PATH (safetensors or a torch.save of "
-                "its state dict), or with --draw-init to draw values; or emit it with --init own"
-            )
-    show(as_json, {"folder": str(folder), "start": start, "has_values": has_values}, str(folder))
-
-
-def start_commands(cluster: Cluster, devices: int, words: Sequence[str]) -> dict[str, str]:
-    """Return the commands that start the program ``words`` on the cluster's first ``devices`` devices, by the nodes on which they start:
-    "every node", or if nodes have different numbers of processes, "node 0", "nodes 1 to 3" and so on, by their rank."""
-    nodes: list[int] = []  # the number of processes of each node
-    for part in cluster.parts or (cluster,):
-        here = min(devices - sum(nodes), part.count)
-        full, rest = divmod(here, part.gpus_per_node)
-        nodes += [part.gpus_per_node] * full + [rest] * (rest > 0)
-    found, first = {}, 0
-    for each, group in itertools.groupby(nodes):
-        last = first + len(list(group)) - 1
-        where = f"node {first}" if last == first else f"nodes {first} to {last}"
-        where = "every node" if last - first + 1 == len(nodes) else where
-        found[where] = shlex.join(["torchrun", "--nnodes", str(len(nodes)), "--nproc-per-node", str(each), *words])
-        first = last + 1
-    return found
 
 
 def check_pins(request: PlanRequest, *others: str) -> None:
@@ -149,19 +98,33 @@ def allowed(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace("-", "_") for name in names)
 
 
-def load(request: PlanRequest, cluster: Cluster, messages: Progress | None = None, device: str = "meta") -> Workload:
-    """Load the model of a request, with its batch."""
+def load(
+    request: PlanRequest,
+    cluster: Cluster,
+    messages: Progress | None = None,
+    device: str = "meta",
+    few_blocks: bool = False,
+) -> Workload:
+    """Load the model of a request, with its batch. A workload with ``few_blocks`` can only be captured."""
     if messages is not None:
         messages("load", request.model)
     sizes = SizeOptions(request.seq, request.global_batch, request.precision)
-    workload = load_model(request.model, sizes, device=device, default_precision=default_precision(cluster))
-    model = with_buffer_values(workload.model, init_of(request))
+    init = init_of(request)
+    workload = load_model(
+        request.model,
+        sizes,
+        device=device,
+        default_precision=default_precision(cluster),
+        few_blocks=few_blocks and init is None,
+    )
+    few = workload.few_blocks
     return replace(
         workload,
-        model=model,
+        model=with_buffer_values(workload.model, init),
         precision=request.precision,
         local_batch_norm=request.local_batch_norm,
         expert_loads=expert_loads(request.expert_loads),
+        few_blocks=few and replace(few, full=lambda: load(request, cluster, messages, device)),
     )
 
 
@@ -188,7 +151,8 @@ def recapture(request: PlanRequest, cluster: Cluster) -> Recapture:
 
     def capture_sized(**sizes: Any) -> Graph:
         try:
-            workload = load(replace(request, **{k: v for k, v in sizes.items() if v is not None}), cluster)
+            sized = replace(request, **{k: v for k, v in sizes.items() if v is not None})
+            workload = load(sized, cluster, few_blocks=True)
         except BatchError as refused:
             try:
                 return load(request, cluster).resized(**sizes)  # a factory that has no parameter for the size
@@ -213,7 +177,7 @@ def capture_request(
     try:
         if numerics != Numerics():
             return again(), again
-        return capture_model(load(request, cluster, messages), messages), again
+        return capture_model(load(request, cluster, messages, few_blocks=True), messages), again
     except BatchError:
         if written is None or written.request or request.global_batch is None:
             raise

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from autopar.cli.options import check_file
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
-from autopar.workload import Workload
+from autopar.workload import FewBlocks, Workload
 from autopar.zoo.hf import batch_for, build_config
 
 _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module, batch, loss_fn)"
@@ -46,13 +47,18 @@ class SizeOptions:
 
 
 def load_model(
-    model: str, sizes: SizeOptions, *, device: str = "meta", default_precision: str = "bfloat16"
+    model: str,
+    sizes: SizeOptions,
+    *,
+    device: str = "meta",
+    default_precision: str = "bfloat16",
+    few_blocks: bool = False,
 ) -> Workload:
     """Load the model that ``model`` names, with its batch.
 
     Configurations and zoo models are built on ``device`` in ``sizes.precision`` or the default. A factory chooses its device, and gets
     those ``sizes`` that it has parameters for. If it returns a batch, it must have parameters for ``seq`` and ``global_batch`` unless
-    these are ``None``.
+    these are ``None``. With ``few_blocks`` a zoo model of equal blocks has few of them, and its workload says so.
 
     Raises:
         ModelError: no model has that name, or the user's code raised (with the file and line).
@@ -67,8 +73,10 @@ def load_model(
     if (file := config_file(model)) is not None:
         module, batch = build_config(read_config(file), sizes.seq, sizes.global_batch, precision, device)
         return Workload(module, batch, name=Path(model).name if is_pretrained(model) else file.stem)
-    module, batch = zoo.build(model, sizes.seq, sizes.global_batch, precision, device)
-    return Workload(module, batch, name=model)
+    few = zoo.few_blocks(model) if few_blocks else None
+    module, batch = zoo.build(few[0] if few else model, sizes.seq, sizes.global_batch, precision, device)
+    full = partial(load_model, model, sizes, device=device, default_precision=default_precision)
+    return Workload(module, batch, name=model, few_blocks=few and FewBlocks(few[1], few[2], full))
 
 
 def names_code(model: str) -> bool:

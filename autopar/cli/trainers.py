@@ -147,7 +147,7 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     options = of_words(list(flags)) if source is None else read_options(source)
     trainer = trainer_named(request.trainer) if request.trainer else recognised(options, words)
     request = with_sizes(request, trainer, options, cluster.count, words)
-    graph = capture_model(load(request, cluster, messages), messages)
+    graph = capture_model(load(request, cluster, messages, few_blocks=True), messages)
     messages("price", trainer.title)
     reading = read(trainer, options, max(0, len(graph.layers) - 2), cluster.count, words)
     s = setting_of(trainer, reading, cluster.count, graph.batch_size, name_of(graph.dtype))

@@ -90,8 +90,8 @@ class Pricer:
         self._layers: dict[tuple[str, int, Strategy, int], LayerPrice | None] = {}
         self._meshes: dict[Mesh, int] = {}  # an index per mesh: hashing a mesh takes longer than the rest of a look-up
         self._latest_mesh: tuple[Mesh, int] = ((), -1)
-        self._edges: dict[tuple[int, Mesh, tuple[Role, ...], tuple[Role, ...], int], float] = {}
-        self._p2p: dict[tuple[int, Mesh, tuple[Role, ...], int], float] = {}
+        self._edges: dict[tuple[int, int, tuple[Role, ...], tuple[Role, ...], int], float] = {}
+        self._p2p: dict[tuple[int, int, tuple[Role, ...], int], float] = {}
         self._by_cluster: dict[Cluster, Pricer] = {}
         self._by_program: dict[tuple[int, str], Pricer] = {}
         self._by_copies: dict[int, Pricer] = {}
@@ -102,17 +102,18 @@ class Pricer:
         self._adjacent = [self._find_adjacent(1)]
 
     def on(self, cluster: Cluster) -> Pricer:
-        """Return the pricer of the same graph on other devices, such as those of one stage. It shares types and tables, which do not depend
-        on devices."""
-        if _without_name_and_limit(cluster) == _without_name_and_limit(self.cluster):
+        """Return the pricer of the same graph on other devices, such as those of one stage, with the same types and tables."""
+        if cluster is self.cluster:
             return self
-        if _without_name_and_limit(cluster) not in self._by_cluster:
+        if (key := _without_name_and_limit(cluster)) == _without_name_and_limit(self.cluster):
+            return self
+        if key not in self._by_cluster:
             other = self._variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._sized, other._by_samples, other._microbatches, other._placed = {}, {}, {}, {}
             other._replica_costs, other._contexts, other._edges, other._p2p = {}, {}, {}, {}
-            self._by_cluster[_without_name_and_limit(cluster)] = other
-        return self._by_cluster[_without_name_and_limit(cluster)]
+            self._by_cluster[key] = other
+        return self._by_cluster[key]
 
     def of_program(self, prefetch: int, sync: str) -> Pricer:
         """Return the pricer of a program that synchronises its replicas by ``sync``, and prefetches the parameters of ``prefetch`` layers
@@ -272,7 +273,7 @@ class Pricer:
         """
         if left.roles == right.roles:
             return 0.0
-        key = (layer_index, mesh, left.roles, right.roles, microbatches)
+        key = (layer_index, self._mesh_index(mesh), left.roles, right.roles, microbatches)
         if key not in self._edges:
             axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
             self._edges[key] = sum(_pair_s(pair, axes, self._cluster_of(mesh)) for pair in pairs)
@@ -303,7 +304,7 @@ class Pricer:
 
         With several nodes (or NVLink domains) some stage border lies between two nodes, and the slowest border sets the pipeline's pace.
         """
-        key = (layer_index, mesh, strategy.roles, microbatches)
+        key = (layer_index, self._mesh_index(mesh), strategy.roles, microbatches)
         if key not in self._p2p:
             sent = self.p2p_bytes(layer_index, mesh, strategy, microbatches)
             self._p2p[key] = p2p_s(sent, self.cluster, crosses_node=self.cluster.count > self.cluster.linked_gpus)
@@ -316,9 +317,8 @@ class Pricer:
         for name, (producer, _) in self._producers.items():
             if producer <= layer_index < self._last_readers.get(name, -1):
                 types = self._produced_types(name, mesh, strategy.roles) or ()
-                sent += self._value_bytes(name) / math.prod(
-                    a.size for a, t in zip(axes, types, strict=False) if t.sharded
-                )
+                pieces = math.prod(a.size for a, t in zip(axes, types, strict=False) if t.sharded)
+                sent += self._value_bytes(name) / pieces
         return sent
 
     def tied(

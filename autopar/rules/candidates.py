@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,11 +59,13 @@ class ShapedLine:
 
 def line_of(node: fx.Node, table: Mapping[str, Entry] = TABLE) -> Line | None:
     """Return the node's rule; ``None`` if the table has none for its op or these arguments."""
-    entry = table.get(op_name(node))
-    if entry is None:
-        return None
-    text = entry if isinstance(entry, str) else entry(node)
+    text = _rule_text(node, table)
     return None if text is None else parse(text)
+
+
+def _rule_text(node: fx.Node, table: Mapping[str, Entry]) -> str | None:
+    entry = table.get(op_name(node))
+    return entry if entry is None or isinstance(entry, str) else entry(node)
 
 
 def has_rule(node: fx.Node) -> bool:
@@ -79,15 +82,21 @@ def candidates(node: fx.Node) -> tuple[Candidate, ...]:
     given = operands(node)
     if not given:
         return (Candidate((), R),)
-    found = [Candidate((t,) * len(given), t) for t in (I, R)]
-    line = line_of(node)
-    if line is not None:
-        bound = bind(line, operand_shapes(node), shape_of(node), op_name(node))
+    rules, shapes = (_rule_text(node, TABLE), _rule_text(node, KERNELS)), tuple(operand_shapes(node))
+    return _candidates(*rules, len(given), shapes, shape_of(node), op_name(node))
+
+
+@functools.lru_cache(maxsize=4096)
+def _candidates(
+    rule: str | None, kernel_rule: str | None, operands: int, shapes: tuple[Shape, ...], result: Shape, name: str
+) -> tuple[Candidate, ...]:
+    found = [Candidate((t,) * operands, t) for t in (I, R)]
+    if rule is not None:
+        bound = bind(parse(rule), shapes, result, name)
         found += sharded(bound)
         found += _linear_candidates(bound)
-    other = line_of(node, KERNELS)
-    if other is not None:
-        found += sharded(bind(other, operand_shapes(node), shape_of(node), op_name(node)))
+    if kernel_rule is not None:
+        found += sharded(bind(parse(kernel_rule), shapes, result, name))
     return tuple(dict.fromkeys(found))
 
 

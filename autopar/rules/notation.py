@@ -24,6 +24,7 @@ op::
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -74,6 +75,7 @@ class Line:
     linear: tuple[frozenset[int], ...] = ()
 
 
+@functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Line:
     """Parse a line. Raises ``RuleError``, which quotes the invalid part."""
     body, *clauses = (part.strip() for part in text.split(";"))

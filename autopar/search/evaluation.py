@@ -23,7 +23,9 @@ from autopar.plan import (
     StagePlan,
     Strategy,
     deviations,
+    distinct,
     effective_sync,
+    for_each,
 )
 from autopar.precision import TF32
 from autopar.schedules import Schedule
@@ -39,7 +41,7 @@ from autopar.search.shared_parameters import (
     without_state,
 )
 from autopar.search.tables import Instance
-from autopar.search.timeline import Counts, Device, Moment
+from autopar.search.timeline import Counts, Device, Moment, StageTotals
 from autopar.segments import shortened
 from autopar.units import size
 
@@ -195,6 +197,9 @@ def prices_fit(instance: Instance, bounds: Sequence[int], prices: Sequence[Layer
 def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> list[tuple[int, int]]:
     """Return the bytes in host memory and on NVMe of each pipeline rank. With several chunks, every microbatch in flight counts with the
     host bytes of the chunk that saves the most there."""
+    every = distinct(price for stage in stages for price in stage)
+    if not any(p.host_saved_bytes or p.host_bytes or p.nvme_bytes for p in every):
+        return [(0, 0)] * schedule.pipeline
     found = []
     for d in range(schedule.pipeline):
         mine = [stages[s] for s in schedule.stages_of(d)]
@@ -206,8 +211,10 @@ def offloaded_bytes(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
 
 def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Strategy]]:
     """Merge neighbouring axes that have equal roles in every layer, and name axes after their roles."""
-    roles = [tuple(s.roles[a] for s in strategies) for a in range(len(mesh))]
-    copies = [tuple(axis in s.data_axes(mesh)[0] for s in strategies) for axis in mesh]
+    kinds = distinct(strategies)
+    roles = [tuple(s.roles[a] for s in kinds) for a in range(len(mesh))]
+    copied = [s.data_axes(mesh)[0] for s in kinds]
+    copies = [tuple(axis in axes for axes in copied) for axis in mesh]
     groups: list[list[int]] = []
     for a in range(len(mesh)):
         if groups and (roles[groups[-1][-1]], copies[groups[-1][-1]]) == (roles[a], copies[a]):
@@ -230,7 +237,7 @@ def coalesce(mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Mesh, list[Str
     merged: list[Axis] = []
     for name, group in zip(unique, groups, strict=True):
         merged.append(Axis(name, int(np.prod([mesh[a].size for a in group])), mesh[group[-1]].stride))
-    return tuple(merged), [replace(s, roles=tuple(s.roles[g[0]] for g in groups)) for s in strategies]
+    return tuple(merged), for_each(strategies, lambda s: replace(s, roles=tuple(s.roles[g[0]] for g in groups)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +302,8 @@ def make_plan(
     )
     layers = tuple(LayerPlan(a.name, a.cls, b) for a, b in zip(graph.layers, strategies, strict=True))
     peak = cluster.peak_flops(TF32 if TF32 in graph.allow else precision)
-    sync = effective_sync(pricer.sync, mesh, strategies)
+    kinds = distinct(strategies)
+    sync = effective_sync(pricer.sync, mesh, kinds)
     return Plan(
         model=graph.name,
         devices=str(cluster),
@@ -321,8 +329,8 @@ def make_plan(
         chunks=config.schedule.chunks,
         prefetch=pricer.prefetch,
         sync=sync,
-        allow=(*graph.allow, *deviations(sync, strategies)),
-        nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in strategies) else "",
+        allow=(*graph.allow, *deviations(sync, kinds)),
+        nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in kinds) else "",
         gpus_per_node=cluster.node_size,
     )
 
@@ -334,7 +342,8 @@ def device_memories(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) 
 
 def devices(schedule: Schedule, stages: Sequence[Sequence[LayerPrice]]) -> Iterator[Device]:
     """Yield the pipeline ranks with the layers of their stages."""
-    return (Device(schedule, d, [stages[s] for s in schedule.stages_of(d)]) for d in range(schedule.pipeline))
+    known: dict[tuple[int, ...], StageTotals] = {}
+    return (Device(schedule, d, [stages[s] for s in schedule.stages_of(d)], known) for d in range(schedule.pipeline))
 
 
 def counts_at_peaks(instance: Instance, solution: Solution) -> list[Counts]:
@@ -403,7 +412,9 @@ def evaluate(
         InfeasibleError: a layer has no price under its strategy (an inadmissible role, an indivisible size).
         UsageError: copies of a stage would be on unequal devices or links; or no layer can be computed in parts (``overlap=halves``).
     """
-    strategies = shortened(graph, [strategy.under(schedule) for strategy in strategies], stage_bounds)
+    equal: dict[Strategy, Strategy] = {}  # the strategies of a plan's file are equal, and not yet the same objects
+    own = for_each(strategies, lambda strategy: equal.setdefault(under := strategy.under(schedule), under))
+    strategies = shortened(graph, own, stage_bounds)
     if not admits_copies(cluster, schedule):
         raise no_copies_error(schedule.name)
     pricer = pricer.with_copies(schedule.copies)
@@ -465,14 +476,18 @@ def layer_prices(
     prices: list[LayerPrice] = []
     last, links, microbatches = len(graph.layers) - 1, schedule.links, schedule.microbatches
     edges, sends = [0.0] * last, [0.0] * last
+    stage_pricers, border_pricers = for_each(stages, pricer.on), for_each(borders, pricer.on)
     for s, (start, stop) in enumerate(pairwise(bounds)):
-        here = pricer.on(stages[schedule.rank_of_stage[s]])
+        here, known = stage_pricers[schedule.rank_of_stage[s]], dict[tuple[str, int], LayerPrice]()
         for i in range(start, stop):
-            prices.append(_price(graph, here, i, mesh, strategies[i], microbatches))
+            kind = graph.layers[i].cls, id(strategies[i])
+            if kind not in known:
+                known[kind] = _price(graph, here, i, mesh, strategies[i], microbatches)
+            prices.append(known[kind])
             if i:
                 edges[i - 1] = here.edge(i - 1, mesh, strategies[i - 1], strategies[i], microbatches)
         if stop <= last and (link := links[s]) is not None:
-            sends[stop - 1] = pricer.on(borders[link]).p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
+            sends[stop - 1] = border_pricers[link].p2p(stop - 1, mesh, strategies[stop - 1], microbatches)
     return prices, edges, sends
 
 

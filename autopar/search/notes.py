@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.graph import Graph
-from autopar.plan import DEGREES, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy
+from autopar.plan import DEGREES, NARROW_GRADIENTS, NARROW_MOMENTS, Plan, Role, Strategy, distinct, for_each
 from autopar.precision import FP8_RECIPES, TF32
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource
 from autopar.techniques import LAYER, not_splittable_error, parts_phrase
@@ -16,7 +16,7 @@ from autopar.units import size
 def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy], mesh: Mesh) -> tuple[str, ...]:
     """Return notes on how the plan runs the model, and on the devices or microbatches that it cannot use."""
     notes = []
-    idle = [s.degree(mesh, Role.IDLE) for s in strategies]
+    idle = for_each(strategies, lambda strategy: strategy.degree(mesh, Role.IDLE))
     if max(idle) > 1:
         where, rows = idle.index(max(idle)), graph.batch_size // config.schedule.microbatches
         notes.append(
@@ -52,11 +52,16 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
             "weights of dims that 16 does not divide stay in bfloat16"
         )
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
+    names = [layer.name for layer in graph.layers]
     for technique in LAYER:
-        having: dict[str, list[str]] = {}
-        for layer, strategy in zip(graph.layers, strategies, strict=False):
-            having.setdefault(strategy.options[technique], []).append(layer.name)
-        notes += [note for value, names in having.items() if (note := technique.note(names, len(strategies), value))]
+        value_of = {id(strategy): strategy.options[technique] for strategy in distinct(strategies)}
+        values = list(dict.fromkeys(value_of.values()))
+        for value in values:
+            having = (
+                [n for n, s in zip(names, strategies, strict=True) if value_of[id(s)] == value] if values[1:] else names
+            )
+            note = technique.note(having, len(strategies), value)
+            notes += [note] if note else []
     return tuple(notes)
 
 
@@ -64,6 +69,8 @@ def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh
     """Return a note for each number of experts, tokens and degree: how many experts a device has, and how many tokens of one
     of ``parts`` microbatches each of them gets."""
     found: dict[str, int] = {}
+    if not any(cls.mixtures for cls in graph.classes.values()):
+        return []
     for layer, strategy in zip(graph.layers, strategies, strict=True):
         degree = strategy.degree(mesh, *DEGREES["expert"])
         # these axes have other tokens and the same experts
@@ -97,8 +104,8 @@ def offload_notes(offloaded: Sequence[tuple[int, int]], stages: Sequence[Devices
     found = []
     for i, where in enumerate(("in the host's memory", "on NVMe")):
         sizes = [each[i] for each in offloaded]
-        limits = [(stage.host_limit_bytes, stage.nvme_limit_bytes)[i] for stage in stages]
         if max(sizes):
+            limits = [(stage.host_limit_bytes, stage.nvme_limit_bytes)[i] for stage in stages]
             d = max(range(len(sizes)), key=lambda d: sizes[d] / max(limits[d], 1))
             full = ", which does not fit" if sizes[d] > limits[d] else ""
             text = f"{where}: {size(sizes[d])} per device, whose share is {size(limits[d])}{full}"
@@ -128,9 +135,13 @@ def unsplit_layers(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
 
 def odd_experts(plan: Plan, pricer: PriceSource) -> tuple[str, ...]:
     """Return a note on the layers whose experts are computed one after the other."""
-    kinds = dict.fromkeys((layer.cls, layer.strategy) for layer in plan.layers)
-    found = {kind: pricer.odd_experts(kind[0], plan.mesh, kind[1]) for kind in kinds}
-    odd = {layer.name: widths for layer in plan.layers if (widths := found[layer.cls, layer.strategy]) is not None}
+    found = {
+        (layer.cls, id(strategy)): pricer.odd_experts(layer.cls, plan.mesh, strategy)
+        for layer, strategy in {
+            (layer.cls, id(layer.strategy)): (layer, layer.strategy) for layer in plan.layers
+        }.values()
+    }
+    odd = {layer.name: widths for layer in plan.layers if (widths := found[layer.cls, id(layer.strategy)]) is not None}
     if not odd:
         return ()
     name, widths = next(iter(odd.items()))

@@ -30,22 +30,42 @@ class Moment:
     memory: Memory
 
 
-class Device:
-    """The live memory of the device at pipeline rank ``device``; ``layers`` has the layers' prices of each of its stages."""
+@dataclass(frozen=True, slots=True)
+class StageTotals:
+    """Bytes of a stage: saved and deferred by a microbatch, transients, and parameters, gradients and optimizer state."""
 
-    def __init__(self, schedule: Schedule, device: int, layers: Sequence[Sequence[LayerPrice]]) -> None:
+    saved: int
+    deferred: int
+    transients: int
+    state: tuple[int, int, int]
+
+
+class Device:
+    """The live memory of the device at pipeline rank ``device``; ``layers`` has the layers' prices of each of its stages. ``known`` has
+    the totals of stages by their buffers and the identities of their prices: most stages have the same layers."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        device: int,
+        layers: Sequence[Sequence[LayerPrice]],
+        known: dict[tuple[int, ...], StageTotals] | None = None,
+    ) -> None:
         self.schedule, self.device = schedule, device
-        buffers, every = device_buffers(schedule, device), [price for prices in layers for price in prices]
+        buffers, known = device_buffers(schedule, device), {} if known is None else known
+        found: list[StageTotals] = []
+        for prices in layers:
+            key = (buffers, *map(id, prices))
+            if key not in known:
+                known[key] = _totals(prices, buffers)
+            found.append(known[key])
         self.stages = StageBytes(
-            tuple(sum(kept(prices)) for prices in layers),
-            tuple(sum(int(p.deferred_bytes) for p in prices) for prices in layers),
-            tuple(transients(prices, buffers) for prices in layers),
+            tuple([stage.saved for stage in found]),
+            tuple([stage.deferred for stage in found]),
+            tuple([stage.transients for stage in found]),
         )
-        self.state = (
-            sum(int(p.parameters_bytes) for p in every),
-            sum(int(p.gradients_bytes) for p in every),
-            sum(int(p.optimizer_bytes) for p in every),
-        )
+        parameters, gradients, optimizer = zip(*(stage.state for stage in found), strict=True)
+        self.state = sum(parameters), sum(gradients), sum(optimizer)
 
     def at_peak(self) -> Memory:
         """Return the live memory at its peak."""
@@ -65,6 +85,19 @@ class Device:
             Moment(kind, stage, microbatch, Memory(*self.state, int(a), int(t)))
             for (kind, stage, microbatch), a, t in zip(order, activations, transient, strict=True)
         )
+
+
+def _totals(prices: Sequence[LayerPrice], buffers: int) -> StageTotals:
+    return StageTotals(
+        sum(kept(prices)),
+        sum(int(p.deferred_bytes) for p in prices),
+        transients(prices, buffers),
+        (
+            sum(int(p.parameters_bytes) for p in prices),
+            sum(int(p.gradients_bytes) for p in prices),
+            sum(int(p.optimizer_bytes) for p in prices),
+        ),
+    )
 
 
 def kept(prices: Sequence[LayerPrice]) -> list[int]:

@@ -116,7 +116,7 @@ class Problem:
         self.cls, self.role, self.size, self.fixed, self.over_microbatches = cls, role, size, fixed, over_microbatches
         self._batched = batched or {}
         self._op_costs: dict[str, tuple[float, float]] = {}
-        self._conversion_costs: dict[tuple[str, SpmdType, SpmdType], float] = {}
+        self._conversion_costs: dict[tuple[str, str, int | None, str, int | None], float] = {}
         self._flow = gradient_flow(cls)
         self._padding = padding(cls)
         self._inputs = placeholders(cls)
@@ -142,10 +142,11 @@ class Problem:
                 self.demands[node.name].add(target)
         for node in returned_nodes(cls)[len(cls.outputs) :]:
             self.demands[node.name].add(update_type(role))
-        seconds = [
-            self._compute_s(self.nodes[name], option) for name, options in self.options.items() for option in options
-        ]
-        self.max_cost_s = max(seconds, default=0.0) or 1.0
+        self._seconds = {
+            name: [self._compute_s(self.nodes[name], option) for option in options]
+            for name, options in self.options.items()
+        }
+        self.max_cost_s = max((s for seconds in self._seconds.values() for s in seconds), default=0.0) or 1.0
 
     @property
     def feasible(self) -> bool:
@@ -153,10 +154,11 @@ class Problem:
 
     def cost(self, name: str) -> list[float]:
         """Return the costs of the node's options, in units of the layer's highest cost."""
-        return [
-            self._compute_s(self.nodes[name], option) / self.max_cost_s + self._replication_penalty(name, option)
-            for option in self.options[name]
-        ]
+        return [self._cost(name, index) for index in range(len(self.options[name]))]
+
+    def _cost(self, name: str, index: int) -> float:
+        penalty = self._replication_penalty(name, self.options[name][index])
+        return self._seconds[name][index] / self.max_cost_s + penalty
 
     def _replication_penalty(self, name: str, option: Candidate) -> float:
         """Return an extra cost for replicated ops under roles that shard only activations: as much as the layer's highest cost. Without it,
@@ -169,7 +171,7 @@ class Problem:
         """Return the cost of converting the node's value, in units of the highest cost; infinite if there is no such conversion."""
         if source == target:
             return 0.0
-        key = name, source, target
+        key = name, source.kind, source.dim, target.kind, target.dim  # hashing types takes longer
         if key not in self._conversion_costs:
             self._conversion_costs[key] = self._conversion_cost(name, source, target)
         return self._conversion_costs[key]
@@ -208,7 +210,7 @@ class Problem:
             needed = {
                 self.options[reader][chosen[reader]].operands[i] for reader, i in self.reads[name]
             } | self.demands[name]
-            total += self.cost(name)[index] + sum(self.conversion_cost(name, produced, t) for t in needed)
+            total += self._cost(name, index) + sum(self.conversion_cost(name, produced, t) for t in needed)
         return total
 
     def _options(self, node: fx.Node) -> list[Candidate]:

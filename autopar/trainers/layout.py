@@ -53,14 +53,16 @@ def plan_parts(graph: Graph, s: Setting, root_zero: int | None = None) -> PlanPa
     mesh = setting_mesh(s)
     block = block_strategy(s, mesh)
     dense, ends = block.dense, end_strategy(block, root_zero)
-    strategies = [block if graph.classes[layer.cls].experts else dense for layer in graph.layers]
+    of_class = {name: block if cls.experts else dense for name, cls in graph.classes.items()}
+    strategies = [of_class[layer.cls] for layer in graph.layers]
     strategies[0] = strategies[-1] = ends
     bounds = stage_bounds(graph, s)
     if s.recomputed is not None:
+        kept = {id(strategy): strategy.with_options(activations=KEEP) for strategy in (block, dense)}
         for start, stop in pairwise(bounds):
             blocks = [i for i in range(start, stop) if 0 < i < len(strategies) - 1]
             for i in blocks[s.recomputed :]:
-                strategies[i] = strategies[i].with_options(activations=KEEP)
+                strategies[i] = kept[id(strategies[i])]
     return PlanParts(mesh, bounds, strategies, schedule_of(s), s.precision)
 
 

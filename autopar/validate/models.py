@@ -1,7 +1,7 @@
 """Captures the graph of an architecture with a few blocks, and then repeats one of them.
 
 A model of 105 equal blocks is captured with three: the first, a middle one, the last. If the middle one has the layer class of a
-neighbour, a deeper model is the same graph with the middle layer repeated (``deepen``), which takes a fraction of the time of a capture.
+neighbour, a deeper model is the same graph with the middle layer repeated (``capture.deepen``), which takes a fraction of the time.
 Where the first blocks have no experts and the others do, two of the first kind are captured, and the second is repeated.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from autopar.capture import capture
+from autopar.capture import capture, deepen
 from autopar.flow import parameter_nodes
-from autopar.graph import Graph, GraphLayer, LayerClass
+from autopar.graph import Graph, LayerClass
 from autopar.plan import Role
 from autopar.shard import annotate, role_types
 from autopar.shard.plan import Solve
@@ -125,8 +125,12 @@ def graph_of(a: Architecture, global_batch: int) -> Graph:
     if dense + others < a.layers and len(graph.layers) != dense + others + 2:
         raise RowError(f"the model's blocks differ: {', '.join(layer.cls for layer in graph.layers)}")
     # the layers are embedding, blocks without experts, the other blocks, head
-    graph = deepen(graph, dense + others - 1, a.layers - a.dense_layers - others)
-    return deepen(graph, dense, a.dense_layers - dense)
+    for number, more in ((dense + others - 2, a.layers - a.dense_layers - others), (dense - 1, a.dense_layers - dense)):
+        deeper = deepen(graph, number, more)
+        if deeper is None:
+            raise RowError(f"the model's blocks differ: {', '.join(layer.cls for layer in graph.layers)}")
+        graph = deeper
+    return graph
 
 
 def textbook(a: Architecture) -> Architecture:
@@ -177,40 +181,3 @@ def textbook_types(graph: Graph, plain: Graph) -> Solve:
         return solve_class(cls, role, size, tuple(sorted(zip(names, stored, strict=True))))
 
     return solve
-
-
-def deepen(graph: Graph, at: int, more: int) -> Graph:
-    """Return ``graph`` with ``more`` further copies of block ``at`` after it. Raises ``RowError`` if it can't be repeated."""
-    if more <= 0:
-        return graph
-    kinds = [layer.cls for layer in graph.layers]
-    if kinds[at] not in (kinds[at - 1], kinds[at + 1]):
-        raise RowError(f"the model's blocks differ: {', '.join(kinds)}")
-    pattern = graph.layers[at]
-    if len(pattern.activations) != 1 or len(pattern.outputs) != 1:
-        raise RowError(f"{pattern.name} has several inputs or outputs, so it can't be repeated")
-    (made,) = pattern.outputs
-    layers: list[GraphLayer] = list(graph.layers[: at + 1])
-    values, parameters = dict(graph.values), dict(graph.parameters)
-    last = made
-    for k in range(more):
-        name = f"{made}.{k}"
-        values[name] = dataclasses.replace(graph.values[made], name=name)
-        renamed = {old: f"{old}.{k}" for old in pattern.parameters}
-        parameters |= {new: dataclasses.replace(graph.parameters[old], name=new) for old, new in renamed.items()}
-        layers.append(
-            dataclasses.replace(
-                pattern,
-                name=f"{pattern.name}.{k}",
-                activations=(last,),
-                parameters=tuple(renamed[old] for old in pattern.parameters),
-                outputs=(name,),
-            )
-        )
-        last = name
-    following = graph.layers[at + 1]
-    layers.append(
-        dataclasses.replace(following, activations=tuple(last if v == made else v for v in following.activations))
-    )
-    layers += graph.layers[at + 2 :]
-    return dataclasses.replace(graph, layers=tuple(layers), values=values, parameters=parameters)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar.zoo.catalogue import CATALOGUE, ZooModel, find
+from autopar.zoo.catalogue import CATALOGUE, ZooModel, few_blocks, find
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["CATALOGUE", "ZooModel", "build", "find", "models"]
+__all__ = ["CATALOGUE", "ZooModel", "build", "few_blocks", "find", "models"]
 
 
 def models() -> tuple[str, ...]:
@@ -22,13 +22,13 @@ def models() -> tuple[str, ...]:
 
 
 def build(
-    name: str,
+    name: str | ZooModel,
     seq: int | None = None,
     global_batch: int | None = None,
     precision: str = "bfloat16",
     device: str = "meta",
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model ``name`` and one global batch for it; the batch has labels, so the module returns the loss.
+    """Return the model ``name``, or that of an entry, and one global batch for it; the batch has labels, so the module returns the loss.
 
     ``seq`` is the sequence length in tokens (image models have none) and ``global_batch`` the number of sequences or images;
     both default to the published training setting. On a device other than meta, the parameters have random values.
@@ -39,7 +39,7 @@ def build(
     """
     from autopar.zoo.hf import build_config
 
-    entry = find(name)
+    entry = name if isinstance(name, ZooModel) else find(name)
     seq = entry.seq if seq is None else seq
     global_batch = entry.global_batch if global_batch is None else global_batch
     return build_config(entry.config, seq, global_batch, precision, device)

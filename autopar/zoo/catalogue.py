@@ -7,7 +7,7 @@ file instead of a name.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import ModelError
@@ -34,6 +34,24 @@ class ZooModel:
     seq: int
     global_batch: int
     config: dict[str, Any]
+
+
+_BLOCKS = dict.fromkeys(
+    ("bert", "deepseek_v2", "deepseek_v3", "llama", "mixtral", "qwen3", "qwen3_moe", "vit"), "num_hidden_layers"
+) | {"gpt2": "n_layer"}
+"""The field with the number of blocks, for the types of models of this catalogue whose blocks are equal."""
+
+
+def few_blocks(name: str) -> tuple[ZooModel, int, int] | None:
+    """Return a model of the catalogue with few blocks, the number of the block to repeat, and how often (``capture.deepen``), or ``None``
+    if its blocks differ. The first blocks without experts differ from the others."""
+    entry = find(name)
+    if (count := _BLOCKS.get(entry.config.get("model_type", ""))) is None:
+        return None
+    first = entry.config.get("first_k_dense_replace", 0)
+    few = first + 3  # the first of the equal blocks, the repeated one, the last
+    more = entry.config[count] - few
+    return (replace(entry, config=entry.config | {count: few}), first + 1, more) if more > 0 else None
 
 
 def _gpt2(width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = 50257) -> dict[str, Any]:

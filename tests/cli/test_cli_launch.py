@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from programs import Shape, mlp_model, write_mlp
 
-from autopar.cli.commands import start_commands
+from autopar.cli.emit import start_commands
 from autopar.cli.launch import batch_file, launch_command
 from autopar.devices import parse
 from autopar.errors import ProgramError, UsageError

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from models.search_models import Devices, RandomPricer, brute_force, chain, configurations, plans, random_problem
+from models.search_models import brute_force, configurations, plans, random_problem
 
-from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Plan, Strategy
 from autopar.search import SearchOptions, search
 from autopar.search.problem import Configuration
