@@ -47,6 +47,7 @@ PLAN = ("plan", "gpt2", "--global-batch", "8")
         (("trace", "plan.json"), "write `autopar report PLAN --trace FILE`"),
         (("launch", "program"), "write `autopar dev launch`"),
         (("models",), "write `autopar help models`"),
+        ((*PLAN, "--devices", "2", "--within", "150%"), "150% is no share from 0% to 100%: write 1% or 0.01"),
         (("launhc",), "did you mean `autopar dev launch`?"),
         (("dev", "zzz"), "`autopar dev --help` lists them"),
         (("help", "models", "gpt2"), "has no part 'gpt2'"),
