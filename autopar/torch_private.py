@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -513,3 +514,11 @@ def tensor_object(data: torch.Tensor) -> Any:
     from torch.distributed.distributed_c10d import _tensor_to_object
 
     return _tensor_to_object(data, data.numel(), None)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` made the module. (torch 2.11, 2.13)"""
+    compiler = sys.modules.get(
+        "torch._dynamo.eval_frame"
+    )  # imported by the first ``torch.compile``; importing it takes seconds
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)

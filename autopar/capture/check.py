@@ -223,7 +223,16 @@ class _Comparison:
             place = _first_difference(self, small, tensors)
         else:
             place = ", in the second step: state other than buffers changes between steps and is not captured"
-        return CaptureError(f"the captured graph does not compute what the model computes {where}{place}", HINT)
+        message = f"the captured graph does not compute what the model computes {where}{place}"
+        for path, module in self.model.named_modules():
+            if "forward" in vars(module):  # set on the module instead of its class
+                name = f"{path}.forward" if path else "the model's forward"
+                return CaptureError(
+                    f"{message}; {name} was replaced by another function, which may use parameters of this very module, and "
+                    "autopar traces a copy",
+                    "define the new forward in a class of its own, so that it uses the parameters of self",
+                )
+        return CaptureError(message, HINT)
 
     def eager_model(self) -> EagerModel:
         return EagerModel(self.model, self.loss_fn, self.structure, self.dtype, self.graph.buffers)

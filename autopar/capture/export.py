@@ -16,6 +16,7 @@ from autopar.capture.backward import (
     OP_HINT,
     NotTraceableError,
     refuse_nodes,
+    refuse_compiled,
     refuse_scripts,
     refuse_unregistered,
     refuse_unregistered_tensors,
@@ -236,10 +237,11 @@ def export(
 
 
 def _refuse_unexportable(model: nn.Module, loss_fn: Any) -> None:
-    """Raise ``CaptureError`` for what export loses: gradient hooks, TorchScript, unregistered or overlapping tensors, loss parameters."""
+    """Raise ``CaptureError`` for what export loses: gradient hooks, compiled modules, unregistered or overlapping tensors, loss parameters."""
     refuse_hooks(model)
     refuse_unregistered_tensors(model)
     refuse_scripts(model)
+    refuse_compiled(model)
     refuse_overlaps(model, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(

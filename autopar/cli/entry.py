@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _print_error(error.message, error.hint)
         for change in getattr(error, "changes", ()):
             click.echo(f"{click.style('or:', fg='cyan', bold=True)} {change.text}", err=True, color=_color())
+    except click.exceptions.NoArgsIsHelpError as error:
+        status = error.exit_code
+        click.echo(error.format_message(), err=True)
     except click.ClickException as error:
         status = error.exit_code
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"

@@ -102,6 +102,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         "part (Sequential) is compiled by TorchScript and has 2 parameters and buffers",
         "before torch.jit.script",
     ),
+    "torch.compile": (
+        lambda: torch.compile(Model(lambda m, y: y.tanh())),
+        "the model is compiled by torch.compile",
+        "before torch.compile",
+    ),
 }
 
 

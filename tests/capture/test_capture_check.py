@@ -178,6 +178,15 @@ def test_a_difference_names_the_value_its_line_and_a_way_out() -> None:
 # -- what is not compared, or less ------------------------------------------------------------------------------------
 
 
+def test_a_forward_that_was_replaced_on_the_module_is_named() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    linear = model[0]
+    linear.forward = lambda x: F.gelu(F.linear(x, linear.weight))  # the parameter of the original, not of the copy
+    with pytest.raises(CaptureError, match=r"0\.forward was replaced by another function") as refused:
+        checked(model, (rows(), rows()), F.mse_loss)
+    assert "class of its own" in str(refused.value.hint)
+
+
 def test_a_model_on_meta_is_compared_with_drawn_values_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         small, buffers = Normed(), Buffers()

@@ -39,6 +39,11 @@ def invoke(capsys, *argv: str) -> tuple[int, str, str]:
 PLAN = ("plan", "gpt2", "--global-batch", "8")
 
 
+def test_without_a_command_the_help_is_shown(capsys):
+    code, out, err = invoke(capsys)
+    assert code == 2 and not out and err.startswith("Usage: autopar") and "error" not in err and "plan " in err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
