@@ -15,8 +15,8 @@ from autopar.capture.auto_opaque import find_opaque, install_opaque_ops, paths_o
 from autopar.capture.backward import (
     OP_HINT,
     NotTraceableError,
-    refuse_nodes,
     refuse_compiled,
+    refuse_nodes,
     refuse_scripts,
     refuse_unregistered,
     refuse_unregistered_tensors,
@@ -237,7 +237,7 @@ def export(
 
 
 def _refuse_unexportable(model: nn.Module, loss_fn: Any) -> None:
-    """Raise ``CaptureError`` for what export loses: gradient hooks, compiled modules, unregistered or overlapping tensors, loss parameters."""
+    """Raise ``CaptureError`` for what export loses: hooks, compiled modules, unregistered or overlapping tensors, loss parameters."""
     refuse_hooks(model)
     refuse_unregistered_tensors(model)
     refuse_scripts(model)
