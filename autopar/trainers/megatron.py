@@ -135,6 +135,15 @@ class Megatron(Trainer):
         # alone, context parallelism exchanges keys and values while attention computes (cp_comm_type p2p)
         return 1.0 if s.tensor == 1 and s.context > 1 and s.precision != "float16" else super().overlap_tensor(s)
 
+    def overlap_experts(self, s: Setting) -> bool:
+        interleaved = s.pipeline == 1 or s.chunks > 1
+        return "overlapped experts" in s.facts and s.expert > 1 and interleaved and s.activations != FULL
+
+    def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
+        # Transformer Engine's grouped MLP in MXFP8 (NVTE_CUTEDSL_FUSED_GROUPED_MLP), which Megatron-Bridge's recipes use on Blackwell alone
+        blackwell = cluster.gpu.name.startswith(("B200", "B300", "GB200", "GB300"))
+        return blackwell and s.precision == "float8" and "token dispatch kernels" in s.facts
+
     def terms(self, s: Setting) -> dict[str, Any]:
         return {"regather": True, "accumulation_fusion": True, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 

@@ -98,6 +98,9 @@ class TrainerCosts:
             ),
             overlap_data=self.overlap_data(s),
             overlap_tensor=self.overlap_tensor(s),
+            overlap_experts=self.overlap_experts(s),
+            dispatches="token dispatch kernels" in s.facts,
+            fused_experts=self.fuses_experts(s, cluster),
             **self.terms(s),
         )
 
@@ -122,6 +125,14 @@ class TrainerCosts:
         if s.precision == "float16" or "overlap off" in s.facts:
             return 0.0
         return 1.0 if "overlapped tensor" in s.facts else float(figures.TENSOR_OVERLAP.value)
+
+    def overlap_experts(self, s: Setting) -> bool:
+        """Return whether exchanges of tokens with their experts run under another microbatch's computation."""
+        return False
+
+    def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
+        """Return whether an expert is one kernel."""
+        return False
 
     def terms(self, s: Setting) -> dict[str, Any]:
         """Return the other arguments of ``OtherTrainer``."""
