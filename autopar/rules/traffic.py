@@ -21,6 +21,9 @@ MICROBATCHABLE_KERNELS = frozenset(("step_statistics", "local_batch_norm"))
 """Kernels that may run on one microbatch at a time, and so don't rule out microbatches."""
 
 
+SHARE = "expert_share"
+"""The kernel of an axis whose ranks have the same tokens and different experts."""
+
 DISPATCHES = ("expert_exchange", "expert_relay")
 """Kernels that send tokens to the owners of their experts."""
 

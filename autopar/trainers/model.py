@@ -24,8 +24,8 @@ from autopar.price.trace import INTERNAL, Saved, Trace
 from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
 from autopar.trainers.attention import unfuse_attention, with_scores
-from autopar.trainers.experts import price_experts
-from autopar.trainers.selective import select_published
+from autopar.trainers.experts import fused_rows, in_float8, price_experts
+from autopar.trainers.selective import select_modules, select_published
 from autopar.types import Collective
 
 
@@ -51,6 +51,8 @@ class OtherTrainer(TrainerModel):
     ``overlap_data``          the number of microbatches that hide data-parallel collectives (ZeRO 0 and 1): a layer's gradients
                               are reduced during their backwards, its parameters gathered during their forwards
     ``overlap_tensor``        the fraction of tensor-parallel communication that is hidden under matrix products
+    ``recomputes_modules``    selective recomputation is Megatron-Core's, of modules
+    ``saves_float8``          products save their operands as they read them, in 8 bits
     ``fused_experts``         an expert's products, what is between them and the rounding of their operands are one kernel
     ``overlap_experts``       exchanges of one microbatch's tokens with their experts run under the other pass of another microbatch
     ========================  =========================================================================================
@@ -68,6 +70,8 @@ class OtherTrainer(TrainerModel):
     overlap_tensor: float = 0.0
     overlap_experts: bool = False
     fused_experts: bool = False
+    recomputes_modules: bool = False
+    saves_float8: bool = False
     starts_early: bool = False  # ``overlap_tensor`` already counts early collectives
     compiles: bool = False  # ``fused`` describes the kernels instead
 
@@ -100,7 +104,10 @@ class OtherTrainer(TrainerModel):
 
     def trace(self, cls: LayerClass) -> Trace:
         run = TrainerModel.trace(self, cls)
-        return run if self.flash else with_scores(run, tuple(cls.graph.graph.nodes))
+        nodes = tuple(cls.graph.graph.nodes)
+        run = fused_rows(run, nodes) if self.fused else run
+        run = in_float8(run, nodes) if self.saves_float8 else run
+        return run if self.flash else with_scores(run, nodes)
 
     def adapt(self, costs: OpCosts) -> None:
         costs.torch_loss = False
@@ -122,6 +129,8 @@ class OtherTrainer(TrainerModel):
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
     ) -> tuple[tuple[Saved, ...], Selection]:
+        if self.recomputes_modules and self.flash:
+            return select_modules(ops, run, saved, max((v.shape[-1] for v in cls.activations if v.shape), default=0))
         return select_published(ops, run, saved, self.flash)
 
     def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
