@@ -30,7 +30,7 @@ class TrainerModel:
     ``starts_early``: the input gradient of a column-parallel product is reduced while the weight gradient is computed (``passes.overlap``).
     ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs and results, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
-    ``dispatches``: kernels send a token once to each node that has some of its experts (``collectives.dispatch_s``), not once to each expert.
+    ``dispatches``: kernels send a token once to each node with any of its experts (``collectives.dispatch_s``), not to each expert.
     ``fp8_passes``: how many times the bytes of their operands products move at the precision ``float8``, with the conversion to 8 bits.
     """
 

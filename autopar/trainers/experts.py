@@ -70,7 +70,9 @@ def _row_bytes(costs: OpCosts, op: Experts) -> float:
     read = {operands(product)[0] for product in products}
     (last,) = (product for product in products if operands(product)[0].op != "placeholder")
     by_products = sum(costs.size(val(node)) for node in (*read, *products))
-    by_pointwise = sum(costs.size(val(node)) for node in (*products, *read) if node is not last and node.op != "placeholder")
+    by_pointwise = sum(
+        costs.size(val(node)) for node in (*products, *read) if node is not last and node.op != "placeholder"
+    )
     return float(by_products + by_pointwise)
 
 

@@ -42,7 +42,7 @@ DELAYED_FP8_PASSES = Constant(
 NATURAL_IMBALANCE = Constant(
     1.52,
     "load of the busiest rank over the mean",
-    "published: MaxVio of 0.52 plus 1 under an auxiliary loss, 3B parameters (arXiv:2408.15664, table 2); of experts, which a rank averages",
+    "published: MaxVio of 0.52 plus 1 under an auxiliary loss, 3B parameters (arXiv:2408.15664, table 2); a rank averages several",
 )
 PERMUTATION_PASSES = Constant(
     1.66,

@@ -130,12 +130,11 @@ class Megatron(Trainer):
         chunks=True,
         uneven=True,
     )
-    facts = frozenset(
-        {"Megatron", "flash attention", "overlapped gradients", "fused loss", _DISPATCH, "overlapped experts"}
-    )
+    facts = frozenset({"Megatron", "flash attention", "overlapped gradients", "fused loss"})
 
-    def facts_of(self, tensor: int) -> frozenset[str]:
-        return self.facts | ({"overlapped tensor"} if tensor > 1 else set())
+    def facts_of(self, tensor: int, expert: int) -> frozenset[str]:
+        of_experts = {_DISPATCH, "overlapped experts"} if expert > 1 else set()
+        return self.facts | of_experts | ({"overlapped tensor"} if tensor > 1 else set())
 
     def devices(self, cluster: Cluster) -> Cluster:
         return cluster.with_vendor_attention()  # Transformer Engine calls cuDNN
@@ -282,7 +281,9 @@ def _recomputed(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[
         return {"activations": FULL if blocks == 1 else f"{FULL}:{blocks}", "recomputed": None}
     if kind not in GRANULARITIES:
         raise UsageError(f"recompute_granularity is {kind!r}", f"Megatron's are {_WHOLE} and {_PART}")
-    modules = set(re.findall(r"\w+", str(values.get("modules", "core_attn")))) - {"core_attn"}  # a YAML list has brackets
+    modules = set(re.findall(r"\w+", str(values.get("modules", "core_attn")))) - {
+        "core_attn"
+    }  # a YAML list has brackets
     if kind == _PART and modules and modules <= _MODULES:
         if missing := sorted(_MODULES - modules):
             notes.append(f"recompute_modules is priced with {' and '.join(missing)}, too, where the model has them")

@@ -156,8 +156,8 @@ class Trainer(TrainerCosts, abc.ABC):
         """Return the key of an option in ``flags``."""
         return name
 
-    def facts_of(self, tensor: int) -> frozenset[str]:
-        """Return what is known of runs under exported configurations with this tensor-parallel degree."""
+    def facts_of(self, tensor: int, expert: int) -> frozenset[str]:
+        """Return what is known of runs under exported configurations with these tensor- and expert-parallel degrees."""
         return self.facts
 
     @abc.abstractmethod
