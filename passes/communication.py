@@ -15,7 +15,7 @@ from torch import fx
 
 from autopar.graph import cached_for_graphs
 from autopar.ops.operands import is_tensor, operands
-from autopar.rules.traffic import KernelCollective, kernel_traffic
+from autopar.rules.traffic import SHARE, KernelCollective, kernel_traffic
 from autopar.sharding import AxisTypes, Sharding
 from passes.conversions import ConversionStep, Types, conversion_steps
 
@@ -76,7 +76,9 @@ def kernel_exchanges(graph: fx.GraphModule, types: Sequence[AxisTypes]) -> Itera
             axes = tuple(i for i, name in kernels.items() if name == kernel)
             for collective in kernel_traffic(kernel, node):
                 value_types = _types_at(collective.value, node, types)
-                sharded = tuple(i for i, t in enumerate(value_types) if t.sharded and i not in axes)
+                # of a token's rows, a rank sends those of experts with its coordinate on the axes without an exchange
+                shared = [i for i, name in kernels.items() if name == SHARE and collective.router is not None]
+                sharded = tuple(i for i, t in enumerate(value_types) if (t.sharded or i in shared) and i not in axes)
                 yield KernelExchange(node.name, axes, sharded, collective)
 
 

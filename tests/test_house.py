@@ -87,7 +87,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"devices", "explain", "price", "program", "search"},
     "emit": {"ops", "passes", "program", "rules", "shard"},
     "checks": {"ops", "flow", "passes", "price", "program", "rules"},
-    "validate": {"ops", "capture", "devices", "flow", "price", "search", "shard", "trainers", "zoo"},
+    "validate": {"ops", "capture", "devices", "expert_loads", "flow", "price", "search", "shard", "trainers", "zoo"},
     "run": {"capture", "checks", "devices", "program"},
     "zoo": set(),
     "verify": {

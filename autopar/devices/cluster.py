@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.devices import constants
-from autopar.devices.measured import ATTENTION, CollectiveTimes, Floats, Ops
+from autopar.devices.measured import ATTENTION, GROUPED, CollectiveTimes, Floats, Ops
 from autopar.precision import FP8_PRECISIONS
 
 
@@ -110,8 +110,11 @@ class Gpu:
         for precision in FP8_PRECISIONS:
             if (narrow := kinds == precision).any():
                 rates = np.where(narrow, self.flops_per_s(precision), rates)
-        # a product's loads and stores partly overlap its arithmetic, the more so if one of them takes much longer
-        return np.asarray(np.hypot(flops / rates, moved / self.bytes_per_s))
+        arithmetic_s, memory_s = flops / rates, moved / self.bytes_per_s
+        # a product's loads and stores partly overlap its arithmetic, the more so if one of them takes much longer; those of a grouped
+        # product, which is many small ones, do not
+        partly_s = np.hypot(arithmetic_s, memory_s)
+        return np.asarray(np.where(kinds == GROUPED, arithmetic_s + memory_s, partly_s))
 
     def update_s(self, moved: float, tensors: int) -> float:
         """Return the seconds of an optimizer step that moves ``moved`` bytes in total, over ``tensors`` tensors of equal size."""
@@ -199,8 +202,14 @@ class Cluster:
 
     @property
     def linked_gpus(self) -> int:
-        """The number of devices that the ``intra`` link connects: those of a node or of an NVLink domain."""
-        return max(self.gpus_per_node, min(self.nvlink_domain, self.count))
+        """The number of devices that the ``intra`` link connects: those of a node or of an NVLink domain.
+
+        Schedulers place jobs in equal segments, each in one domain (Slurm's ``--segment``): 256 devices are 4 x 64 in domains of 72, unless
+        they would leave half of the domain or more.
+        """
+        whole = max(self.gpus_per_node, min(self.nvlink_domain, self.count))
+        equal = (size for size in range(whole, whole // 2, -1) if self.count % size == size % self.gpus_per_node == 0)
+        return next(equal, whole)
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -115,6 +115,12 @@ OVERLAP_SLOWDOWN = Constant(
     "published: overlap_slowdown_coefficient 1.1256 of PKU-DAIR/Hetu-Galvatron",
 )
 INTRA_NODE_EFFICIENCY = Constant(0.65, "fraction of peak bytes/s", _CALCULON)
+DISPATCH_NVLINK_EFFICIENCY = Constant(
+    0.77,
+    "fraction of peak bytes/s",
+    "published: kernels that dispatch tokens to experts and combine their results reach 153 and 158 of an H800's 200 GB/s inside a node "
+    "(deepseek-ai/DeepEP docs/legacy.md), 674 and 735 of a B200's 900 (its branch hybrid-ep, docs/README_Hybrid-EP.md)",
+)
 INTER_NODE_EFFICIENCY = Constant(0.9, "fraction of peak bytes/s", _CALCULON)
 COLLECTIVE_BASE_S = Constant(8.4e-6, "s", _NCCL)
 NVLINK_HOP_S = Constant(3.4e-6, "s", _NCCL + ", ring")

@@ -20,6 +20,7 @@ from autopar.precision import FP8_PRECISIONS
 Floats = NDArray[np.float64]
 
 PRODUCT, ATTENTION, POINTWISE = "product", "attention", "pointwise"
+GROUPED = "grouped_product"
 CLASS_LOSS = "cross_entropy_loss"
 """Kinds of ops with separate curves. The kind of a product in 8 bits is its precision (``FP8_PRECISIONS``). Any other kind is the name of
 an op; an op that wasn't measured uses the curve of ``POINTWISE``."""
@@ -81,8 +82,8 @@ class Ops:
         found = np.zeros_like(flops)
         for kind in np.unique(kinds):
             mask = kinds == kind
-            if kind in (PRODUCT, *FP8_PRECISIONS):
-                precision = dtype if kind == PRODUCT else str(kind)
+            if kind in (PRODUCT, GROUPED, *FP8_PRECISIONS):
+                precision = str(kind) if kind in FP8_PRECISIONS else dtype
                 rate = self._curve(self.products, precision, backward).at(flops[mask] / np.maximum(moved[mask], 1.0))
                 found[mask] = flops[mask] / rate
             elif kind == ATTENTION:

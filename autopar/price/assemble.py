@@ -38,11 +38,12 @@ def assemble(
     trainable, states = sized.counts.trainable, OffloadedStateBytes.of(strategy, cluster, precision)
     seconds = replicas.seconds[min(zero, 2)]
     in_forward, in_backward, _ = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept))
-    exposed = functools.partial(trainer.exposed_sharded_s, slowdown=cluster.overlap_slowdown)
+    slowdown = cluster.overlap_slowdown
+    exposed = functools.partial(trainer.exposed_sharded_s, slowdown=slowdown)
     each_time = in_backward.reduce > 0  # gradients are reduced in every microbatch
     copies_s = _copies_s(replicas, strategy, kept, zero)
-    forward_wire_s = _exposed_s(forward, trainer)
-    backward_wire_s = _exposed_s(backward, trainer) + _exposed_s(kept.recomputed, trainer)
+    forward_wire_s = _exposed_s(forward, trainer, slowdown)
+    backward_wire_s = _exposed_s(backward, trainer, slowdown) + _exposed_s(kept.recomputed, trainer, slowdown)
     forward_compute_s = max(forward.compute_s + copies_s[0], forward.host_s - forward_wire_s)
     accumulate_s = _accumulate_s(replicas, replicas.sharded(zero if each_time else 0), precision, cluster)
     device_s = backward.compute_s + accumulate_s + copies_s[1] + kept.recomputed.compute_s
@@ -58,7 +59,7 @@ def assemble(
     updated = replicas.sharded(zero)
     step_s = states.update_s(updated, sized.counts.count, zero, precision, cluster)
     if zero < 2:
-        step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, cluster.overlap_slowdown)
+        step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, slowdown)
         if replicas.staleness:  # gradients are copied into the reduction's buffer, and the sums are copied back
             step_s += 4 * trainable * precision.averaged / cluster.gpu.bytes_per_s
     elif not each_time:  # the copies lengthen the last backward
@@ -97,12 +98,14 @@ def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
     """Return a lower bound of the seconds of one microbatch, forward plus backward, for all ZeRO stages, data-parallel groups and kinds of
     recomputation: these only add work or exposed communication."""
     forward, backward = microbatch.forward, microbatch.backward
-    return sum(max(p.compute_s + _exposed_s(p, trainer), p.host_s) for p in (forward, backward))
+    slowdown = microbatch.sized.cluster.overlap_slowdown
+    return sum(max(p.compute_s + _exposed_s(p, trainer, slowdown), p.host_s) for p in (forward, backward))
 
 
-def _exposed_s(part: Pass, trainer: TrainerModel) -> float:
+def _exposed_s(part: Pass, trainer: TrainerModel, slowdown: float) -> float:
     """Return the seconds of exposed communication in a pass."""
-    return trainer.exposed_tensor_s(part.wire_s) + part.exposed_s
+    exchange_s = trainer.exposed_exchange_s(part.exchange_s, part.compute_s, slowdown)
+    return trainer.exposed_tensor_s(part.wire_s) + exchange_s + part.exposed_s
 
 
 def _accumulate_s(replicas: ReplicaCosts, elements: float, precision: Precision, cluster: Cluster) -> float:

@@ -9,8 +9,8 @@ from autopar.devices import Cluster
 from autopar.plan import Axis, Strategy
 from autopar.price.assemble import backward_gathers
 from autopar.price.collective_pairs import CollectivePair
-from autopar.price.collectives import RankGroup, group_time_s
-from autopar.price.layer import Runs, pair_sizes
+from autopar.price.collectives import RankGroup
+from autopar.price.layer import Runs, pair_sizes, pair_time_s
 from autopar.price.microbatch import Microbatch, SavedActivations
 from autopar.price.replicas import Replicas, run_counts
 from autopar.types import Collective
@@ -74,7 +74,7 @@ def pair_costs(
     size = pair.bytes_of_group(sizes.parts, sizes.members.size)
     for collective, count in ((pair.forward, forwards), (pair.backward, backwards)):
         if collective.sends and sizes.members.size > 1:
-            seconds = group_time_s(collective, imbalance * size, sizes.members, cluster)
+            seconds = pair_time_s(pair, collective, sizes, cluster, imbalance)
             yield CollectiveCost(purpose, collective, axes, sizes.members, size, seconds, count)
 
 

@@ -22,6 +22,7 @@ class CollectivePair:
     ``sharded`` are the other axes that shard the value.
 
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather; with ``routing``, each row is sent to all ranks that it reaches.
+    ``router`` is that of rows that are sent to their experts or back, if ``dispatched`` by kernels that send a token once to each node.
     ``overlapped_op`` is the op whose arithmetic overlaps the collectives, as in ring attention; empty if the layer waits for it. ``op`` is
     the op whose kernel runs the collectives; empty for a conversion between ops. ``overlapped_products`` are the products whose weight
     gradients are computed while the backward collective runs, if the strategy overlaps it. ``target`` are the types that the readers need,
@@ -36,6 +37,8 @@ class CollectivePair:
     backward: Collective
     per_rank: bool = False
     routing: Routing | None = None
+    router: Routing | None = None
+    dispatched: bool = False
     overlapped_op: str = ""
     op: str = ""
     overlapped_products: tuple[str, ...] = ()
@@ -88,6 +91,7 @@ def pairs_of_layer(
                 backward=collective.backward,
                 per_rank=collective.per_rank,
                 routing=collective.routing,
+                router=collective.router,
                 overlapped_op=exchange.op if collective.overlapped else "",
                 op=exchange.op,
             )

@@ -21,6 +21,7 @@ the fixed cost of a collective on a device, *a* the latency of a hop inside a no
 
 * A rotation (in ring attention) passes every rank's slice on *n - 1* times, and costs as much as a ring all-gather. A shift is one such
   hop: *B / n* from every rank to another rank, at the speed of the slowest link.
+* Kernels that dispatch tokens to experts send a token once to each node, instead of once to each expert (``dispatch_s``).
 * In an all-to-all every rank sends *(n-k)/n* of its *B / n* over its share of the network and, at the same time, *(k-1)/n* in its node.
 
 This is the textbook model in NCCL's tuner (``src/graph/tuning.cc``), without the tuner's tables for message sizes, NVLink SHARP and PAT.
@@ -35,9 +36,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.devices import Cluster
+from autopar.devices import Cluster, constants
 from autopar.devices.cluster import slower
 from autopar.plan import Axis
+from autopar.rules.traffic import Routing
 from autopar.types import Collective
 
 FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured separately: see ``CollectiveTimes``
@@ -157,6 +159,22 @@ def group_time_s(
         math.log2(nodes)
     ) * cluster.inter.latency_s
     return cluster.collective_s + 2 * min(round_s, tree_hops_s + bytes_total / beta)
+
+
+def dispatch_s(row_bytes: float, router: Routing, members: RankGroup, cluster: Cluster) -> float:
+    """Return the seconds in which kernels such as DeepEP's send rows, ``row_bytes`` on each rank, to their experts or back.
+
+    A row crosses the network once for each other node with one of its experts, and is forwarded over NVLink to each rank with one, at the
+    same time.
+    """
+    n, nodes, k = members.size, members.nodes, members.per_node
+    if n == 1:
+        return 0.0
+    speed = constants.DISPATCH_NVLINK_EFFICIENCY.value / constants.INTRA_NODE_EFFICIENCY.value
+    inter_s = row_bytes * router.reached(nodes) * (nodes - 1) / nodes / cluster.inter.bytes_per_s
+    intra_s = row_bytes * router.reached(n) * (k - 1) / k / (speed * cluster.intra.bytes_per_s)
+    hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
+    return cluster.collective_s + hop_s + max(inter_s, intra_s)
 
 
 def _measured(collective: Collective, size: float, n: int, cluster: Cluster, caller: str) -> float | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from autopar.devices.measured import Floats
 from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.plan import Axis
 from autopar.price.collective_pairs import CollectivePair, pairs_of_layer
-from autopar.price.collectives import RankGroup, group, group_time_s, overlapped_s
+from autopar.price.collectives import RankGroup, dispatch_s, group, group_time_s, overlapped_s
 from autopar.price.microbatch import Pass, PeakMemory
 from autopar.price.selective import Flags
 from autopar.price.state import ALIGNMENT_BYTES, NO_PARAMETERS, ParameterCount, Precision
@@ -141,7 +141,7 @@ class SizedClass:
     def seconds_of(self, pair: CollectivePair, side: str) -> float:
         """Return the seconds of a pair's forward or backward collective."""
         sizes = self.pair_sizes[pair.axes, pair.sharded]
-        return _collective_s(pair, getattr(pair, side), sizes, self.cluster, self.imbalance_of(pair))
+        return pair_time_s(pair, getattr(pair, side), sizes, self.cluster, self.imbalance_of(pair))
 
     def pass_of(self, side: str, pairs: Collection[CollectivePair], ops: Flags | None = None) -> Pass:
         """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``pairs``."""
@@ -152,7 +152,8 @@ class SizedClass:
         launches = len(self.group_sizes(pairs, side, True))
         return Pass(
             compute_s=float(chosen[0].sum()),
-            wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not pair.overlapped_op),
+            wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not (pair.overlapped_op or pair.router)),
+            exchange_s=sum(self.seconds_of(pair, side) for pair in pairs if pair.router),
             exposed_s=self._kernel_exposed_s(pairs, side, arithmetic_s),
             host_s=float(chosen[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
             group_sizes=self.group_sizes(pairs, side, False),
@@ -217,6 +218,8 @@ def bind(
 ) -> BoundClass:
     """Combine a class table with the types of all runs of axes, the microbatch run first."""
     pairs = pairs_of_layer(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
+    if trainer.dispatches:
+        pairs = tuple(replace(pair, dispatched=pair.router is not None) for pair in pairs)
     different = {id(f): f for f in axis_flags}
     numbers = {key: k for k, key in enumerate(different)}
     over = dict.fromkeys((pair.axes, pair.sharded) for pair in pairs)
@@ -314,16 +317,19 @@ def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision
 def collective_s(pair: CollectivePair, collective: Collective, axes: tuple[Axis, ...], cluster: Cluster) -> float:
     """Return the seconds of one collective of a pair whose runs are single ``axes``."""
     sizes = pair_sizes((pair.axes, pair.sharded), tuple((a,) for a in axes), cluster)
-    return _collective_s(pair, collective, sizes, cluster, 1.0)
+    return pair_time_s(pair, collective, sizes, cluster, 1.0)
 
 
-def _collective_s(
+def pair_time_s(
     pair: CollectivePair, collective: Collective, sizes: PairSizes, cluster: Cluster, imbalance: float
 ) -> float:
     """Return the seconds of a collective of ``imbalance`` times the bytes."""
     if not collective.sends:
         return 0.0
-    size = imbalance * pair.bytes_of_group(sizes.parts, sizes.members.size)
+    n = sizes.members.size
+    size = imbalance * pair.bytes_of_group(sizes.parts, n)
+    if pair.dispatched and pair.router is not None:
+        return dispatch_s(size / n / pair.router.choices, pair.router, sizes.members, cluster)
     return group_time_s(collective, size, sizes.members, cluster)
 
 

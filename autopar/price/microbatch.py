@@ -24,14 +24,16 @@ class Pass:
     ===============  ===================================================================================================
     ``compute_s``    arithmetic on the device
     ``wire_s``       collectives that the device waits for
+    ``exchange_s``   of these, exchanges of tokens with their experts, which are not in ``wire_s``
     ``exposed_s``    the exposed part of overlapped collectives
     ``host_s``       the host's time to launch kernels and collectives: a lower bound of the pass, however fast the device is
-    ``group_sizes``  the group sizes of the collectives in ``wire_s``
+    ``group_sizes``  the group sizes of the collectives in ``wire_s`` and ``exchange_s``
     ===============  ===================================================================================================
     """
 
     compute_s: float = 0.0
     wire_s: float = 0.0
+    exchange_s: float = 0.0
     exposed_s: float = 0.0
     host_s: float = 0.0
     group_sizes: tuple[int, ...] = ()
@@ -42,6 +44,7 @@ class Pass:
         return Pass(
             self.compute_s + other.compute_s,
             self.wire_s + other.wire_s,
+            self.exchange_s + other.exchange_s,
             self.exposed_s + other.exposed_s,
             self.host_s + other.host_s,
             self.group_sizes + other.group_sizes,
@@ -51,6 +54,7 @@ class Pass:
         return Pass(
             times * self.compute_s,
             times * self.wire_s,
+            times * self.exchange_s,
             times * self.exposed_s,
             times * self.host_s,
             times * self.group_sizes,

@@ -30,6 +30,7 @@ class TrainerModel:
     ``starts_early``: the input gradient of a column-parallel product is reduced while the weight gradient is computed (``passes.overlap``).
     ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs and results, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
+    ``dispatches``: kernels send a token once to each node with any of its experts (``collectives.dispatch_s``), not to each expert.
     ``fp8_passes``: how many times the bytes of their operands products move at the precision ``float8``, with the conversion to 8 bits.
     """
 
@@ -37,6 +38,7 @@ class TrainerModel:
     starts_early: bool = True
     fused: bool = False
     compiles: bool = True
+    dispatches: bool = False
     fp8_passes: float = FP8_PASSES.value
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
@@ -77,6 +79,10 @@ class TrainerModel:
 
     def exposed_tensor_s(self, communication_s: float) -> float:
         """Return the seconds of tensor-parallel communication that are not hidden under matrix products."""
+        return communication_s
+
+    def exposed_exchange_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
+        """Return the seconds that exchanges of tokens with their experts add to a pass that computes for ``compute_s``."""
         return communication_s
 
     def exposed_sharded_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:

@@ -21,6 +21,9 @@ MICROBATCHABLE_KERNELS = frozenset(("step_statistics", "local_batch_norm"))
 """Kernels that may run on one microbatch at a time, and so don't rule out microbatches."""
 
 
+SHARE = "expert_share"
+"""The kernel of an axis whose ranks have the same tokens and different experts."""
+
 DISPATCHES = ("expert_exchange", "expert_relay")
 """Kernels that send tokens to the owners of their experts."""
 
@@ -48,8 +51,8 @@ class KernelCollective:
     Its bytes are ``scale`` times the global size of ``value``, at ``itemsize`` bytes per element (``None``: the value's); the caller
     divides them by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With
     ``per_rank`` the bytes are each rank's contribution to an all-gather. With ``routing`` a row is sent to each rank that it reaches.
-    ``overlapped``: the kernel overlaps the communication with its
-    compute.
+    ``router`` is set if ``value`` has a row for each token, which is sent to its experts or back. ``overlapped``: the kernel overlaps the
+    communication with its compute.
     """
 
     value: fx.Node
@@ -59,6 +62,7 @@ class KernelCollective:
     itemsize: int | None = None
     per_rank: bool = False
     routing: Routing | None = None
+    router: Routing | None = None
     overlapped: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
@@ -114,12 +118,11 @@ def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     tokens, index = operands(node)[:2]
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))
-    choices = float(shape_of(index)[-1])
-    return (
-        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts),
-        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=choices),
-        KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=choices),
+    router = Routing(node.target.count, shape_of(index)[-1])
+    rows = KernelCollective(
+        tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=float(router.choices), router=router
     )
+    return (KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts), rows, rows)
 
 
 def _expert_relay(node: fx.Node) -> tuple[KernelCollective, ...]:

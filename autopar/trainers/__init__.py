@@ -1,6 +1,7 @@
 """Other trainers: what each can run, what that costs, and its configuration files, written and read.
 
-A file for each trainer (``megatron``; ``fsdp`` for torchtitan and Accelerate; ``deepspeed``; ``nanotron``, also for InternEvo) holds a
+A file for each trainer (``megatron``; ``fsdp`` for torchtitan and Accelerate; ``deepspeed``; ``nanotron``, also for InternEvo and
+NeMo AutoModel) holds a
 ``Trainer``. ``model`` has the cost model that all of them configure, ``choose`` finds the fastest setting.
 """
 
@@ -8,18 +9,19 @@ from autopar.trainers.deepspeed import DeepSpeed
 from autopar.trainers.fsdp import Accelerate, Torchtitan
 from autopar.trainers.megatron import Megatron
 from autopar.trainers.model import OtherTrainer
-from autopar.trainers.nanotron import InternEvo, Nanotron
+from autopar.trainers.nanotron import AutoModel, InternEvo, Nanotron
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import Exported, Reading, Trainer, TrainerCosts
 
 MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE = Megatron(), Torchtitan(), DeepSpeed(), Accelerate()
-NANOTRON, INTERNEVO = Nanotron(), InternEvo()
+NANOTRON, INTERNEVO, AUTOMODEL = Nanotron(), InternEvo(), AutoModel()
 
 TRAINERS: dict[str, Trainer] = {each.name: each for each in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}
 """The trainers for which plans are made, by name."""
 
 __all__ = [
     "ACCELERATE",
+    "AUTOMODEL",
     "DEEPSPEED",
     "INTERNEVO",
     "MEGATRON",

@@ -334,7 +334,7 @@ class _Choice:
                             precision=name_of(self.graph.dtype),
                             global_batch=batch,
                             microbatch=1,
-                            facts=self.trainer.facts_of(tensor),
+                            facts=self.trainer.facts_of(tensor, expert),
                             replicate=replicate,
                             folds=folds,
                         )

@@ -39,6 +39,17 @@ DELAYED_FP8_PASSES = Constant(
     "library: Transformer Engine's delayed scaling knows the scale before the pass: an operand is read, written in 8 bits and read by the "
     "product, 4 bytes for 2",
 )
+NATURAL_IMBALANCE = Constant(
+    1.52,
+    "load of the busiest rank over the mean",
+    "published: MaxVio of 0.52 plus 1 under an auxiliary loss, 3B parameters (arXiv:2408.15664, table 2); a rank averages several",
+)
+PERMUTATION_PASSES = Constant(
+    1.66,
+    "ratio of bytes",
+    "published: permutations of tokens reach 0.50 of a B200's peak memory bandwidth (MooreThreads/SimuMax "
+    "configs/system/b200_bf16_ceperm.json, permute_fwd and permute_bwd), copies 0.83 (MEMORY_EFFICIENCY)",
+)
 INTERNEVO_GRADIENT_BYTES = Constant(
     2,
     "bytes per parameter",

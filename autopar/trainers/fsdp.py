@@ -25,20 +25,18 @@ from autopar.trainers.trainer import (
     Reading,
     Space,
     Trainer,
+    TrainerCosts,
     granularity_word,
     switch,
     whole_number,
 )
 
 
-class FullyShardedTrainer(Trainer):
+class FullyShardedCosts(TrainerCosts):
     """What trainers on FSDP2 have in common. The first and the last layer are in the root unit, whose parameters stay gathered from
     forward to backward."""
 
     evidence = "fsdp"
-
-    def fuses(self, s: Setting) -> bool:
-        return super().fuses(s) or "Megatron" in s.facts  # its kernels, those of Transformer Engine
 
     def overlap_tensor(self, s: Setting) -> float:
         return super().overlap_tensor(s) if "overlapped tensor" in s.facts else 0.0
@@ -110,7 +108,7 @@ _TITAN = {
 _SCHEDULES = {"1F1B": False, "Interleaved1F1B": True}
 
 
-class Torchtitan(FullyShardedTrainer):
+class Torchtitan(FullyShardedCosts, Trainer):
     name = "torchtitan"
     title = "torchtitan"
     space = Space(
@@ -343,7 +341,7 @@ _ACCELERATE = {
 }
 
 
-class Accelerate(FullyShardedTrainer):
+class Accelerate(FullyShardedCosts, Trainer):
     name = "accelerate"
     title = "Accelerate with FSDP2"
     space = Space(zero=(2, 3), tensor=True, sequence=False, context=True, replicate=True)

@@ -16,6 +16,7 @@ from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import is_even, stage_bounds
 from autopar.trainers.options import Option
+from autopar.trainers.selective import up_projections
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, whole_number
 
@@ -25,6 +26,8 @@ _GRANULARITY, _METHOD, _BLOCKS = (
     Flag("recomputed", whole_number),
 )
 _, _PART, _WHOLE = GRANULARITIES
+_MODULES = frozenset({"layernorm", "mla_up_proj", "moe_act"})  # see ``selective.select_modules``
+_DISPATCH = "token dispatch kernels"
 
 
 def _precision(text: str) -> str:
@@ -43,6 +46,10 @@ FLAGS = {
     "cp_comm_type": Flag("context_kind", str),
     "expert_model_parallel_size": Flag("expert", whole_number),
     "expert_tensor_parallel_size": Flag("expert_tensor", whole_number),
+    "moe_token_dispatcher_type": Flag("dispatcher", str),
+    "moe_flex_dispatcher_backend": Flag("backend", str),
+    "moe_enable_deepep": Flag("dispatcher", "flex"),
+    "overlap_moe_expert_parallel_comm": Flag(FACT, "overlapped experts"),
     "micro_batch_size": Flag("microbatch", whole_number),
     "global_batch_size": Flag("global_batch", whole_number),
     "seq_length": Flag("seq", whole_number),
@@ -89,6 +96,8 @@ FLAGS = {
 _RESOLVED = (
     "context_kind",
     "expert_tensor",
+    "dispatcher",
+    "backend",
     "chunk_layers",
     "layout",
     "first",
@@ -111,6 +120,7 @@ class Megatron(Trainer):
     flags = FLAGS
     space = Space(
         zero=(0, 1),
+        activations=(KEEP, GRANULARITIES[_PART], FULL),
         some_blocks=True,
         tensor=True,
         pipeline=True,
@@ -122,8 +132,9 @@ class Megatron(Trainer):
     )
     facts = frozenset({"Megatron", "flash attention", "overlapped gradients", "fused loss"})
 
-    def facts_of(self, tensor: int) -> frozenset[str]:
-        return self.facts | ({"overlapped tensor"} if tensor > 1 else set())
+    def facts_of(self, tensor: int, expert: int) -> frozenset[str]:
+        of_experts = {_DISPATCH, "overlapped experts"} if expert > 1 else set()
+        return self.facts | of_experts | ({"overlapped tensor"} if tensor > 1 else set())
 
     def devices(self, cluster: Cluster) -> Cluster:
         return cluster.with_vendor_attention()  # Transformer Engine calls cuDNN
@@ -135,8 +146,17 @@ class Megatron(Trainer):
         # alone, context parallelism exchanges keys and values while attention computes (cp_comm_type p2p)
         return 1.0 if s.tensor == 1 and s.context > 1 and s.precision != "float16" else super().overlap_tensor(s)
 
+    def overlap_experts(self, s: Setting) -> bool:
+        return overlaps_experts(s)
+
+    def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
+        # Transformer Engine's grouped MLP in MXFP8 (NVTE_CUTEDSL_FUSED_GROUPED_MLP), which Megatron-Bridge's recipes use on Blackwell alone
+        blackwell = cluster.gpu.name.startswith(("B200", "B300", "GB200", "GB300"))
+        return blackwell and s.precision == "float8" and _DISPATCH in s.facts
+
     def terms(self, s: Setting) -> dict[str, Any]:
-        return {"regather": True, "accumulation_fusion": True, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
+        terms = {"regather": True, "accumulation_fusion": True, "recomputes_modules": True}
+        return terms | {"saves_float8": s.precision == FLOAT8, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
     def key(self, name: str) -> str:
         return name.rpartition(".")[2].lstrip("-").replace("-", "_")
@@ -152,6 +172,8 @@ class Megatron(Trainer):
             notes.append(
                 "on GPUs before Blackwell Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1, which the file exports"
             )
+        if s.expert > 1 and _DISPATCH in s.facts:
+            notes.append("the flex dispatcher needs DeepEP, of its branch hybrid-ep")
         if s.expert > 1 and s.tensor > 1 and not s.sequence:
             notes.append("Megatron requires --sequence-parallel for experts beside tensor parallelism")
         return Exported({"megatron_args.sh": "\n".join(lines) + "\n"}, tuple(notes))
@@ -168,6 +190,8 @@ class Megatron(Trainer):
         if "global_batch" not in values:
             notes.append("no global_batch_size: the model's is priced; Megatron's default is a single microbatch")
         values |= _fold(values)
+        if values.get("dispatcher") == "flex":
+            facts.add(_DISPATCH)
         if values.get("context_kind") == "a2a":
             facts.add("all-to-all context")
         facts.add("unfused attention" if values.get("attention") in ("unfused", "local") else "flash attention")
@@ -257,10 +281,16 @@ def _recomputed(kind: str, values: Mapping[str, Any], notes: list[str]) -> dict[
         return {"activations": FULL if blocks == 1 else f"{FULL}:{blocks}", "recomputed": None}
     if kind not in GRANULARITIES:
         raise UsageError(f"recompute_granularity is {kind!r}", f"Megatron's are {_WHOLE} and {_PART}")
-    modules = str(values.get("modules", "core_attn"))
-    if kind == _PART and modules.split() != ["core_attn"]:
+    modules = set(re.findall(r"\w+", str(values.get("modules", "core_attn")))) - {
+        "core_attn"
+    }  # a YAML list has brackets
+    if kind == _PART and modules and modules <= _MODULES:
+        if missing := sorted(_MODULES - modules):
+            notes.append(f"recompute_modules is priced with {' and '.join(missing)}, too, where the model has them")
+        return {"activations": GRANULARITIES[_PART], "recomputed": None}
+    if kind == _PART and modules:
         notes.append(
-            f"recompute_modules={modules} is priced as none: the plan needs less memory and more time than shown"
+            f"recompute_modules={values['modules']} is priced as none: the plan needs less memory and more time than shown"
         )
     elif kind == _PART:
         notes.append(f"recompute_granularity={_PART} is priced as none: flash attention saves no scores")
@@ -277,7 +307,7 @@ def _parallelism(s: Setting) -> list[tuple[str, ...]]:
     if s.expert > 1:
         words.append(("expert_model_parallel_size", str(s.expert)))
         words.append(("expert_tensor_parallel_size", str(1 if "tensor" in s.folds else s.tensor)))
-        words.append(("moe_token_dispatcher_type", "alltoall"))  # by default every rank gathers all tokens
+        words += _exchange(s)
     words += [("sequence_parallel",)] if s.sequence else []
     words += [("tp_comm_overlap",)] if "overlapped tensor" in s.facts else []
     if s.zero:
@@ -287,6 +317,24 @@ def _parallelism(s: Setting) -> list[tuple[str, ...]]:
         words.append(("overlap_grad_reduce",))
         words += [("overlap_param_gather",)] if s.zero else []
     return words
+
+
+def _exchange(s: Setting) -> list[tuple[str, ...]]:
+    """Return how tokens are sent to their experts; by default every rank gathers all of them."""
+    if _DISPATCH not in s.facts:
+        return [("moe_token_dispatcher_type", "alltoall")]
+    words: list[tuple[str, ...]] = [
+        ("moe_token_dispatcher_type", "flex"),
+        ("moe_flex_dispatcher_backend", "hybridep"),
+        ("moe_permute_fusion",),
+    ]
+    return words + ([("overlap_moe_expert_parallel_comm",)] if overlaps_experts(s) else [])
+
+
+def overlaps_experts(s: Setting) -> bool:
+    """Return whether Megatron can run exchanges of one microbatch under the computation of another, and does."""
+    interleaved = s.pipeline == 1 or s.chunks > 1
+    return "overlapped experts" in s.facts and s.expert > 1 and interleaved and s.activations.split(":")[0] != FULL
 
 
 def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
@@ -317,12 +365,25 @@ def _pipeline(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
         elif s.chunks > 1:
             words.append(("num_virtual_stages_per_pipeline_rank", str(s.chunks)))
     technique, _, segment = s.activations.partition(":")
+    if technique == GRANULARITIES[_PART]:
+        words.append(("recompute_granularity", _PART))
+        words.append(("recompute_modules", *_modules(graph)))
     if technique == FULL:
         every = s.recomputed is None
         words.append(("recompute_granularity", "full"))
         words.append(("recompute_method", "uniform" if every else "block"))
         words.append(("recompute_num_layers", (segment or "1") if every else str(s.recomputed)))
     return words
+
+
+def _modules(graph: Graph) -> list[str]:
+    """Return the modules to recompute that the model has."""
+    latent = any(
+        up_projections(tuple(cls.graph.graph.nodes), max((v.shape[-1] for v in cls.activations if v.shape), default=0))
+        for cls in graph.classes.values()
+    )
+    experts = any(cls.mixtures for cls in graph.classes.values())
+    return ["layernorm", *(["mla_up_proj"] if latent else []), *(["moe_act"] if experts else [])]
 
 
 def spelled(name: str) -> str:

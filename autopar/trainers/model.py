@@ -24,7 +24,8 @@ from autopar.price.trace import INTERNAL, Saved, Trace
 from autopar.price.trainer import TrainerModel
 from autopar.sharding import AxisTypes
 from autopar.trainers.attention import unfuse_attention, with_scores
-from autopar.trainers.selective import select_published
+from autopar.trainers.experts import fused_rows, in_float8, price_experts
+from autopar.trainers.selective import select_modules, select_published
 from autopar.types import Collective
 
 
@@ -50,6 +51,10 @@ class OtherTrainer(TrainerModel):
     ``overlap_data``          the number of microbatches that hide data-parallel collectives (ZeRO 0 and 1): a layer's gradients
                               are reduced during their backwards, its parameters gathered during their forwards
     ``overlap_tensor``        the fraction of tensor-parallel communication that is hidden under matrix products
+    ``recomputes_modules``    selective recomputation is Megatron-Core's, of modules
+    ``saves_float8``          products save their operands as they read them, in 8 bits
+    ``fused_experts``         an expert's products, what is between them and the rounding of their operands are one kernel
+    ``overlap_experts``       exchanges of one microbatch's tokens with their experts run under the other pass of another microbatch
     ========================  =========================================================================================
     """
 
@@ -63,6 +68,10 @@ class OtherTrainer(TrainerModel):
     gathers_by_parameter: bool = False
     overlap_data: int = 0
     overlap_tensor: float = 0.0
+    overlap_experts: bool = False
+    fused_experts: bool = False
+    recomputes_modules: bool = False
+    saves_float8: bool = False
     starts_early: bool = False  # ``overlap_tensor`` already counts early collectives
     compiles: bool = False  # ``fused`` describes the kernels instead
 
@@ -95,7 +104,10 @@ class OtherTrainer(TrainerModel):
 
     def trace(self, cls: LayerClass) -> Trace:
         run = TrainerModel.trace(self, cls)
-        return run if self.flash else with_scores(run, tuple(cls.graph.graph.nodes))
+        nodes = tuple(cls.graph.graph.nodes)
+        run = fused_rows(run, nodes) if self.fused else run
+        run = in_float8(run, nodes) if self.saves_float8 else run
+        return run if self.flash else with_scores(run, nodes)
 
     def adapt(self, costs: OpCosts) -> None:
         costs.torch_loss = False
@@ -103,6 +115,8 @@ class OtherTrainer(TrainerModel):
             unfuse_attention(costs)
         if self.loss_copies:
             self._add_loss_copies(costs)
+        if self.fused and not self.fused_experts:
+            price_experts(costs, self.dispatches, self.gradient_bytes if self.accumulation_fusion else 0)
         TrainerModel.adapt(self, costs)
 
     def _add_loss_copies(self, costs: OpCosts) -> None:
@@ -115,6 +129,8 @@ class OtherTrainer(TrainerModel):
     def selection(
         self, cls: LayerClass, ops: Sequence[fx.Node], run: Trace, saved: Sequence[Saved]
     ) -> tuple[tuple[Saved, ...], Selection]:
+        if self.recomputes_modules and self.flash:
+            return select_modules(ops, run, saved, max((v.shape[-1] for v in cls.activations if v.shape), default=0))
         return select_published(ops, run, saved, self.flash)
 
     def saves_shard(self, types: AxisTypes, node: fx.Node, operand: int) -> bool:
@@ -145,6 +161,9 @@ class OtherTrainer(TrainerModel):
 
     def exposed_tensor_s(self, communication_s: float) -> float:
         return (1.0 - self.overlap_tensor) * communication_s
+
+    def exposed_exchange_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
+        return overlapped_s(self.overlap_experts * compute_s, communication_s, slowdown)
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         return overlapped_s(self.overlap_data * backward_s, communication_s, slowdown)

@@ -1,10 +1,12 @@
-"""Trainers of published runs, for which no plans are made: nanotron and InternEvo, with their copies of gradients."""
+"""Trainers of published runs, for which no plans are made: nanotron and InternEvo, with their copies of gradients, and NeMo AutoModel."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from autopar.devices import Cluster
 from autopar.trainers import figures
+from autopar.trainers.fsdp import FullyShardedCosts
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import TrainerCosts
 
@@ -24,3 +26,15 @@ class InternEvo(TrainerCosts):
 
     def gradient_bytes(self, s: Setting) -> float:
         return figures.INTERNEVO_GRADIENT_BYTES.value
+
+
+class AutoModel(FullyShardedCosts):
+    """FSDP2 with the kernels of Transformer Engine."""
+
+    name = "automodel"
+
+    def devices(self, cluster: Cluster) -> Cluster:
+        return cluster.with_vendor_attention()
+
+    def fuses(self, s: Setting) -> bool:
+        return True

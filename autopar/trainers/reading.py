@@ -153,6 +153,6 @@ def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
         precision=plan.precision,
         global_batch=plan.global_batch,
         microbatch=plan.global_batch // (data * plan.microbatches),
-        facts=frozenset(facts or trainer.facts_of(degree["tensor"])) & set(FACTS),
+        facts=frozenset(facts or trainer.facts_of(degree["tensor"], degree["expert"])) & set(FACTS),
         replicate=strategy.replicate,
     )

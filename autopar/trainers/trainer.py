@@ -98,6 +98,9 @@ class TrainerCosts:
             ),
             overlap_data=self.overlap_data(s),
             overlap_tensor=self.overlap_tensor(s),
+            overlap_experts=self.overlap_experts(s),
+            dispatches="token dispatch kernels" in s.facts,
+            fused_experts=self.fuses_experts(s, cluster),
             **self.terms(s),
         )
 
@@ -123,6 +126,14 @@ class TrainerCosts:
             return 0.0
         return 1.0 if "overlapped tensor" in s.facts else float(figures.TENSOR_OVERLAP.value)
 
+    def overlap_experts(self, s: Setting) -> bool:
+        """Return whether exchanges of tokens with their experts run under another microbatch's computation."""
+        return False
+
+    def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
+        """Return whether an expert is one kernel."""
+        return False
+
     def terms(self, s: Setting) -> dict[str, Any]:
         """Return the other arguments of ``OtherTrainer``."""
         return {"regather": True}
@@ -145,8 +156,8 @@ class Trainer(TrainerCosts, abc.ABC):
         """Return the key of an option in ``flags``."""
         return name
 
-    def facts_of(self, tensor: int) -> frozenset[str]:
-        """Return what is known of runs under exported configurations with this tensor-parallel degree."""
+    def facts_of(self, tensor: int, expert: int) -> frozenset[str]:
+        """Return what is known of runs under exported configurations with these tensor- and expert-parallel degrees."""
         return self.facts
 
     @abc.abstractmethod

@@ -12,10 +12,11 @@ from typing import Any
 from autopar.data_files import MalformedFileError, parse_json
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.expert_loads import ExpertLoads
 from autopar.graph import Graph
 from autopar.plan import NARROW_MOMENTS, Plan
 from autopar.price import Pricer
-from autopar.trainers import Setting
+from autopar.trainers import Setting, figures
 from autopar.trainers.layout import plan_parts
 from autopar.validate.architecture import Architecture
 from autopar.validate.fields import RowError
@@ -104,7 +105,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.graphs: dict[object, Graph | AutoparError] = {}
-        self.narrow: dict[int, Graph] = {}
+        self.variants: dict[tuple[int, frozenset[str]], Graph] = {}
         self.pricers: dict[object, Pricer] = {}
         self.clusters: dict[object, Cluster] = {}
 
@@ -192,11 +193,17 @@ class Bench:
         return graph, cluster, self.pricers[key]
 
     def graph(self, row: Row) -> Graph:
-        """Return the row's model with its global batch, and with Adam's moments in 16 bits if the row's are."""
-        graph = self._captured(row.architecture, row.setting.global_batch)
-        if "16-bit moments" not in row.setting.facts:
+        """Return the row's model with its global batch, and with Adam's moments in 16 bits and uneven loads of experts if the row's are."""
+        graph, facts = self._captured(row.architecture, row.setting.global_batch), row.setting.facts
+        key = id(graph), facts & {"16-bit moments", "natural routing"}
+        if not key[1]:
             return graph
-        return self.narrow.setdefault(id(graph), dataclasses.replace(graph, narrow=(NARROW_MOMENTS,)))
+        if key not in self.variants:
+            loads = ExpertLoads("natural routing", assumed=figures.NATURAL_IMBALANCE.value)
+            uneven = loads.on(graph) if "natural routing" in facts and row.architecture.experts else graph
+            narrow = (NARROW_MOMENTS,) if "16-bit moments" in facts else graph.narrow
+            self.variants[key] = dataclasses.replace(uneven, narrow=narrow)
+        return self.variants[key]
 
     def plain(self, row: Row) -> Graph:
         """Return the row's model at modest sizes, which determines its op-level layouts."""

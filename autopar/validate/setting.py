@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.devices import Cluster, constants, described
-from autopar.trainers import DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, TrainerCosts
+from autopar.trainers import AUTOMODEL, DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, TrainerCosts
 from autopar.validate.fields import RowError
 from autopar.validate.rows import Hardware
 
@@ -18,7 +18,7 @@ def trainer_of(s: Setting) -> TrainerCosts:
     if "InternEvo" in s.facts:
         return INTERNEVO
     if is_fsdp(s):
-        return TORCHTITAN
+        return AUTOMODEL if "Megatron" in s.facts else TORCHTITAN
     if s.precision == "float16" or s.chunks > 1 or "Megatron" in s.facts or s.precision == "float8":
         return MEGATRON
     return DEEPSPEED if "DeepSpeed" in s.facts else NANOTRON

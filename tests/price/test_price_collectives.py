@@ -14,7 +14,8 @@ from price_models import time_s
 from autopar.devices import Cluster, Gpu, Link, parse
 from autopar.devices.cluster import joined
 from autopar.plan import Axis
-from autopar.price.collectives import RankGroup, group, p2p_s
+from autopar.price.collectives import RankGroup, dispatch_s, group, group_time_s, p2p_s
+from autopar.rules.traffic import Routing
 from autopar.types import Collective
 
 WIRE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
@@ -175,3 +176,16 @@ def test_gloo_is_near_its_measurements():
     four = parse(["cpu"] * 4)
     assert time_s(Collective.ALL_REDUCE, 2**20, 4, 1, four) == pytest.approx(9.6e-3, rel=0.05)
     assert time_s(Collective.ALL_REDUCE, 2**26, 4, 1, four) == pytest.approx(198e-3, rel=0.05)
+
+
+def test_dispatch_kernels_send_a_token_once_to_each_node():
+    """With one node per rank they send what an all-to-all of the reached ranks would; inside a node nothing crosses the network."""
+    router, rows = Routing(64, 8), 2.0**28
+    apart, together = RankGroup(8, 1, 8), RankGroup(8, 8, 1)
+    sent = rows * router.reached(8) * 7 / 8
+    fixed_s = TOY.collective_s + TOY.inter.latency_s
+    assert dispatch_s(rows, router, apart, TOY) == pytest.approx(fixed_s + sent / TOY.inter.bytes_per_s)
+    assert dispatch_s(rows, router, together, TOY) < dispatch_s(rows, router, apart, TOY)
+    choices = 8 * rows * 8  # an all-to-all sends a row for each choice
+    assert dispatch_s(rows, router, together, TOY) < group_time_s(Collective.ALL_TO_ALL, choices, together, TOY)
+    assert dispatch_s(rows, router, RankGroup(1, 1, 1), TOY) == 0

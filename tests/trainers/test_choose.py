@@ -64,7 +64,7 @@ def every_setting(trainer: Trainer) -> list[Setting]:
             precision="bfloat16",
             global_batch=BATCH,
             microbatch=micro,
-            facts=trainer.facts_of(tensor),
+            facts=trainer.facts_of(tensor, 1),
             replicate=copies,
         )
         found.append(s.with_activations(kind))

@@ -14,7 +14,7 @@ from autopar.devices import parse
 from autopar.errors import UsageError
 from autopar.techniques import Options
 from autopar.trainers import TRAINERS, Exported, Setting
-from autopar.trainers.megatron import layout_bounds, layout_text
+from autopar.trainers.megatron import layout_bounds, layout_text, overlaps_experts
 from autopar.trainers.options import read_options
 from autopar.trainers.reading import read, setting_of
 
@@ -36,13 +36,15 @@ def setting(trainer: str, activations: str = "keep", **fields: Any) -> Setting:
     data = DEVICES // degrees["tensor"] // degrees["pipeline"] // degrees["context"]
     known: dict[str, Any] = {
         "expert": 1, "chunks": 1, "sequence": degrees["tensor"] > 1 and trainer != "accelerate", "precision": "bfloat16",
-        "global_batch": 512, "microbatch": 2, "facts": TRAINERS[trainer].facts_of(degrees["tensor"]),
+        "global_batch": 512, "microbatch": 2, "facts": TRAINERS[trainer].facts_of(degrees["tensor"], fields.get("expert", 1)),
     }  # fmt: skip
     return Setting(data=data, **degrees, options=Options(activations=activations), **(known | fields))
 
 
 def exported(trainer: str, s: Setting) -> Exported:
-    graph: Any = SimpleNamespace(tokens=s.global_batch * SEQ, batch_size=s.global_batch, layers=[None] * (BLOCKS + 2))
+    graph: Any = SimpleNamespace(
+        tokens=s.global_batch * SEQ, batch_size=s.global_batch, layers=[None] * (BLOCKS + 2), classes={}
+    )
     return TRAINERS[trainer].export(s, graph, CLUSTER)
 
 
@@ -73,6 +75,7 @@ CASES = {
             "recomputed": 2,
         },
         {"zero": 1, "tensor": 2, "expert": 8, "folds": frozenset({"tensor"})},
+        {"zero": 1, "expert": 8, "pipeline": 2, "cuts": (20,), "activations": "selective"},
         {"zero": 1, "tensor": 2, "context": 2, "expert": 8, "folds": frozenset({"context"}), "activations": "full:2"},
         {"zero": 1, "replicate": 2, "precision": "float8"},
         {"zero": 0, "sequence": False, "tensor": 8, "precision": "float32"},
@@ -105,6 +108,8 @@ def test_an_exported_configuration_is_read_back(tmp_path: Path, trainer: str, fi
     if file == "torchtitan_args.sh":  # flags cannot set the loss
         back = dataclasses.replace(back, facts=back.facts | {"fused loss"})
         assert any("ChunkedLossWrapper" in note for note in exported(trainer, s).notes)
+    if trainer == "megatron" and not overlaps_experts(s):  # the flag is written where Megatron accepts it
+        s = dataclasses.replace(s, facts=s.facts - {"overlapped experts"})
     if back.cuts is None:  # as the trainer cuts by itself
         back = dataclasses.replace(back, cuts=s.cuts)
         assert s.cuts in (None, EVEN[1:-1])
@@ -173,6 +178,10 @@ def test_what_trainers_refuse_is_not_exported():
         assert "--training.disable_cuda_graphs\n" in words and " True" not in words and " False" not in words
     degrees = {"tensor": 2, "expert": 8, "folds": frozenset({"tensor"})}
     words = exported("megatron", setting("megatron", zero=1, **degrees)).files["megatron_args.sh"]
-    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in words and "--moe-token-dispatcher-type alltoall" in words
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=1" in words and "--moe-token-dispatcher-type flex" in words
+    assert "--overlap-moe-expert-parallel-comm" in words
+    degrees |= {"facts": frozenset({"Megatron"})}
+    words = exported("megatron", setting("megatron", zero=1, **degrees)).files["megatron_args.sh"]
+    assert "--moe-token-dispatcher-type alltoall" in words and "--overlap-moe" not in words
     alone = dataclasses.replace(setting("accelerate", zero=0, tensor=8), data=1)
     assert "fsdp" not in exported("accelerate", alone).files["accelerate.yaml"].lower()
