@@ -79,7 +79,7 @@ def ratios(outcome: RowOutcome) -> dict[str, float | None]:
         "time": (outcome.step_s, outcome.measured.step_s),
         "memory": (outcome.memory_bytes, outcome.measured.memory_bytes),
     }
-    return {name: float(f"{ours / seen:.6g}") if ours and seen else None for name, (ours, seen) in pairs.items()}
+    return {name: float(f"{ours / seen:.5g}") if ours and seen else None for name, (ours, seen) in pairs.items()}
 
 
 class Pricing:
@@ -135,13 +135,13 @@ class Pricing:
 
         def price() -> dict[str, Any]:
             bench = FittedBench(values, self.bench, fact)
-            base = self.done[COMMITTED, "", source.name]
             found = [{name: base[name][i] for name in QUANTITIES} for i in range(len(source.rows))]
             for i in rows:
                 found[i] = ratios(bench.outcome(source.rows[i], i + 1))
-            return {"priced": len(rows), **_columns(found)}
+            return {"priced": len(rows)} | {q: column for q, column in _columns(found).items() if column != base[q]}
 
-        return self.line(constant, fact or _text(values), source, price)
+        base = self.done[COMMITTED, "", source.name]
+        return {q: base[q] for q in QUANTITIES} | self.line(constant, fact or _text(values), source, price)
 
     def without(self, fact: str) -> dict[str, tuple[list[int], Line]]:
         """Price the rows whose words state a fact as if they did not: by source, which rows they are, and their prices."""

@@ -28,8 +28,8 @@ class FittedConstant:
     """A constant, named as in ``validation_page.records``.
 
     ``neutral`` is its value if the price did without it, which ``without`` explains; ``tried`` are the other values besides the
-    product's. ``cluster``, ``model`` and ``setting`` return their argument with the value; ``reported`` names the keyword of
-    ``reported_bytes`` that takes it. ``published``: a paper or another project printed the value.
+    product's. ``cluster``, ``model`` and ``setting`` return their argument with the value, ``reported`` the bytes that a row's tool
+    would have reported. ``published``: a paper or another project printed the value.
     """
 
     name: str
@@ -39,7 +39,7 @@ class FittedConstant:
     cluster: Callable[[Cluster, float], Cluster] | None = None
     model: Callable[[OtherTrainer, Setting, float], OtherTrainer] | None = None
     setting: Callable[[Setting, Graph, float], Setting] | None = None
-    reported: str = ""
+    reported: Callable[[Setting, int, float], float] | None = None
     published: bool = False
 
     @property
@@ -98,16 +98,8 @@ def _host(cluster: Cluster, value: float) -> Cluster:
     return dataclasses.replace(cluster, host_s=value)
 
 
-def _hop(cluster: Cluster, value: float) -> Cluster:
-    if cluster.network is None:
-        return cluster
-    return dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, hop_s=value * 1e-6))
-
-
-def _pipelined_hop(cluster: Cluster, value: float) -> Cluster:
-    if cluster.network is None:
-        return cluster
-    return dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, pipelined_hop_s=value * 1e-6))
+def _reserve(cluster: Cluster, value: float) -> Cluster:
+    return dataclasses.replace(cluster, memory_override_bytes=int(cluster.gpu.memory_bytes / value))
 
 
 def _tensor_overlap(model: OtherTrainer, s: Setting, value: float) -> OtherTrainer:
@@ -135,7 +127,7 @@ FITTED = (
     FittedConstant(
         "SUSTAINED", (0.65, 0.7, 0.735, 0.81, 0.85, 0.9), 1.0, "as in a short benchmark", cluster=_sustained
     ),
-    FittedConstant("KERNEL_S", (1 * _US, 3 * _US, 4 * _US, 6 * _US), 0.0, "kernels start at no cost", cluster=_kernel),
+    FittedConstant("KERNEL_S", (1 * _US, 4 * _US, 6 * _US, 10 * _US), 0.0, "kernels start at no cost", cluster=_kernel),
     FittedConstant(
         "ATTENTION_EFFICIENCY",
         (0.25, 0.3, 0.4, 0.45, 0.5, 0.6),
@@ -162,20 +154,6 @@ FITTED = (
         cluster=_sustained_of("B200-180GB-SXM"),
         published=True,
     ),
-    FittedConstant(
-        "p5-efa: hop_us",
-        (22.0, 28.0, 45.0, 60.0),
-        constants.NETWORK_HOP_S.value / _US,
-        "NETWORK_HOP_S, as on other networks",
-        cluster=_hop,
-    ),
-    FittedConstant(
-        "p5-efa: pipelined_hop_us",
-        (150.0, 240.0, 450.0, 600.0),
-        35.0,
-        "as without a pipeline, hop_us",
-        cluster=_pipelined_hop,
-    ),
     FittedConstant("TENSOR_OVERLAP", (0.15, 0.45, 0.6, 0.8), 0.0, "nothing is hidden", model=_tensor_overlap),
     FittedConstant("HEAVY_HEAD", (0.0, 1.0, 1.5, 3.0, 4.0), NEVER, "the head never counts", setting=_heavy_head),
     FittedConstant(
@@ -190,15 +168,9 @@ FITTED = (
         (1.02, 1.035, 1.065, 1.08, 1.1),
         1.0,
         "the allocator reserves what is allocated",
-        reported="reserve",
+        cluster=_reserve,
+        reported=reported_bytes,
         published=True,
-    ),
-    FittedConstant(
-        "DEVICE_OVERHEAD",
-        tuple(gib * 2.0**30 for gib in (0.5, 1, 1.5, 2.5, 3, 4)),
-        0.0,
-        "the driver counts what the allocator does",
-        reported="overhead",
     ),
 )
 """Every fitted constant on which a row's price depends, and published ones that come from a source of rows, in the order in which they are
@@ -216,7 +188,6 @@ class FittedBench(Bench):
         super().__init__()
         self.graphs, self.narrow, self.fact = other.graphs, other.narrow, fact
         self.changes = [(one, values[one.name]) for one in FITTED if one.name in values]
-        self.counted = {one.reported: value for one, value in self.changes if one.reported}
 
     def predicted(self, row: Row) -> Predicted:
         settings = tuple(dataclasses.replace(s, facts=s.facts - {self.fact}) for s in row.settings)
@@ -226,11 +197,7 @@ class FittedBench(Bench):
         found = super().cluster(hardware)
         for one, value in self.changes:
             found = one.cluster(found, value) if one.cluster else found
-        if not self.counted:
-            return found
-        free = found.gpu.memory_bytes - self.counted.get("overhead", constants.DEVICE_OVERHEAD.value)
-        reserve = self.counted.get("reserve", constants.ALLOCATOR_RESERVE.value)
-        return dataclasses.replace(found, memory_override_bytes=int(free / reserve))
+        return found
 
     def model(self, setting: Setting, cluster: Cluster) -> OtherTrainer:
         found = super().model(setting, cluster)
@@ -245,4 +212,5 @@ class FittedBench(Bench):
         return found
 
     def reported(self, setting: Setting, memory: int) -> float:
-        return reported_bytes(setting, memory, **self.counted)
+        counted = (one.reported(setting, memory, value) for one, value in self.changes if one.reported)
+        return next(counted, super().reported(setting, memory))

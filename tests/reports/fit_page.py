@@ -94,8 +94,9 @@ def _spread(errors: Sequence[float]) -> str:
 CONSTANTS = """Each constant alone, the others being the product's. *Left out*: its values fitted on the other sources, as a range over the
 sources that it touches. The losses are means over these sources: without the constant, with the product's value, and with the value that
 was fitted on the other sources. *Others fitted*: the same two losses where all other constants are fitted, too, on the other sources, with
-this one and without. A constant *helps* if left-out loss is lower with it, both alone and with the others fitted. One that touches a single
-source cannot be fitted without it."""
+this one and without; constants of the left-out source alone keep their values. A constant *helps* if the left-out loss is lower with it,
+both alone and with the others fitted (where single steps of other constants' coarse values weigh, too), and *helps alone* if only the
+former holds. One that touches a single source cannot be fitted without it."""
 
 
 def constants_table(found: PriceTable) -> str:
@@ -134,7 +135,7 @@ def _constant_row(found: PriceTable, constant: FittedConstant) -> tuple[str, ...
         for source, value in fitted.items()
     }
     together = {source: _together(found, name, constant.neutral, source, where[source]) for source in fitted}
-    helps = all(sum(pair[1] - pair[0] for pair in pairs.values()) < 0 for pairs in (losses, together))
+    alone, also = (sum(pair[1] - pair[0] for pair in pairs.values()) < 0 for pairs in (losses, together))
     return (
         *shown,
         " to ".join(f"{v:.4g}" for v in dict.fromkeys((min(fitted.values()), max(fitted.values())))),
@@ -146,14 +147,15 @@ def _constant_row(found: PriceTable, constant: FittedConstant) -> tuple[str, ...
         f"{sum(pair[1] < pair[0] for pair in losses.values())} of {len(losses)}",
         _mean(pair[0] for pair in together.values()),
         _mean(pair[1] for pair in together.values()),
-        "helps" if helps else "does not help",
+        ("helps" if also else "helps alone") if alone else "does not help",
     )
 
 
 def _together(found: PriceTable, name: str, neutral: float, source: str, where: Bools) -> tuple[float, float]:
     """Return the losses without and with the constant on a source, with all others fitted on the other sources."""
     others = found.without(source)
-    without, with_it = found.fit(others, {name: neutral}), found.fit(others)
+    only_here = {one: found.committed[one] for one in found.changed if not (found.touched(one) & others).any()}
+    without, with_it = found.fit(others, only_here | {name: neutral}), found.fit(others, only_here)
     return found.loss(without, where), found.loss(with_it, where)
 
 

@@ -67,10 +67,8 @@ def records() -> tuple[Record, ...]:
         for name, figure in vars(module).items()
         if isinstance(figure, Constant)
     ]
-    files = [(f"kinds/{name}.toml", entry) for name, entry in hardware.table().items()]
-    files += [(f"networks/{entry['name']}.toml", entry) for entry in hardware.network_entries()]
-    for where, entry in files:
-        found += _of_file(where, entry)
+    for name, entry in hardware.table().items():
+        found += _of_file(f"kinds/{name}.toml", entry)
     once: dict[tuple[str, float, str], Record] = {}
     for record in found:
         once.setdefault((record.unit, record.value, record.source), record)
@@ -78,14 +76,12 @@ def records() -> tuple[Record, ...]:
 
 
 def _of_file(where: str, entry: Mapping[str, Any]) -> list[Record]:
-    """The figures of a file that are no data sheet's: a fraction reached in training, a fitted latency."""
+    """The figures of a file that are no data sheet's: a fraction reached in training."""
     found = []
     for key, source in entry.get("sources", {}).items():
         if key in _UNITS:
             field, unit = _UNITS[key]
             found.append(Record(f"{entry['name']}: {field}", float(entry[field]), unit, source, where))
-        elif key.endswith("_us"):
-            found.append(Record(f"{entry['name']}: {key}", float(entry[key]), "microseconds a step", source, where))
     return found
 
 
