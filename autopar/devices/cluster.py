@@ -59,13 +59,16 @@ class Network:
     """Measured collectives over all GPUs of 1, 2, 4, ... nodes of a cluster, with ``per_node`` GPUs each.
 
     ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) have the bus bandwidth in bytes per second for each entry of
-    ``nodes``.
+    ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_hop_s`` is the latency of one step of any
+    collective if pipeline stages send between nodes at the same time.
     """
 
     nodes: tuple[int, ...]
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
     per_node: int
+    hop_s: float
+    pipelined_hop_s: float
     source: str
 
     def bus(self, nodes: float, reduces: bool) -> float:
@@ -170,6 +173,9 @@ class Cluster:
     collective_times: CollectiveTimes | None = field(default=None, hash=False)
     overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # seconds that a second of hidden communication costs
     notes: tuple[str, ...] = ()  # every plan on this cluster shows them
+    pipelined: bool = (
+        False  # whether stages send to other nodes; if so, a collective's step takes ``network.pipelined_hop_s``
+    )
     parts: tuple[Cluster, ...] = ()
     inter_part: Link | None = None  # a device's share of the link between parts
     host: Host | None = None

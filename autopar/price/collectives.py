@@ -132,7 +132,8 @@ def group_time_s(
         # bandwidth falls with the number of ranks in a ring, and the groups of the node's other GPUs share the node's bandwidth
         bus = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
         beta = bus * (1.0 if nodes == 1 else k / network.per_node)
-        hops_s = (n - 1) * (cluster.intra if nodes == 1 else cluster.inter).latency_s
+        hop_s = cluster.intra.latency_s if nodes == 1 else network.hop_s
+        hops_s = (n - 1) * (network.pipelined_hop_s if cluster.pipelined else hop_s)
     elif nodes == 1:
         beta, hops_s = cluster.intra.bytes_per_s, (n - 1) * cluster.intra.latency_s
     else:

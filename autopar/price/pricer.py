@@ -74,15 +74,16 @@ class Pricer:
         self.prefetch, self.sync, self.copies = 1, SYNC.default, 1
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.precision = trainer.precision(precision_name, graph.allow)
+        self._pipelined = dataclasses.replace(cluster, pipelined=True)
         self._solve = solve
         self._types = LayerTypes(graph, solve)
         self._tables: dict[tuple[str, tuple[int, ...]], tuple[tables.ClassTable, tables.ShapeRows]] = {}
         self._sharded: dict[tuple[str, int], frozenset[int]] = {}
         self._flags: dict[tuple[str, int], tables.AxisFlags] = {}
         self._bound: dict[tuple[str, tuple[int, ...], tuple[int, ...]], BoundClass] = {}
-        self._sized: dict[tuple[int, Sizes], SizedClass | None] = {}
+        self._sized: dict[tuple[int, Sizes, bool], SizedClass | None] = {}
         self._by_samples: dict[tuple[object, ...], SizedClass | None] = {}
-        self._placed: dict[Place, SizedClass | None] = {}
+        self._placed: dict[Place, tuple[SizedClass, Cluster] | None] = {}
         self._microbatches: dict[tuple[Place | int, Options, bool], Microbatch] = {}
         self._replica_costs: dict[tuple[object, ...], ReplicaCosts] = {}
         self._contexts: dict[tuple[str, int, tuple[Role, ...], int], Adjacent] = {}
@@ -107,7 +108,7 @@ class Pricer:
             return self
         if _without_name_and_limit(cluster) not in self._by_cluster:
             other = self._variant()
-            other.cluster = cluster
+            other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._sized, other._by_samples, other._microbatches, other._placed = {}, {}, {}, {}
             other._replica_costs, other._contexts, other._edges, other._p2p = {}, {}, {}, {}
             self._by_cluster[_without_name_and_limit(cluster)] = other
@@ -174,7 +175,7 @@ class Pricer:
             pricer = self._variant_for(strategy)
             found = pricer._microbatch(cls_name, mesh, strategy, microbatches)
             if found is not None:
-                least = min(least, least_time_s(found, pricer.trainer))
+                least = min(least, least_time_s(found[0], pricer.trainer))
         return least
 
     def _variant_for(self, strategy: Strategy) -> Pricer:
@@ -203,18 +204,22 @@ class Pricer:
 
     def _price(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """Compute the price that ``layer`` caches."""
-        microbatch = self._microbatch(cls_name, mesh, strategy, microbatches)
-        if microbatch is None:
+        found = self._microbatch(cls_name, mesh, strategy, microbatches)
+        if found is None:
             return None
+        microbatch, cluster = found
         context = self._prefetch_context(cls_name, mesh, strategy, microbatches)
-        replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized)
-        return assemble(microbatch, replicas, strategy, self.cluster, self.precision, self.trainer, context)
+        replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
+        return assemble(microbatch, replicas, strategy, cluster, self.precision, self.trainer, context)
 
-    def _microbatch(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> Microbatch | None:
-        """Return a microbatch before ZeRO; ``None`` if there is no price."""
-        sized = self._sized_on(cls_name, mesh, strategy.roles, microbatches)
-        if sized is None:
+    def _microbatch(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
+    ) -> tuple[Microbatch, Cluster] | None:
+        """Return a microbatch before ZeRO, and the cluster from ``_cluster_of(mesh)``; ``None`` if there is no price."""
+        found = self._sized_on(cls_name, mesh, strategy.roles, microbatches)
+        if found is None:
             return None
+        sized, cluster = found
         place = cls_name, self._mesh_index(mesh), strategy.roles, microbatches
         # a part of a microbatch may be padded differently
         where = place if strategy.options.parts > 1 else id(sized)
@@ -222,7 +227,7 @@ class Pricer:
         if key not in self._microbatches:
             part = functools.partial(self._part, cls_name, mesh, strategy, microbatches)
             self._microbatches[key] = self._microbatch_of(sized, strategy, part)
-        return self._microbatches[key]
+        return self._microbatches[key], cluster
 
     def _microbatch_of(self, sized: SizedClass, strategy: Strategy, part: order.Part) -> Microbatch:
         passes = order.passes(sized, strategy, part, self.trainer)
@@ -250,14 +255,15 @@ class Pricer:
     ) -> tuple[CollectiveCost, ...]:
         """Return the collectives of a layer class in one step on one device; none if the layer has no price."""
         pricer = self._variant_for(strategy)
-        microbatch, per_copy = pricer._microbatch(cls_name, mesh, strategy, microbatches), microbatches // self.copies
-        if microbatch is None:
+        found = pricer._microbatch(cls_name, mesh, strategy, microbatches)
+        if found is None:
             return ()
+        (microbatch, cluster), per_copy = found, microbatches // self.copies
         parts = microbatch.passes.parts * self.graph.parts(microbatches)
         runs = self._with_microbatches(mesh, strategy.roles, parts)
-        replicas = pricer._replicas(mesh, strategy, microbatch.sized)
+        replicas = pricer._replicas(mesh, strategy, microbatch.sized, cluster)
         own = [one for part in replicas for one in replica_costs(part, per_copy, strategy, microbatch.kept)]
-        return (*layer_collectives(microbatch, runs, pricer.cluster, per_copy), *own)
+        return (*layer_collectives(microbatch, runs, cluster, per_copy), *own)
 
     def edge(self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int) -> float:
         """Return the seconds of resharding between layer ``layer_index`` and the next: forward plus backward, one microbatch.
@@ -269,7 +275,7 @@ class Pricer:
         key = (layer_index, mesh, left.roles, right.roles, microbatches)
         if key not in self._edges:
             axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
-            self._edges[key] = sum(_pair_s(pair, axes, self.cluster) for pair in pairs)
+            self._edges[key] = sum(_pair_s(pair, axes, self._cluster_of(mesh)) for pair in pairs)
         return self._edges[key]
 
     def _edge_pairs(
@@ -287,9 +293,10 @@ class Pricer:
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
     ) -> Iterator[CollectiveCost]:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
-        runs, per_copy = tuple((axis,) for axis in self._axes(mesh, microbatches)), microbatches // self.copies
+        runs, cluster = tuple((axis,) for axis in self._axes(mesh, microbatches)), self._cluster_of(mesh)
+        per_copy = microbatches // self.copies
         for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
-            yield from pair_costs(pair, runs, self.cluster, "activations between layers", per_copy, per_copy)
+            yield from pair_costs(pair, runs, cluster, "activations between layers", per_copy, per_copy)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the seconds to send the values that later layers read to the next stage: one microbatch, one direction.
@@ -344,11 +351,14 @@ class Pricer:
         found = self._types.by_role(cls_name, mesh, roles)
         return None if found is None else (found[Role.DATA], *(found[role] for role in roles))
 
-    def _sized_on(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int) -> SizedClass | None:
-        """Return a class at its sizes on the mesh; ``None`` if the axes do not divide a dim."""
+    def _sized_on(
+        self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], microbatches: int
+    ) -> tuple[SizedClass, Cluster] | None:
+        """Return a class at its sizes on the mesh, and the cluster from ``_cluster_of(mesh)``; ``None`` if the axes do not divide a dim."""
         key = (cls_name, self._mesh_index(mesh), roles, microbatches)
         if key not in self._placed:
-            self._placed[key] = self._sized_at(cls_name, mesh, roles, self.graph.parts(microbatches))
+            sized = self._sized_at(cls_name, mesh, roles, self.graph.parts(microbatches))
+            self._placed[key] = None if sized is None else (sized, self._cluster_of(mesh))
         return self._placed[key]
 
     def _part(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> SizedClass | None:
@@ -358,12 +368,13 @@ class Pricer:
     def _sized_at(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> SizedClass | None:
         """Return a class at the sizes of a batch that is cut into ``parts``. Meshes share it if the product of microbatches and
         data-parallel degree is equal, whatever the length of their pipelines."""
+        runs, cluster = self._runs(mesh, roles), self._cluster_of(mesh)
         samples, shape = parts, []
-        for role, axes in self._runs(mesh, roles):
+        for role, axes in runs:
             if role is Role.DATA:
                 samples *= math.prod([axis.size for axis in axes])
             shape.append((role, () if role in _SAMPLE_ROLES else tuple([(axis.size, axis.stride) for axis in axes])))
-        key = cls_name, samples, tuple(shape)
+        key = cls_name, samples, tuple(shape), cluster is self.cluster
         if key not in self._by_samples:
             found, has_sample_collectives = self._size(cls_name, mesh, roles, parts)
             if has_sample_collectives:
@@ -374,19 +385,19 @@ class Pricer:
     def _size(self, cls_name: str, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> tuple[SizedClass | None, bool]:
         """Compute the class that ``_sized_at`` caches, and whether it has collectives over data-parallel or idle axes, so that it
         depends on more than the number of samples."""
-        runs = self._with_microbatches(mesh, roles, parts)
+        runs, cluster = self._with_microbatches(mesh, roles, parts), self._cluster_of(mesh)
         bound = self._bind(cls_name, runs, mesh, roles)
         if bound is None:
             return None, False
-        given = sizes_on(bound, runs, self.cluster)
-        key = (id(bound), given)  # self._bound keeps them alive, so that ids stay unique
+        given = sizes_on(bound, runs, cluster)
+        key = (id(bound), given, cluster is self.cluster)  # self._bound keeps them alive, so that ids stay unique
         if key not in self._sized:
-            self._sized[key] = size(bound, given, self.cluster, self.precision) if divisible(bound, given) else None
+            self._sized[key] = size(bound, given, cluster, self.precision) if divisible(bound, given) else None
         of_samples = [True, *(role in _SAMPLE_ROLES for role, _ in self._runs(mesh, roles))]
         return self._sized[key], any(of_samples[i] for over, _ in bound.pair_runs for i in over)
 
     def _costs(
-        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, sized: SizedClass
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, sized: SizedClass, cluster: Cluster
     ) -> ReplicaCosts:
         """Return the costs of the collectives between the layer's replicas."""
         key = (cls_name, self._mesh_index(mesh), strategy.roles, microbatches, strategy.replicate)
@@ -394,15 +405,15 @@ class Pricer:
             # if microbatches count as separate batches (Graph.accumulated), the graph has the FLOPs of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
             per_copy, found = microbatches // self.copies, []
-            for part in self._replicas(mesh, strategy, sized):
-                same = part.tensors, part.axes, per_copy, flops
+            for part in self._replicas(mesh, strategy, sized, cluster):
+                same = part.tensors, part.axes, per_copy, flops, cluster is self.cluster
                 if same not in self._replica_costs:
                     self._replica_costs[same] = part.costs(per_copy, flops)
                 found.append(self._replica_costs[same])
             self._replica_costs[key] = layer_costs(found)
         return self._replica_costs[key]
 
-    def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass) -> list[Replicas]:
+    def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass, cluster: Cluster) -> list[Replicas]:
         """Return the devices that hold the same parameters of a layer. Distributed experts are on fewer devices than the others."""
         axes_of = strategy.replicas if SYNC.averaging_steps(self.sync) else strategy.data_axes
         mirror: tuple[Mesh, ...] = ()
@@ -412,9 +423,7 @@ class Pricer:
         parts = [(sized.counts, axes_of(mesh))]
         if strategy.distributes_experts:
             parts = [(sized.dense, axes_of(mesh)), (sized.experts, axes_of(mesh, of_experts=True))]
-        return [
-            Replicas(n, (*axes, *mirror), self.cluster, self.precision, self.trainer, self.sync) for n, axes in parts
-        ]
+        return [Replicas(n, (*axes, *mirror), cluster, self.precision, self.trainer, self.sync) for n, axes in parts]
 
     def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
         """Return the sizes of the layers that may run before and after a layer of the class, in the same roles: their parameters may be
@@ -465,7 +474,7 @@ class Pricer:
                     has_experts = self.graph.classes[name].experts > 0
                     for roles in (strategy.roles, strategy.layout) if has_experts else (strategy.layout,):
                         if (placed := self._sized_on(name, mesh, roles, microbatches)) is not None:
-                            yield placed
+                            yield placed[0]
                             break
 
             found = [[list(sized(names)) for names in adjacent[cls_name]] for adjacent in self._adjacent]
@@ -539,6 +548,12 @@ class Pricer:
     def _with_microbatches(self, mesh: Mesh, roles: tuple[Role, ...], parts: int) -> Runs:
         """Return the axis of a batch's ``parts``, then the runs of the mesh's axes."""
         return ((Axis(MICROBATCH, parts, 0),), *(axes for _, axes in self._runs(mesh, roles)))
+
+    def _cluster_of(self, mesh: Mesh) -> Cluster:
+        """Return the cluster as a stage on ``mesh`` sees it: ``pipelined`` (there are other stages) unless the mesh has all devices."""
+        if self.cluster.network is None or self.cluster.nodes == 1:
+            return self.cluster
+        return self._pipelined if math.prod(axis.size for axis in mesh) < self.cluster.count else self.cluster
 
     def _axes(self, mesh: Mesh, microbatches: int) -> Mesh:
         return Axis(MICROBATCH, self.graph.parts(microbatches), 0), *mesh

@@ -10,6 +10,7 @@ import pytest
 from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
 
 from autopar.devices import parse
+from autopar.devices.cluster import Network
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
@@ -259,3 +260,17 @@ def test_late_gradients_that_layers_share_are_stored_once():
     for mesh, role, times in (((Axis("a", 16, 1),), DATA, 5), ((Axis("a", 16, 1),), TENSOR, 1)):
         whole, found = (p.tied(2, name, mesh, Strategy((role,)), 1) for p in (plain, late))
         assert found == (whole[0], times * whole[1], whole[2]) and whole[1] > 0
+
+
+def test_a_pipelines_resharding_takes_its_latency():
+    """As the collectives inside of layers do: every step takes longer if other stages send between nodes."""
+    network = Network((1, 2), (1e11, 5e10), (1e11, 5e10), 8, hop_s=1e-6, pipelined_hop_s=1e-3, source="")
+    cluster = dataclasses.replace(CLUSTER, network=network)
+    pricer = Pricer(chain(mlp(B, SEQ, H, 4 * H), 4), cluster, "bfloat16", solve_mlp)
+    for mesh, pipelined in ((MESH, False), (MESH[1:], True)):
+        roles = (DATA,) * (len(mesh) - 2)
+        given = 0, mesh, Strategy((*roles, DATA, TENSOR)), Strategy((*roles, TENSOR, TENSOR)), 1
+        seen = dataclasses.replace(cluster, pipelined=pipelined)
+        gather_s = time_s(Collective.ALL_GATHER, BYTES / (1 if pipelined else 2), 4, 2, seen)
+        assert pricer.edge(*given) == pytest.approx(gather_s) and (gather_s > 3e-3) == pipelined
+        assert sum(one.seconds for one in pricer.edge_collectives(*given)) == pytest.approx(gather_s)
