@@ -346,12 +346,11 @@ class Cluster:
 
     @property
     def memory_capacity_bytes(self) -> int:
-        """The maximum bytes of tensors on a device: its memory minus driver and libraries, divided by the allocator's overhead.
-        ``memory_limit_bytes`` is lower, as a safety margin."""
+        """The maximum bytes of tensors on a device: its memory divided by the allocator's overhead. ``memory_limit_bytes`` is lower, as a
+        safety margin."""
         if self.memory_override_bytes is not None or self.kind != "cuda":
             return self.memory_limit_bytes
-        free = self.gpu.memory_bytes - constants.DEVICE_OVERHEAD.value
-        return int(free / constants.ALLOCATOR_RESERVE.value)
+        return int(self.gpu.memory_bytes / constants.ALLOCATOR_RESERVE.value)
 
     def __str__(self) -> str:
         return self.name

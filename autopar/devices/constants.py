@@ -26,11 +26,6 @@ ALLOCATOR_RESERVE = Constant(
     "reserved over allocated bytes",
     "published: 1.03 to 1.08 in the 16 runs of SimuMax's table for B200",
 )
-DEVICE_OVERHEAD = Constant(
-    2.0 * 2**30,
-    "bytes",
-    "fitted: CUDA context and NCCL's buffers, which the driver counts and the allocator does not; BigScience's nvidia-smi",
-)
 FP8_PASSES = Constant(
     3.0,
     "ratio of bytes",

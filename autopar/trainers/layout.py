@@ -114,11 +114,11 @@ def stage_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
     return even_bounds(graph, s) if s.cuts is None else (0, *s.cuts, len(graph.layers))
 
 
-def even_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
+def even_bounds(graph: Graph, s: Setting, heavy_head: float = figures.HEAVY_HEAD.value) -> tuple[int, ...]:
     """Return stage bounds with equal numbers of blocks, the embedding in the first stage and the head in the last.
 
     Published settings don't say which blocks each stage had. If the number of stages divides not the blocks but the layers (with embedding
-    and head), stages have equal numbers of layers. Otherwise, and if the head costs at least ``HEAVY_HEAD`` blocks, they are assumed to
+    and head), stages have equal numbers of layers. Otherwise, and if the head costs at least ``heavy_head`` blocks, they are assumed to
     have equal FLOPs.
 
     Raises ``InfeasibleError`` if there are more stages than layers.
@@ -129,10 +129,10 @@ def even_bounds(graph: Graph, s: Setting) -> tuple[int, ...]:
     if stages == 1:
         return 0, len(graph.layers)
     head = head_weight(graph)
-    if blocks % stages == 0 and head < figures.HEAVY_HEAD.value:
+    if blocks % stages == 0 and head < heavy_head:
         each = blocks // stages
         return (0, *(1 + each * i for i in range(1, stages)), len(graph.layers))
-    if (blocks + 2) % stages == 0 and head < figures.HEAVY_HEAD.value:  # embedding and head count as a block each
+    if (blocks + 2) % stages == 0 and head < heavy_head:  # embedding and head count as a block each
         each = (blocks + 2) // stages
         return tuple(each * i for i in range(stages + 1))
     return balanced(blocks, head, stages)

@@ -14,7 +14,6 @@ FACTS = (
     "overlap off",
     "all-to-all context",
     "DeepSpeed",
-    "device memory",
     "reserved memory",
     "Megatron",
     "InternEvo",

@@ -16,12 +16,12 @@ from autopar.expert_loads import ExpertLoads
 from autopar.graph import Graph
 from autopar.plan import NARROW_MOMENTS, Plan
 from autopar.price import Pricer
-from autopar.trainers import Setting, figures
+from autopar.trainers import OtherTrainer, Setting, figures
 from autopar.trainers.layout import plan_parts
 from autopar.validate.architecture import Architecture
 from autopar.validate.fields import RowError
 from autopar.validate.models import graph_of, textbook, textbook_types
-from autopar.validate.rows import Measured, Row, labels, measured, read_row
+from autopar.validate.rows import Hardware, Measured, Row, labels, measured, read_row
 from autopar.validate.setting import cluster_of, reported_bytes, trainer_of
 
 _AGREEMENT = 0.05  # by how much values may differ that count as one
@@ -101,7 +101,11 @@ def read_file(path: str | Path) -> list[Mapping[str, Any] | str]:
 
 
 class Bench:
-    """Prices rows, with a cache of captured graphs, clusters and pricers that rows share."""
+    """Prices rows, with a cache of captured graphs, clusters and pricers that rows share.
+
+    ``cluster``, ``model``, ``setting`` and ``reported`` return what the price depends on besides the graph. A subclass overrides them to
+    price rows with other figures.
+    """
 
     def __init__(self) -> None:
         self.graphs: dict[object, Graph | AutoparError] = {}
@@ -153,7 +157,7 @@ class Bench:
                 continue
             memory = max(stage.memory.total for stage in plan.stages)
             within = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
-            shown = int(reported_bytes(setting, memory))
+            shown = int(self.reported(setting, memory))
             found[choice] = Predicted(plan.prediction.step_time_s, shown, memory <= limit, within)
         if not found:
             assert refused is not None
@@ -173,7 +177,7 @@ class Bench:
     def price(self, row: Row, setting: Setting) -> tuple[Plan, int]:
         """Return the row's priced plan with one of its settings, and the memory capacity of a device."""
         graph, cluster, pricer = self.prices(row, setting)
-        parts = plan_parts(graph, setting, trainer_of(setting).root_zero(setting))
+        parts = plan_parts(graph, self.setting(setting, graph), trainer_of(setting).root_zero(setting))
         plan = parts.evaluate(graph, cluster, pricer)
         return plan, cluster.memory_capacity_bytes
 
@@ -182,15 +186,31 @@ class Bench:
         setting = setting or row.setting
         graph = self.graph(row)
         if row.hardware not in self.clusters:
-            self.clusters[row.hardware] = cluster_of(row.hardware)
+            self.clusters[row.hardware] = self.cluster(row.hardware)
         trainer = trainer_of(setting)
         cluster = trainer.devices(self.clusters[row.hardware])
-        model = trainer.model(setting, cluster)
+        model = self.model(setting, cluster)
         key = (id(graph), row.hardware, setting.precision, trainer.name, model)
         if key not in self.pricers:
             solve = textbook_types(graph, self.plain(row))
             self.pricers[key] = Pricer(graph, cluster, setting.precision, solve, model)
         return graph, cluster, self.pricers[key]
+
+    def cluster(self, hardware: Hardware) -> Cluster:
+        """Return the machines of a row, before its trainer's kernels."""
+        return cluster_of(hardware)
+
+    def model(self, setting: Setting, cluster: Cluster) -> OtherTrainer:
+        """Return the cost model of the trainer that ran a setting."""
+        return trainer_of(setting).model(setting, cluster)
+
+    def setting(self, setting: Setting, graph: Graph) -> Setting:
+        """Return the setting whose plan is priced."""
+        return setting
+
+    def reported(self, setting: Setting, memory: int) -> float:
+        """Return the bytes that the row's tool would have reported for ``memory`` allocated bytes."""
+        return reported_bytes(setting, memory)
 
     def graph(self, row: Row) -> Graph:
         """Return the row's model with its global batch, and with Adam's moments in 16 bits and uneven loads of experts if the row's are."""

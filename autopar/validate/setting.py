@@ -24,12 +24,10 @@ def trainer_of(s: Setting) -> TrainerCosts:
     return DEEPSPEED if "DeepSpeed" in s.facts else NANOTRON
 
 
-def reported_bytes(s: Setting, memory: int) -> float:
-    """Return the bytes that the row's tool would have reported for ``memory`` allocated bytes: the driver's count, the allocator's
-    reservation, or ``memory`` itself."""
-    if "device memory" in s.facts:
-        return memory * constants.ALLOCATOR_RESERVE.value + constants.DEVICE_OVERHEAD.value
-    return memory * constants.ALLOCATOR_RESERVE.value if "reserved memory" in s.facts else float(memory)
+def reported_bytes(s: Setting, memory: int, reserve: float = constants.ALLOCATOR_RESERVE.value) -> float:
+    """Return the bytes that the row's tool would have reported for ``memory`` allocated bytes: what the allocator reserves, or ``memory``
+    itself."""
+    return memory * reserve if "reserved memory" in s.facts else float(memory)
 
 
 def cluster_of(hardware: Hardware) -> Cluster:

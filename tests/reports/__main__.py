@@ -82,6 +82,10 @@ REPORTS = {
     ),
     "faults": Report("trainings that are killed, or cut off, and go on (root, half an hour)", (program("faults"),)),
     "features": Report("what each feature of emitted programs gains, as predicted", (program("features"),)),
+    "fit": Report(
+        "fitted constants of the price, fitted again with each source of published rows left out (15 minutes)",
+        (program("fit"),),
+    ),
     "growth": Report("planning time against layers and devices", (program("growth"),)),
     "house": Report("figures of the sources: lines, imports inside functions, cycles", (program("house_figures"),)),
     "infeasible": Report(
