@@ -516,7 +516,7 @@ def tensor_object(data: torch.Tensor) -> Any:
     return _tensor_to_object(data, data.numel(), None)
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
+def is_optimized_module(module: torch.nn.Module) -> bool:
     """Return whether ``torch.compile`` made the module. (torch 2.11, 2.13)"""
     compiler = sys.modules.get(
         "torch._dynamo.eval_frame"

@@ -19,7 +19,7 @@ from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.operands import arguments
 from autopar.ops.source import source_line
-from autopar.torch_private import gradient_hooks, is_compiled, patch_backward
+from autopar.torch_private import gradient_hooks, is_optimized_module, patch_backward
 
 OP_HINT = (
     "make it a torch.library.custom_op with register_autograd (and autopar.register_rule, to shard it), or "
@@ -89,10 +89,10 @@ def refuse_scripts(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def refuse_optimized_modules(model: nn.Module) -> None:
     """Raise ``CaptureError`` for modules that ``torch.compile`` made: what they run is no longer the model's Python code."""
     for path, module in model.named_modules():
-        if is_compiled(module):
+        if is_optimized_module(module):
             raise CaptureError(
                 f"{path or 'the model'} is compiled by torch.compile, and autopar traces a model's own code",
                 hint="give the module itself, before torch.compile; --pin compile=layers (compile='layers') compiles layers",

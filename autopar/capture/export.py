@@ -15,8 +15,8 @@ from autopar.capture.auto_opaque import find_opaque, install_opaque_ops, paths_o
 from autopar.capture.backward import (
     OP_HINT,
     NotTraceableError,
-    refuse_compiled,
     refuse_nodes,
+    refuse_optimized_modules,
     refuse_scripts,
     refuse_unregistered,
     refuse_unregistered_tensors,
@@ -241,7 +241,7 @@ def _refuse_unexportable(model: nn.Module, loss_fn: Any) -> None:
     refuse_hooks(model)
     refuse_unregistered_tensors(model)
     refuse_scripts(model)
-    refuse_compiled(model)
+    refuse_optimized_modules(model)
     refuse_overlaps(model, loss_fn)
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise CaptureError(
