@@ -94,6 +94,9 @@ _TITAN = {
     "training.local_batch_size": Flag("local", whole_number),
     "training.global_batch_size": Flag("global_batch", _degree),
     "training.seq_len": Flag("seq", whole_number),
+    # versions after 0.3 give a rank's microbatch in tokens
+    "training.num_tokens_per_microbatch_per_dp_rank": Flag("local_tokens", whole_number),
+    "training.max_context_length": Flag("seq", whole_number),
     "training.mixed_precision_param": Flag("precision", _precision),
     "activation_checkpoint": Flag("activations", str),
     "activation_checkpoint.mode": Flag("activations", str),
@@ -150,7 +153,9 @@ class Torchtitan(FullyShardedCosts, Trainer):
         if found is None:
             return None
         values, facts, notes = dict(found.values), {"flash attention", *found.facts}, [*found.notes]
-        pipeline, local = values.get("pipeline", 1), values.pop("local", 8)
+        pipeline, local, tokens = values.get("pipeline", 1), values.pop("local", 8), values.pop("local_tokens", None)
+        if tokens and values.get("seq"):
+            local = max(1, tokens // values["seq"])
         micro = values.pop("pipeline_microbatch", 1)
         inner = math.prod(values.get(name, 1) for name in ("tensor", "pipeline", "context"))
         data = max(1, devices // inner)
@@ -338,6 +343,7 @@ _ACCELERATE = {
     "gradient_accumulation_steps": Flag("accumulation", whole_number),
     "num_processes": Flag("devices", whole_number),
     "dynamo_config.dynamo_backend": Flag("compiler", str),
+    "deepspeed_config.deepspeed_config_file": Flag("deepspeed", str),
 }
 
 
@@ -389,6 +395,10 @@ class Accelerate(FullyShardedCosts, Trainer):
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
         found = read_flags(options, self.flags, self.key)
         sections = {option.name.partition(".")[0] for option in options}
+        if found is not None and (other := found.values.get("deepspeed")):
+            raise UsageError(
+                f"Accelerate starts DeepSpeed with the configuration {other}", f"give that file: --from {other}"
+            )
         if found is None or not sections & {"fsdp_config", "parallelism_config"}:
             return None
         values, facts, notes = dict(found.values), {"flash attention", *found.facts}, [*found.notes]

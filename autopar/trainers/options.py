@@ -1,7 +1,8 @@
 """Reads a trainer's configuration file as a list of options: flags of a shell script, and the leaves of YAML, TOML, JSON or Python.
 
 Files are data. Shell scripts are split into words, and variables that the script sets to words are replaced; nothing is executed. Of
-Python, the calls with keywords that are literals are read (``ParallelismConfig(tensor_parallel_degree=8)``).
+Python, the calls with keywords that are literals are read (``ParallelismConfig(tensor_parallel_degree=8)``). A file with several functions,
+such as torchtitan's ``config_registry.py``, is read as ``FILE:FUNCTION``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from autopar.errors import UsageError
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[@\])?(?::?[-=]([^}]*))?\})")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
+_FUNCTION = re.compile(r"(.+\.py):([A-Za-z_]\w*)", re.DOTALL)
 _MOST_OPTIONS = 20_000
 _MOST_CHARACTERS = 2**22  # of a script with its variables replaced
 _HERE = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)")
+_SHOWN = 12  # maximum number of functions that a message names
 _LISTS = ("parallelism.module_fqns_per_model_part", "recompute_modules")
 """The flags with several words as their value."""
 
@@ -41,11 +44,12 @@ class Option:
 
 
 def read_options(path: str | Path) -> list[Option]:
-    """Return the options in a file, by its suffix: .json, .yaml, .toml, .py, otherwise a shell script.
+    """Return the options in a file, by its suffix: .json, .yaml, .toml, .py or .py:FUNCTION, otherwise a shell script.
 
-    Raises ``UsageError`` if the file can't be read.
+    Raises ``UsageError`` if the file can't be read, or if it has several functions and none is named.
     """
-    file = Path(path)
+    named = _FUNCTION.fullmatch(str(path))
+    file, function = Path(named[1] if named else path), named[2] if named else ""
     hint = "give a file of your trainer's configuration; its suffix says how it is read (.py, .json, .yaml, .toml, else a shell script)"
     try:
         with file.open("rb") as stream:
@@ -57,7 +61,7 @@ def read_options(path: str | Path) -> list[Option]:
         raise UsageError(f"{path} has more than {MAX_BYTES // 2**20} MiB", hint)
     try:
         if file.suffix == ".py":
-            found: Iterable[Option] = _of_calls(text)
+            found: Iterable[Option] = _of_function(ast.parse(text), function, str(file))
         elif file.suffix in (".json", ".yaml", ".yml", ".toml"):
             found = _leaves(_parsed(text, file.suffix), "")
         else:
@@ -85,13 +89,43 @@ def _leaves(data: Any, path: str) -> Iterator[Option]:
         yield Option(path, data)
 
 
-def _of_calls(text: str) -> Iterator[Option]:
+def _of_function(tree: ast.Module, name: str, file: str) -> Iterator[Option]:
+    """Yield the options of a function, after those of functions of the same file that it calls; without functions, those of the file.
+
+    Raises ``UsageError`` if there is no function ``name``, or if it is empty and there are several.
+    """
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    public = [each for each in functions if not each.startswith("_") and any(_of_calls(functions[each]))]
+    if name not in functions and (name or len(public) > 1):
+        shown = ", ".join(public[:_SHOWN]) + (f" and {len(public) - _SHOWN} more" if len(public) > _SHOWN else "")
+        missing = f"has no function {name!r}" if name else "has several functions that make a configuration"
+        raise UsageError(f"{file} {missing}: {shown or 'there is none'}", f"name one: {file}:FUNCTION")
+    if not public:
+        yield from _of_calls(tree)
+        return
+    seen: set[str] = set()
+
+    def of(each: str) -> Iterator[Option]:
+        seen.add(each)
+        for node in ast.walk(functions[each]):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in functions.keys() - seen
+            ):
+                yield from of(node.func.id)
+        yield from _of_calls(functions[each])
+
+    yield from of(name or public[0])
+
+
+def _of_calls(tree: ast.AST) -> Iterator[Option]:
     """Yield every call ``NameConfig(...)`` or ``Name.Config(...)`` as ``name()``, its keywords with literals as ``name.keyword``, and the
     literals that are assigned to ``config.section.field`` as ``section.field``."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Attribute):
             with contextlib.suppress(ValueError, TypeError):  # not a literal
-                yield Option(ast.unparse(node.targets[0]).partition(".")[2], ast.literal_eval(node.value))
+                yield Option(ast.unparse(node.targets[0]).partition(".")[2], _literal(node.value))
         if not isinstance(node, ast.Call):
             continue
         words = ast.unparse(node.func).split(".")
@@ -100,7 +134,17 @@ def _of_calls(text: str) -> Iterator[Option]:
         yield Option(f"{section}()", True)
         for keyword in node.keywords:
             with contextlib.suppress(ValueError, TypeError):
-                yield Option(f"{section}.{keyword.arg}", ast.literal_eval(keyword.value))
+                yield Option(f"{section}.{keyword.arg}", _literal(keyword.value))
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, or of a product of whole numbers (``8 * 8192``). Raises ``ValueError`` or ``TypeError`` otherwise."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        factors = _literal(node.left), _literal(node.right)
+        if not all(isinstance(factor, int) and abs(factor) < 2**32 for factor in factors):
+            raise ValueError("no product of whole numbers")
+        return factors[0] * factors[1]
+    return ast.literal_eval(node)
 
 
 def of_words(words: list[str]) -> list[Option]:

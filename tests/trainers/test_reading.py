@@ -341,3 +341,42 @@ def test_a_script_is_split_and_not_run(tmp_path: Path):
         Option("--c", "part:x"),
         Option("part", "x"),
     ]
+
+
+REGISTRY = '''
+def llama() -> Trainer.Config:
+    return Trainer.Config(
+        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+        activation_checkpoint=FullAC.Config(),
+    )
+
+
+def llama_wide() -> Trainer.Config:
+    config = llama()
+    config.parallelism.tensor_parallel_degree = 4
+    return config
+
+
+def _helper() -> None:
+    TrainingConfig(seq_len=1)
+'''
+
+
+def test_a_function_of_a_python_file_is_read_after_those_that_it_calls(tmp_path: Path) -> None:
+    (tmp_path / "registry.py").write_text(REGISTRY)
+    source = f"{tmp_path / 'registry.py'}:llama_wide"
+    reading = read(TORCHTITAN, read_options(source), BLOCKS, DEVICES, source)
+    assert reading.values["tensor"] == 4 and reading.values["microbatch"] == 2 and reading.values["seq"] == 4096
+    assert reading.values["global_batch"] == 2 * DEVICES // 4 and reading.values["activations"] == "full"
+    with pytest.raises(UsageError, match="several functions that make a configuration: llama, llama_wide"):
+        read_options(tmp_path / "registry.py")
+    with pytest.raises(UsageError, match="has no function 'other': llama, llama_wide"):
+        read_options(f"{tmp_path / 'registry.py'}:other")
+
+
+def test_a_file_of_accelerate_that_names_deepspeeds_says_which_to_give(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("deepspeed_config:\n  deepspeed_config_file: zero3.json\n")
+    with pytest.raises(UsageError, match="starts DeepSpeed with the configuration zero3.json") as refused:
+        read(ACCELERATE_TRAINER, read_options(tmp_path / "a.yaml"), BLOCKS, DEVICES, "a.yaml")
+    assert refused.value.hint == "give that file: --from zero3.json"
