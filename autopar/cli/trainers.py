@@ -25,13 +25,14 @@ from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
 from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
-from autopar.precision import name_of, normalise
+from autopar.precision import FLOAT8, name_of, normalise
 from autopar.trainers import Exported, Setting, Trainer
 from autopar.trainers.changes import Change, best_changes
 from autopar.trainers.choose import PINS, TrainerPricers, best_setting
 from autopar.trainers.errors import published_errors
 from autopar.trainers.options import Option, of_words, read_options
 from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
+from autopar.trainers.setting import NUMERICS
 
 _SPELLED = {"ring": "context"}  # pin -> field of ``Setting``
 
@@ -187,7 +188,8 @@ class Compared:
 def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
     """Compare the configuration in the file ``source`` with the best ones."""
     own = configured(request, source, (), messages)
-    setting, best = choose(own.graph, own.cluster, own.trainer, {}, messages)
+    same = {"precision": own.setting.precision, "facts": own.setting.facts & NUMERICS}
+    setting, best = choose(own.graph, own.cluster, own.trainer, same, messages)
     exported = own.trainer.export(setting, own.graph, own.cluster)
     messages("price", "single changes")
     changes = best_changes(own.pricers, own.setting, own.plan.prediction.step_time_s)
@@ -199,4 +201,10 @@ def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
     )
     cluster, options = cluster_and_options(sized)
     _, program = plan_graph(own.graph, cluster, options, recapture(sized, cluster), progress=messages)
+    if own.setting.precision == FLOAT8:
+        note = (
+            f"your configuration and the best of {own.trainer.title} multiply in 8 bits, autopar's program in {program.precision}: "
+            "`autopar plan --allow fp8` plans one in 8 bits"
+        )
+        own = dataclasses.replace(own, plan=dataclasses.replace(own.plan, notes=(*own.plan.notes, note)))
     return Compared(own, best, exported, program, changes)

@@ -52,8 +52,20 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXT_FROM = 8192
 """The shortest sequence, in tokens, for which context parallelism is tried without a pin."""
 
-PINS = ("tensor", "pipeline", "context", "expert", "zero", "replicate", "chunks", "microbatch", "activations")
-"""The fields of ``Setting`` that may be fixed."""
+PINS = (
+    "tensor",
+    "pipeline",
+    "context",
+    "expert",
+    "zero",
+    "replicate",
+    "chunks",
+    "microbatch",
+    "activations",
+    "precision",
+    "facts",
+)
+"""The fields of ``Setting`` that may be fixed; ``facts`` are added to the trainer's own."""
 
 Report = Callable[[str], None]
 
@@ -331,10 +343,10 @@ class _Choice:
                             sequence=tensor > 1 and space.sequence,
                             zero=zero,
                             options=Options(),
-                            precision=name_of(self.graph.dtype),
+                            precision=self.pins.get("precision", name_of(self.graph.dtype)),
                             global_batch=batch,
                             microbatch=1,
-                            facts=self.trainer.facts_of(tensor, expert),
+                            facts=self.trainer.facts_of(tensor, expert) | self.pins.get("facts", frozenset()),
                             replicate=replicate,
                             folds=folds,
                         )

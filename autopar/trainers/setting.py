@@ -30,6 +30,9 @@ FACTS = (
 )
 """What may be known of a run besides its degrees; cost models of trainers read these."""
 
+NUMERICS = frozenset({"16-bit gradients", "16-bit moments", "natural routing"})
+"""The facts about a run's numerics and data: a faster setting for the same training has them, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -63,6 +63,10 @@ REPORTS = {
     ),
     "concepts": Report("docs/concepts: their tables and pictures", (program("concepts"),)),
     "draws": Report("seconds in which a rank draws its initial values", (program("draws"),), options=False),
+    "configurations": Report(
+        "configurations that trainers publish, priced and compared (clones of their repositories; ten minutes)",
+        (program("configurations"),),
+    ),
     "dtensor-check": Report(
         "our rules against DTensor's, and which is wrong where they differ",
         (("-m", "autopar.checks", "--dtensor", "docs/evidence/dtensor-check.md"),),

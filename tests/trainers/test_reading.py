@@ -343,7 +343,7 @@ def test_a_script_is_split_and_not_run(tmp_path: Path):
     ]
 
 
-REGISTRY = '''
+REGISTRY = """
 def llama() -> Trainer.Config:
     return Trainer.Config(
         training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
@@ -360,7 +360,7 @@ def llama_wide() -> Trainer.Config:
 
 def _helper() -> None:
     TrainingConfig(seq_len=1)
-'''
+"""
 
 
 def test_a_function_of_a_python_file_is_read_after_those_that_it_calls(tmp_path: Path) -> None:
