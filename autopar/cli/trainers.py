@@ -32,7 +32,7 @@ from autopar.trainers.choose import PINS, TrainerPricers, best_setting
 from autopar.trainers.errors import published_errors
 from autopar.trainers.options import Option, of_words, read_options
 from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
-from autopar.trainers.setting import NUMERICS
+from autopar.trainers.setting import KEPT
 
 _SPELLED = {"ring": "context"}  # pin -> field of ``Setting``
 
@@ -188,7 +188,7 @@ class Compared:
 def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
     """Compare the configuration in the file ``source`` with the best ones."""
     own = configured(request, source, (), messages)
-    same = {"precision": own.setting.precision, "facts": own.setting.facts & NUMERICS}
+    same = {"precision": own.setting.precision, "facts": own.setting.facts & KEPT}
     setting, best = choose(own.graph, own.cluster, own.trainer, same, messages)
     exported = own.trainer.export(setting, own.graph, own.cluster)
     messages("price", "single changes")

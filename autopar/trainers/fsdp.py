@@ -102,6 +102,7 @@ _TITAN = {
     "activation_checkpoint.mode": Flag("activations", str),
     "full_ac()": Flag("activations", "full"),
     "selective_ac()": Flag("activations", granularity_word(PART)),
+    "float8_linear_converter()": Flag("precision", FLOAT8),
     "compile.enable": Flag(FACT, "compiled"),
     "compile.enable_async_tensor_parallel": Flag(FACT, "overlapped tensor"),
     "parallelism.enable_async_tensor_parallel": Flag(FACT, "overlapped tensor"),

@@ -30,8 +30,8 @@ FACTS = (
 )
 """What may be known of a run besides its degrees; cost models of trainers read these."""
 
-NUMERICS = frozenset({"16-bit gradients", "16-bit moments", "natural routing"})
-"""The facts about a run's numerics and data: a faster setting for the same training has them, too."""
+KEPT = frozenset({"16-bit gradients", "16-bit moments", "natural routing", "overlapped tensor"})
+"""The facts of a run that a faster setting for the same training keeps, whatever its degrees."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,17 @@ def test_pins_are_kept_and_others_refused(graph: Graph):
         best_setting(graph, cluster(60), DEEPSPEED, {"tensor": 2})
 
 
+@pytest.mark.parametrize("limit", [72, 20])
+def test_the_best_setting_is_no_slower_than_one_of_the_same_precision_and_facts(graph: Graph, limit: float):
+    facts = frozenset({"overlapped tensor"})
+    best = best_setting(graph, cluster(limit), TORCHTITAN, {"precision": "float8", "facts": facts})
+    assert best.setting.precision == "float8" and facts < best.setting.facts
+    pricers = TrainerPricers(graph, cluster(limit), TORCHTITAN)
+    for s in every_setting(TORCHTITAN):
+        plan = pricers.plan(dataclasses.replace(s, precision="float8", facts=s.facts | facts))
+        assert plan.too_full or best.plan.prediction.step_time_s <= plan.prediction.step_time_s * (1 + 1e-9)
+
+
 def test_single_changes_are_faster_and_one_decision_each(graph: Graph):
     devices = cluster(60)
     pricers = TrainerPricers(graph, devices, MEGATRON)

@@ -355,6 +355,7 @@ def llama() -> Trainer.Config:
 def llama_wide() -> Trainer.Config:
     config = llama()
     config.parallelism.tensor_parallel_degree = 4
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config(filter_fqns=["lm_head"])])
     return config
 
 
@@ -369,6 +370,7 @@ def test_a_function_of_a_python_file_is_read_after_those_that_it_calls(tmp_path:
     reading = read(TORCHTITAN, read_options(source), BLOCKS, DEVICES, source)
     assert reading.values["tensor"] == 4 and reading.values["microbatch"] == 2 and reading.values["seq"] == 4096
     assert reading.values["global_batch"] == 2 * DEVICES // 4 and reading.values["activations"] == "full"
+    assert reading.values["precision"] == "float8"
     with pytest.raises(UsageError, match="several functions that make a configuration: llama, llama_wide"):
         read_options(tmp_path / "registry.py")
     with pytest.raises(UsageError, match="has no function 'other': llama, llama_wide"):
