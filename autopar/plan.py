@@ -380,6 +380,8 @@ class Plan:
     nvme_path: str = ""  # the folder for optimizer states on NVMe, if the cluster names one
     gpus_per_node: int = 0  # 0: the nodes differ, or the plan names none
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
+    # the step time of the fastest plan found, if this one is a simpler plan; not in files
+    faster_s: float = field(default=math.inf, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.stages) % self.chunks == 0, (len(self.stages), self.chunks)
@@ -401,6 +403,11 @@ class Plan:
             f"plan of {self.model} for {self.device_count} devices ({self.devices}): {stages} {mesh}, {self.microbatches} microbatches, "
             f"one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
         )
+
+    @property
+    def fastest_s(self) -> float:
+        """The step time of the fastest plan that the search found, of which this is perhaps a simpler variant."""
+        return min(self.faster_s, self.prediction.step_time_s)
 
     @property
     def pipeline(self) -> int:

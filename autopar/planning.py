@@ -312,7 +312,7 @@ def _search_device_subsets(
             late.append(f"time ran out before plans on {fewer.count} of the {cluster.count} devices were searched")
             continue
         left = dataclasses.replace(options, time_limit_s=left_s)
-        known_s = float("inf") if best is None else best.prediction.step_time_s
+        known_s = float("inf") if best is None else best.fastest_s
         trial = search_again(graph, fewer, pricer.on(fewer), left, known_s)  # ``None``: the pins don't divide them
         if trial is None:
             continue
@@ -328,7 +328,7 @@ def _search_device_subsets(
     if devices is cluster:
         return best, cluster
     because = (
-        f"with all of them it takes {full_plan.prediction.step_time_s:.4g} s"
+        f"with all of them it takes {full_plan.fastest_s:.4g} s"
         if full_plan is not None
         else f"with all of them: {refused.message if refused else 'no plan'}"
     )

@@ -109,7 +109,7 @@ class Share(click.ParamType):
             found = float(number) / (100 if text != number else 1)
         except ValueError:
             found = math.nan
-        if not 0 <= found <= 1:
+        if not 0 <= found <= 1 or (found == 1 and text == number):  # "1" may be meant as 1 %
             self.fail(f"{text} is no share from 0% to 100%: write 1% or 0.01", param, ctx)
         return found
 

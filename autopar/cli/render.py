@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import BATCHES, DEGREES, GIVEN, REPLICATING, LayerPlan, Memory, Plan, StagePlan, Strategy
+from autopar.plan import BATCHES, DEGREES, GIVEN, REPLICATING, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
 from autopar.schedules import V_SHAPED
 from autopar.techniques import LAYER
 from autopar.techniques.sync import SYNC
@@ -74,15 +74,18 @@ def parallelism(plan: Plan) -> str:
     """Return the degrees of most layers in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3, microbatch size 1"."""
     common, count = Counter(layer.strategy for layer in plan.layers).most_common(1)[0]
     mesh, virtual = plan.mesh, f" x VPP {plan.chunks}" * (plan.chunks > 1)
-    degrees = {"DP": common.degree(mesh, *BATCHES), "CP": common.degree(mesh, *DEGREES["ring"])}
-    degrees |= {"Ulysses": common.degree(mesh, *DEGREES["ulysses"]), "TP": common.degree(mesh, *DEGREES["tensor"])}
+    data = [role for role in Role if role.dense is Role.DATA]
+    degrees = {"DP": common.degree(mesh, *data), "CP": common.degree(mesh, *DEGREES["ring"])}
+    degrees["Ulysses"] = common.degree(mesh, *DEGREES["ulysses"])
+    degrees["2D or 3D TP"] = common.degree(mesh, *(role for role in Role if role.gathers_parameters))
+    degrees["TP"] = common.degree(mesh, *DEGREES["tensor"])
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
         words[-1] += " with sequence parallelism"
     if (experts := common.degree(mesh, *DEGREES["expert"])) > 1:
         words.append(f"EP {experts}")
     pipeline = [f"PP {plan.pipeline}{virtual}"] if plan.pipeline > 1 else []
-    rows = plan.global_batch // (plan.microbatches * degrees["DP"])
+    rows = plan.global_batch // (plan.microbatches * common.degree(mesh, *BATCHES))
     details = [f"ZeRO {common.zero}"] if common.degree(mesh, *REPLICATING) > 1 else []
     details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
     found = ", ".join([" x ".join([*pipeline, *words]) or "none", *details, f"microbatch size {rows}"])

@@ -41,7 +41,7 @@ class Routing:
         missed = 1.0
         for i in range(self.choices):
             missed *= max(0.0, self.experts - self.experts / ranks - i) / (self.experts - i)
-        return ranks * (1 - missed)
+        return min(float(self.choices), ranks * (1 - missed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,8 @@ def search(
     options: SearchOptions | None = None,
     shared: Shared | None = None,
 ) -> Plan:
-    """Return the fastest plan found for ``graph`` on ``cluster``, with a proved bound over the searched candidates.
+    """Return the fastest plan found for ``graph`` on ``cluster``, or a simpler one within ``options.within``, with a proved bound over the
+    searched candidates.
 
     ``shared`` has tables that searches of the same graph share.
 
@@ -93,8 +94,8 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The result of a search for a plan that is faster than a known one: ``plan`` is ``None`` if there is none, ``step_s`` is the lower of
-    both step times, ``bound_s`` a lower bound."""
+    """The result of a search for a plan that is faster than a known one: ``plan`` is the simplest one within the tolerance, or ``None`` if
+    there is none. ``step_s`` is the step time of the fastest plan, the known one included, ``bound_s`` a lower bound."""
 
     plan: Plan | None
     step_s: float
@@ -150,9 +151,12 @@ def price_pins(
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
-        found = search_again(graph, cluster, pricer, trial, plan.prediction.step_time_s, shared)
+        found = search_again(graph, cluster, pricer, trial, plan.fastest_s, shared)
         if found is not None:
-            priced.append(PinPrice(key, value, found.step_s, found.bound_s))
+            faster_s = (
+                np.inf if found.plan is None else found.plan.prediction.step_time_s
+            )  # plans are equally simplified
+            priced.append(PinPrice(key, value, min(faster_s, plan.prediction.step_time_s), found.bound_s))
     return replace(plan, pins=tuple(priced))
 
 
@@ -475,7 +479,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         time.monotonic() - started,
         peak_memory_bytes(),
     )
-    return make_plan(
+    plan = make_plan(
         graph,
         cluster,
         state.pricer,
@@ -484,6 +488,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         limits=found.instance.placement.limit,
         proof=proof,
     )
+    return replace(plan, faster_s=state.step_s)
 
 
 def _may_gain_from_less_data(state: State, priced: PricedPlan) -> bool:

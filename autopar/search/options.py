@@ -68,7 +68,7 @@ class SearchOptions(PlanPins):
                 f"the time limit is {self.time_limit_s!r}, but it must be a number of seconds from 0 to {MAX_SEARCH_S:.0f}",
                 "20 is the default",
             )
-        if not isinstance(self.within, int | float) or not 0 <= self.within <= 1:
+        if isinstance(self.within, bool) or not isinstance(self.within, int | float) or not 0 <= self.within <= 1:
             raise UsageError(
                 f"within is {self.within!r}, but it must be a share from 0 (the fastest plan) to 1",
                 "0.01 is the default",

@@ -366,7 +366,8 @@ def simplest(graph: Graph, state: State) -> Simplest:
     plan, where = search.simplest(fastest, instance)
     complete = _complete(graph, where, plan)
     before, after = (search.complexity(each.config, each.strategies) for each in (fastest, complete))
-    if after >= before or complete.cost.step_time_s > limit_s:
+    steps = fastest.cost.step_time_s, complete.cost.step_time_s
+    if (after, steps[1]) >= (before, steps[0]) or steps[1] > limit_s:
         return Simplest(fastest, instance, fastest.cost.step_time_s)
     if complete.cost.step_time_s <= fastest.cost.step_time_s:
         return Simplest(complete, where, complete.cost.step_time_s)

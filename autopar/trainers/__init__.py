@@ -1,8 +1,7 @@
 """Other trainers: what each can run, what that costs, and its configuration files, written and read.
 
 A file for each trainer (``megatron``; ``fsdp`` for torchtitan and Accelerate; ``deepspeed``; ``nanotron``, also for InternEvo and
-NeMo AutoModel) holds a
-``Trainer``. ``model`` has the cost model that all of them configure, ``choose`` finds the fastest setting.
+NeMo AutoModel) holds a ``Trainer``. ``model`` has the cost model that all of them configure, ``choose`` finds the fastest setting.
 """
 
 from autopar.trainers.deepspeed import DeepSpeed

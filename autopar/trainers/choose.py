@@ -346,11 +346,16 @@ class _Choice:
                             precision=self.pins.get("precision", name_of(self.graph.dtype)),
                             global_batch=batch,
                             microbatch=1,
-                            facts=self.trainer.facts_of(tensor, expert) | self.pins.get("facts", frozenset()),
+                            facts=self._facts(tensor, expert),
                             replicate=replicate,
                             folds=folds,
                         )
                     )
+
+    def _facts(self, tensor: int, expert: int) -> frozenset[str]:
+        """Return the facts of settings with these degrees: the trainer's, and those that are fixed."""
+        fixed = frozenset(self.pins.get("facts", ())) - (frozenset() if tensor > 1 else {"overlapped tensor"})
+        return self.trainer.facts_of(tensor, expert) | fixed
 
     def _allowed(self, name: str, values: list[int], has: bool) -> list[int]:
         """Return the values of a degree to try: 1 if the trainer lacks this parallelism, the pinned value, or all."""

@@ -68,7 +68,7 @@ def _row_bytes(costs: OpCosts, op: Experts) -> float:
     """Return the bytes of rows that a forward's products and the fused kernel between them read and write."""
     products = [node for node in op.body.graph.nodes if cost.model_flops(node)]
     read = {operands(product)[0] for product in products}
-    (last,) = (product for product in products if operands(product)[0].op != "placeholder")
+    last = products[-1]
     by_products = sum(costs.size(val(node)) for node in (*read, *products))
     by_pointwise = sum(
         costs.size(val(node)) for node in (*products, *read) if node is not last and node.op != "placeholder"

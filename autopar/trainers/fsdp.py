@@ -157,6 +157,10 @@ class Torchtitan(FullyShardedCosts, Trainer):
         pipeline, local, tokens = values.get("pipeline", 1), values.pop("local", 8), values.pop("local_tokens", None)
         if tokens and values.get("seq"):
             local = max(1, tokens // values["seq"])
+        elif tokens:
+            notes.append(
+                f"{tokens} tokens of a rank's microbatch are not read, because max_context_length is not in the file"
+            )
         micro = values.pop("pipeline_microbatch", 1)
         inner = math.prod(values.get(name, 1) for name in ("tensor", "pipeline", "context"))
         data = max(1, devices // inner)
@@ -396,7 +400,7 @@ class Accelerate(FullyShardedCosts, Trainer):
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
         found = read_flags(options, self.flags, self.key)
         sections = {option.name.partition(".")[0] for option in options}
-        if found is not None and (other := found.values.get("deepspeed")):
+        if found is not None and (other := found.values.get("deepspeed", "none")) != "none":
             raise UsageError(
                 f"Accelerate starts DeepSpeed with the configuration {other}", f"give that file: --from {other}"
             )

@@ -333,8 +333,8 @@ def _exchange(s: Setting) -> list[tuple[str, ...]]:
 
 def overlaps_experts(s: Setting) -> bool:
     """Return whether Megatron can run exchanges of one microbatch under the computation of another, and does."""
-    interleaved = s.pipeline == 1 or s.chunks > 1
-    return "overlapped experts" in s.facts and s.expert > 1 and interleaved and s.activations.split(":")[0] != FULL
+    others = s.microbatches > 1 and (s.pipeline == 1 or s.chunks > 1)
+    return "overlapped experts" in s.facts and s.expert > 1 and others and s.activations.split(":")[0] != FULL
 
 
 def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:

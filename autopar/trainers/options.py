@@ -95,33 +95,43 @@ def _of_function(tree: ast.Module, name: str, file: str) -> Iterator[Option]:
     Raises ``UsageError`` if there is no function ``name``, or if it is empty and there are several.
     """
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    public = [each for each in functions if not each.startswith("_") and any(_of_calls(functions[each]))]
+    public = [each for each, node in functions.items() if not each.startswith("_") and _configures(node)]
     if name not in functions and (name or len(public) > 1):
         shown = ", ".join(public[:_SHOWN]) + (f" and {len(public) - _SHOWN} more" if len(public) > _SHOWN else "")
         missing = f"has no function {name!r}" if name else "has several functions that make a configuration"
         raise UsageError(f"{file} {missing}: {shown or 'there is none'}", f"name one: {file}:FUNCTION")
-    if not public:
+    if not name and not public:
         yield from _of_calls(tree)
         return
+    for statement in tree.body:
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            yield from _of_calls(statement)
     seen: set[str] = set()
 
     def of(each: str) -> Iterator[Option]:
         seen.add(each)
         for node in ast.walk(functions[each]):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in functions.keys() - seen
-            ):
-                yield from of(node.func.id)
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if called in functions and called not in seen:
+                yield from of(called)
         yield from _of_calls(functions[each])
 
     yield from of(name or public[0])
 
 
+def _configures(function: ast.FunctionDef) -> bool:
+    """Return whether a function makes or changes a configuration: it calls ``...Config(...)``, or assigns ``config.section.field``."""
+    nodes = list(ast.walk(function))
+    calls = (ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call))
+    targets = (target for node in nodes if isinstance(node, ast.Assign) for target in node.targets)
+    return any(each.endswith("Config") for each in calls) or any(
+        isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute) for target in targets
+    )
+
+
 def _of_calls(tree: ast.AST) -> Iterator[Option]:
-    """Yield every call ``NameConfig(...)`` or ``Name.Config(...)`` as ``name()``, its keywords with literals as ``name.keyword``, and the
-    literals that are assigned to ``config.section.field`` as ``section.field``."""
+    """Yield every call ``Name(...)``, ``NameConfig(...)`` or ``Name.Config(...)`` as ``name()``, its keywords with literals as
+    ``name.keyword``, and the literals that are assigned to ``config.section.field`` as ``section.field``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Attribute):
             with contextlib.suppress(ValueError, TypeError):  # not a literal

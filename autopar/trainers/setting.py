@@ -31,7 +31,7 @@ FACTS = (
 """What may be known of a run besides its degrees; cost models of trainers read these."""
 
 KEPT = frozenset({"16-bit gradients", "16-bit moments", "natural routing", "overlapped tensor"})
-"""The facts of a run that a faster setting for the same training keeps, whatever its degrees."""
+"""The facts of a run that a faster setting for the same training keeps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("launch", "program"), "write `autopar dev launch`"),
         (("models",), "write `autopar help models`"),
         ((*PLAN, "--devices", "2", "--within", "150%"), "150% is no share from 0% to 100%: write 1% or 0.01"),
+        ((*PLAN, "--devices", "2", "--within", "1"), "1 is no share from 0% to 100%: write 1% or 0.01"),
         (("launhc",), "did you mean `autopar dev launch`?"),
         (("dev", "zzz"), "`autopar dev --help` lists them"),
         (("help", "models", "gpt2"), "has no part 'gpt2'"),

@@ -72,6 +72,9 @@ def test_the_degrees_of_most_layers_are_in_megatrons_words():
     ring = Strategy((Role.RING, Role.TENSOR_SEQUENCE_EXPERT))
     same = replace(plan, layers=tuple(replace(layer, strategy=ring) for layer in plan.layers))
     assert parallelism(same) == "PP 2 x CP 4 x TP 8 with sequence parallelism x EP 8, ZeRO 0, microbatch size 64"
+    grid = Strategy((Role.TENSOR_HIDDEN, Role.TENSOR_WEIGHTS))
+    same = replace(plan, layers=tuple(replace(layer, strategy=grid) for layer in plan.layers))
+    assert parallelism(same) == "PP 2 x 2D or 3D TP 32, microbatch size 8"
     one = Strategy((Role.EXPERT, Role.DATA), zero=3)
     experts = replace(make_plan(1), layers=tuple(replace(layer, strategy=one) for layer in plan.layers))
     assert parallelism(experts) == "DP 32 x EP 4, ZeRO 3, microbatch size 2"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from models.search_models import brute_force, configurations, plans, random_problem
 
-from autopar.errors import UsageError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Strategy
-from autopar.search import SearchOptions, search
+from autopar.search import SearchOptions, price_pins, search, search_again
 from autopar.search.problem import Configuration
 from autopar.techniques import LAYER
 
@@ -72,7 +72,35 @@ def test_it_is_within_the_tolerance_and_as_simple_as_any_plan_with_one_strategy_
     assert compared == equal >= 40 and simpler >= 10
 
 
-@pytest.mark.parametrize("within", [-0.01, 1.5, "1%"])
+@pytest.mark.parametrize("within", [-0.01, 1.5, "1%", True])
 def test_a_tolerance_that_is_no_share_is_refused(within: object) -> None:
     with pytest.raises(UsageError, match="within is .* must be a share from 0"):
         SearchOptions(within=within)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [56, 65])
+def test_fewer_devices_are_compared_with_the_fastest_plan_on_all(seed: int) -> None:
+    graph, cluster, pricer = random_problem(seed)
+    options, within = replace(EXACT, progress=None), 0.3
+    fastest = search(graph, cluster, pricer, options)
+    simple = search(graph, cluster, pricer, replace(options, within=within))
+    assert simple.fastest_s == fastest.prediction.step_time_s < simple.prediction.step_time_s
+    known = search_again(graph, cluster, pricer, replace(options, within=within), simple.fastest_s)
+    assert known is not None and known.plan is None and known.step_s == simple.fastest_s
+
+
+def test_a_pin_to_what_the_plan_has_anyway_costs_nothing() -> None:
+    priced = 0
+    for seed in range(20):
+        graph, cluster, pricer = random_problem(seed)
+        free = replace(EXACT, within=0.1)
+        try:
+            pipeline = search(graph, cluster, pricer, EXACT).pipeline
+        except InfeasibleError:
+            continue
+        pinned = replace(free, pipeline=pipeline)
+        plan = search(graph, cluster, pricer, pinned)
+        for pin in price_pins(graph, cluster, pricer, pinned, plan, 30).pins:
+            priced += 1
+            assert pin.gain(plan.prediction.step_time_s)[0] == 0, seed
+    assert priced >= 10

@@ -382,3 +382,40 @@ def test_a_file_of_accelerate_that_names_deepspeeds_says_which_to_give(tmp_path:
     with pytest.raises(UsageError, match="starts DeepSpeed with the configuration zero3.json") as refused:
         read(ACCELERATE_TRAINER, read_options(tmp_path / "a.yaml"), BLOCKS, DEVICES, "a.yaml")
     assert refused.value.hint == "give that file: --from zero3.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "tensor"),
+    [
+        ("config.parallelism.tensor_parallel_degree = 8\n\n\ndef loaded() -> str:\n    return open('f').read()\n", 8),
+        (
+            "p = ParallelismConfig(tensor_parallel_degree=4)\n\n\ndef main() -> None:\n    TrainingConfig(seq_len=8)\n",
+            4,
+        ),
+        (
+            "def loader() -> None:\n    DataLoader(a=1)\n\n\ndef main() -> None:\n    ParallelismConfig(tensor_parallel_degree=2)\n",
+            2,
+        ),
+    ],
+)
+def test_statements_of_a_python_file_count_and_functions_without_a_configuration_do_not(
+    text: str, tensor: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.py").write_text(text)
+    assert Option("parallelism.tensor_parallel_degree", tensor) in read_options(tmp_path / "config.py")
+
+
+def test_a_private_function_can_be_named(tmp_path: Path) -> None:
+    functions = (
+        f"def {name}() -> None:\n    ParallelismConfig(tensor_parallel_degree={n})\n"
+        for name, n in (("_base", 2), ("wide", 4))
+    )
+    (tmp_path / "config.py").write_text("\n\n".join(functions))
+    options = read_options(f"{tmp_path / 'config.py'}:_base")
+    assert [o.value for o in options if o.name == "parallelism.tensor_parallel_degree"] == [2]
+
+
+def test_tokens_of_a_microbatch_without_a_length_are_a_note(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("TrainingConfig(num_tokens_per_microbatch_per_dp_rank=8192)\n")
+    reading = read(TORCHTITAN, read_options(tmp_path / "config.py"), BLOCKS, DEVICES, "config.py")
+    assert any("max_context_length is not in the file" in note for note in reading.notes)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, price_layer, time_s
+from torch import nn
 
+from autopar.capture import capture
 from autopar.devices import parse
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
@@ -13,7 +18,11 @@ from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.price.trainer import EMITTED, TrainerModel
 from autopar.sharding import Sharding
-from autopar.trainers import OtherTrainer
+from autopar.trainers import MEGATRON, OtherTrainer
+from autopar.trainers.choose import TrainerPricers
+from autopar.trainers.megatron import overlaps_experts
+from autopar.trainers.reading import setting_of
+from autopar.trainers.trainer import Reading
 from autopar.types import Collective
 
 H100 = parse("2x8xH100-80GB")
@@ -115,3 +124,41 @@ def test_copies_of_the_logits():
 def test_selective_recomputation_saves_every_second_product():
     found, plain = price(PLAIN, activations="selective"), price(PLAIN)
     assert found.saved_bytes == 2 * B * SEQ * F / 8 < plain.saved_bytes  # the first product's result
+
+
+class Routed(nn.Module):
+    """A mixture of experts that are stacks of ``products`` linear layers, in the style of loops over the experts that tokens chose."""
+
+    def __init__(self, products: int, width: int = 64, experts: int = 4) -> None:
+        super().__init__()
+        self.inside, self.router, self.outside = nn.Linear(4, width), nn.Linear(width, experts), nn.Linear(width, 4)
+        stacks = ([nn.Linear(width, width), nn.ReLU()] * products for _ in range(experts))
+        self.experts = nn.ModuleList(nn.Sequential(*copy.deepcopy(stack)) for stack in stacks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inside(x))
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        weights, chosen = self.router(flat).softmax(-1).topk(2)
+        mask, out = (
+            nn.functional.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0),
+            torch.zeros_like(flat),
+        )
+        for expert in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            choice, token = torch.where(mask[expert].squeeze(0))
+            rows = self.experts[expert](flat[None, token].reshape(-1, flat.shape[-1]))
+            out.index_add_(0, token, rows * weights[token, choice, None])
+        return self.outside(out.view_as(hidden)).pow(2).mean()
+
+
+def test_experts_of_any_number_of_products_are_priced_and_exchanges_need_another_microbatch():
+    steps = []
+    for products in (1, 2, 3):
+        graph = capture(Routed(products), torch.randn(8, 6, 4))
+        pricers = TrainerPricers(graph, parse("8xH100-80GB"), MEGATRON)
+        reading = Reading({"global_batch": 8, "microbatch": 1}, MEGATRON.facts_of(1, 1), ())
+        steps.append(pricers.plan(setting_of(MEGATRON, reading, 8, 8, "float32")).prediction.step_time_s)
+    assert steps[0] < steps[1] < steps[2]
+    values = {"global_batch": 8, "microbatch": 1, "expert": 4}
+    one = setting_of(MEGATRON, Reading(values, MEGATRON.facts_of(1, 4), ()), 8, 8, "bfloat16")
+    assert one.microbatches == 1 and not overlaps_experts(one)
+    assert overlaps_experts(dataclasses.replace(one, global_batch=16))
