@@ -27,8 +27,9 @@ priced with what was fitted. A constant that touches no row of another source ha
 
 Rows are those of [published.jsonl](groundtruth/published.jsonl), [records.jsonl](groundtruth/records.jsonl) and
 [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl); of the sweep up to 16 nodes every fourth layout. Sources whose titles begin
-with the same word (one publisher, or one trainer) are one source and left out together. The loss is Huber's of the log error of time and of memory, with
-{delta} as the border between squares and sizes; each quantity of each source counts the same, whatever its number of rows. Every price is
+with the same word (one publisher, or one trainer) are one source and left out together. The loss is Huber's of the log error
+of time and of memory, with {delta} as the border between squares and sizes; each quantity of each source counts the same,
+whatever its number of rows. Every price is
 computed by the code that prices plans, with the constant's figure replaced in the cluster, the trainer's cost model or the setting
 (`tests/reports/fit_constants.py`). All rows are priced with the neutral and the extreme values, and those that these change with the other
 values, too. Values of several constants are chosen as if their effects on log errors added up; the rows are then priced with the choice.
