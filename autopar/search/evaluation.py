@@ -106,9 +106,14 @@ def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cos
     return step_cost(solution.bounds, prices_of(instance, solution), *moved, instance.schedule, below_s)
 
 
+def places_of(instance: Instance, bounds: Sequence[int]) -> list[int]:
+    """Return the place of each layer's stage."""
+    return [instance.placement.place[s] for s, (i, j) in enumerate(pairwise(bounds)) for _ in range(i, j)]
+
+
 def prices_of(instance: Instance, solution: Solution) -> list[LayerPrice]:
     """Return the price of each layer on the devices of its stage."""
-    places = (instance.placement.place[s] for s, (i, j) in enumerate(pairwise(solution.bounds)) for _ in range(i, j))
+    places = places_of(instance, solution.bounds)
     return [instance.table(i, place).prices[solution.pick[i]] for i, place in enumerate(places)]
 
 

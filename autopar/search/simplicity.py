@@ -35,6 +35,7 @@ from autopar.search.evaluation import (
     Solution,
     coalesce,
     layouts_of,
+    places_of,
     prices_fit,
     prices_of,
     step_cost,
@@ -257,9 +258,7 @@ class Simplifier:
         self, instance: Instance, plan: PricedPlan, strategies: list[Strategy], known: list[_PricesOf]
     ) -> PricedPlan | None:
         """Return the plan with other strategies, as ``_priced`` does."""
-        places = [
-            instance.placement.place[s] for s, (i, j) in enumerate(itertools.pairwise(plan.bounds)) for _ in range(i, j)
-        ]
+        places = places_of(instance, plan.bounds)
         before = zip(instance.kind.tolist(), places, strategies, plan.strategies, plan.prices, strict=True)
         prices = [price if s == old else known[k].at(place, s) for k, place, s, old, price in before]
         return self._priced(instance, plan.bounds, strategies, prices)
@@ -308,9 +307,7 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
     """
     pick = solution.pick
     strategies = [instance.table(i).strategies[k] for i, k in enumerate(pick)]
-    places = [
-        instance.placement.place[s] for s, (i, j) in enumerate(itertools.pairwise(solution.bounds)) for _ in range(i, j)
-    ]
+    places = places_of(instance, solution.bounds)
     prices = prices_of(instance, solution)
     edges, sends = transfers(instance, solution.bounds, layouts_of(instance, solution))
 
