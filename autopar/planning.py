@@ -151,15 +151,21 @@ def write_plan(
 
 def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``: return the graph of layers."""
+    return _captured(workload, progress)[1]
+
+
+def _captured(workload: Workload, progress: Progress | None) -> tuple[Graph, Graph]:
+    """Return the graph of the workload's model as it is built, perhaps with few blocks, and the graph with all blocks."""
     report(progress, "capture")
-    graph = workload.capture()
+    built = workload.captured_as_built()
+    graph = workload.with_all_blocks(built)
     report(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
-    return graph
+    return built, graph
 
 
 def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``; on rank 0, compare the graph with the model (unless ``compare`` is false), and note the result."""
-    graph = capture_model(workload, progress)
+    built, graph = _captured(workload, progress)
     if not ranks.is_rank_0():
         return graph
     note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
@@ -167,7 +173,9 @@ def compared_graph(workload: Workload, compare: bool = True, progress: Progress 
     if compare:
         report(progress, "capture", "comparing the graph with the model")
         model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
-        note = check_capture(graph, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)
+        note = check_capture(built, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)
+        if workload.few_blocks is not None:
+            note += f"; {len(built.layers)} of its {len(graph.layers)} layers were captured, and the others repeat one of them"
     return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 

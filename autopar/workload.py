@@ -53,7 +53,20 @@ class Workload:
     few_blocks: FewBlocks | None = None
 
     def capture(self) -> Graph:
-        """Return the graph of layers, completed by ``shard.annotate``.
+        """Return the graph of layers, completed by ``shard.annotate``. Raises as ``captured_as_built`` does."""
+        return self.with_all_blocks(self.captured_as_built())
+
+    def with_all_blocks(self, graph: Graph) -> Graph:
+        """Return the graph of ``captured_as_built`` with the blocks that the model lacks (``few_blocks``), and with ``expert_loads``."""
+        if self.few_blocks is not None:
+            deeper = deepen(graph, self.few_blocks.number, self.few_blocks.more)
+            if deeper is None:
+                return self.few_blocks.full().capture()
+            graph = deeper
+        return graph if self.expert_loads is None else self.expert_loads.on(graph)
+
+    def captured_as_built(self) -> Graph:
+        """Return the graph of the model as it is, even if it has few blocks.
 
         Raises:
             ModelError: the model isn't a module, or has parameters made under ``torch.inference_mode``.
@@ -78,7 +91,7 @@ class Workload:
                 "give a function of the model's output and the targets, such as torch.nn.functional.cross_entropy",
             )
         precision = None if self.precision is None else normalise(self.precision)
-        graph = annotate(
+        return annotate(
             capture(
                 self.model,
                 self.batch,
@@ -88,12 +101,6 @@ class Workload:
                 local_batch_norm=self.local_batch_norm,
             )
         )
-        if self.few_blocks is not None:
-            deeper = deepen(graph, self.few_blocks.number, self.few_blocks.more)
-            if deeper is None:
-                return self.few_blocks.full().capture()
-            graph = deeper
-        return graph if self.expert_loads is None else self.expert_loads.on(graph)
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:
         """Return the batch's tensors by the names of the graph's inputs."""

@@ -47,11 +47,11 @@ def check_pins(request: PlanRequest, *others: str) -> None:
 
 
 def make_plan(
-    request: PlanRequest, device: str | None = "meta", price_pins: bool = False
+    request: PlanRequest, device: str | None = "meta", price_pins: bool = False, few_blocks: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
     """Load the model, capture it, and search for the plan or read it from ``--plan``.
 
-    The model is built on ``device``. If that is ``None``, the model is on the CPU if it has values or is small enough for random values,
+    The model is built on ``device``, with ``few_blocks`` if nothing but its graph is needed (see ``load``). If that is ``None``, the model is on the CPU if it has values or is small enough for random values,
     otherwise on meta.
     """
     check_pins(request)
@@ -59,7 +59,7 @@ def make_plan(
     if price_pins:
         options = replace(options, pin_time_s=options.time_limit_s / 2)
     with Messages() as messages:
-        workload = load(request, cluster, messages, device or "meta")
+        workload = load(request, cluster, messages, device or "meta", few_blocks)
         if device is None and _can_get_random_values(workload):
             workload = load(request, cluster, messages, "cpu")
         graph, plan = plan_model(

@@ -39,7 +39,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     require_model_and_devices(target, request, written)
     try:
         # the captured graph depends on the allowed deviations that the plan makes, so with ``allow`` the plan is found first
-        given = make_plan(request)[-1] if written is None and request.allow else written
+        given = make_plan(request, few_blocks=True)[-1] if written is None and request.allow else written
         found = explained(request, given)
     except InfeasibleError as error:
         if not as_json:

@@ -21,7 +21,7 @@ def plan_command(request: PlanRequest, output: str | None, export: str | None, a
     try:
         plan = _of_trainer(request, export) if request.trainer else None
         if plan is None:
-            _, cluster, graph, plan = make_plan(request, price_pins=True)
+            _, cluster, graph, plan = make_plan(request, price_pins=True, few_blocks=True)
             if not as_json:
                 with Messages() as messages:
                     study = Study(

@@ -11,7 +11,10 @@ import torch
 
 from autopar.capture import deepen
 from autopar.cli.load import SizeOptions, load_model
+from autopar.devices import parse
 from autopar.graph import Graph
+from autopar.planning import plan_model
+from autopar.search import SearchOptions
 from autopar.workload import Workload
 from autopar.zoo import CATALOGUE, few_blocks
 from autopar.zoo.hf import build_config
@@ -79,3 +82,12 @@ def test_blocks_that_differ_are_captured_in_full() -> None:
     entry = next(entry for entry in CATALOGUE if entry.name == "gpt-oss-120b")
     graph = Workload(*build_config(entry.config | {"num_hidden_layers": 4}, SIZES.seq, SIZES.global_batch)).capture()
     assert deepen(graph, 1, 1) is None
+
+
+def test_a_plan_of_few_captured_blocks_is_the_plan_of_all() -> None:
+    few = load_model("llama3-8b", SIZES, few_blocks=True)
+    assert few.few_blocks is not None
+    options = SearchOptions(time_limit_s=5.0)
+    (_, plan), (_, full) = (plan_model(w, parse("8xH100"), options) for w in (few, few.few_blocks.full()))
+    assert plan.layers == full.layers and plan.step_time_s == full.step_time_s
+    assert any("5 of its 34 layers were captured" in note for note in plan.notes)
