@@ -51,8 +51,8 @@ def make_plan(
 ) -> tuple[Workload, Cluster, Graph, Plan]:
     """Load the model, capture it, and search for the plan or read it from ``--plan``.
 
-    The model is built on ``device``, with ``few_blocks`` if nothing but its graph is needed (see ``load``). If that is ``None``, the model is on the CPU if it has values or is small enough for random values,
-    otherwise on meta.
+    The model is built on ``device``, with ``few_blocks`` if nothing but its graph is needed (see ``load``). If ``device`` is ``None``, the
+    model is on the CPU if it has values or is small enough for random values, otherwise on meta.
     """
     check_pins(request)
     cluster, options = cluster_and_options(request)

@@ -89,5 +89,5 @@ def test_a_plan_of_few_captured_blocks_is_the_plan_of_all() -> None:
     assert few.few_blocks is not None
     options = SearchOptions(time_limit_s=5.0)
     (_, plan), (_, full) = (plan_model(w, parse("8xH100"), options) for w in (few, few.few_blocks.full()))
-    assert plan.layers == full.layers and plan.step_time_s == full.step_time_s
+    assert plan.layers == full.layers and plan.prediction == full.prediction
     assert any("5 of its 34 layers were captured" in note for note in plan.notes)
