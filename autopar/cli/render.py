@@ -12,7 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import BATCHES, DEGREES, GIVEN, REPLICATING, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import (
+    BATCHES,
+    DEGREES,
+    GIVEN,
+    REPLICATING,
+    LayerPlan,
+    Memory,
+    Plan,
+    Role,
+    Sensitivity,
+    StagePlan,
+    Strategy,
+)
 from autopar.schedules import V_SHAPED
 from autopar.techniques import LAYER
 from autopar.techniques.sync import SYNC
@@ -198,10 +210,31 @@ def _quality(plan: Plan) -> RenderableType:
     if plan.solver == GIVEN:
         return table
     table.add_row("bound", f"no searched plan takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
+    if plan.sensitivity is not None:
+        table.add_row("margin", _margin(plan.sensitivity))
+        table.add_row("sensitivity", _sensitivity(plan.sensitivity))
     if plan.solver:
         table.add_row("solver", plan.solver)
     table.add_row("planned in", f"{seconds(plan.wall_time_s)}, {size(plan.planning_memory_bytes)} of memory")
     return table
+
+
+def _margin(found: Sensitivity) -> str:
+    """Return in words how full the fullest device is, and what more room costs."""
+    if found.margin_bytes >= found.wider_margin_bytes:
+        return f"the fullest device leaves {size(found.margin_bytes)} of its limit free"
+    cost = "fits no plan that was found"
+    if found.wider_margin_cost is not None:
+        cost = f"makes the step {found.wider_margin_cost:.1%} longer, at most"
+    return f"{size(found.margin_bytes)} below the limit; a margin of {size(found.wider_margin_bytes)} {cost}"
+
+
+def _sensitivity(found: Sensitivity) -> str:
+    """Return in words what wrong prices do to the step."""
+    return (
+        f"compute {found.error:.0%} slower: step {found.slower_compute:+.1%}; links {found.error:.0%} slower: "
+        f"{found.slower_links:+.1%}; with both off, another plan is faster by at most {found.regret:.1%}"
+    )
 
 
 def _pins(plan: Plan) -> RenderableType:

@@ -51,6 +51,7 @@ from autopar.search.problem import (
     no_copies_error,
     under_other_schedules,
 )
+from autopar.search.robustness import hardened
 from autopar.search.simplicity import simplest
 from autopar.search.state import State
 from autopar.search.steps import advance, decided, improve_early, may_segment, proved_infeasible, segmented
@@ -467,7 +468,9 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
 
 
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
-    found = simplest(graph, state)
+    found, sensitivity = simplest(graph, state), None
+    if state.options.within > 0:
+        found, sensitivity = hardened(graph, cluster, state, found)
     priced, state.step_s = found.plan, found.fastest_s
     bound, step_s = min(state.bound_s, state.step_s), priced.cost.step_time_s
     gap = max(0.0, 1 - bound / step_s) if step_s > 0 else 0.0
@@ -488,7 +491,7 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         limits=found.instance.placement.limit,
         proof=proof,
     )
-    return replace(plan, faster_s=state.step_s)
+    return replace(plan, faster_s=state.step_s, sensitivity=sensitivity)
 
 
 def _may_gain_from_less_data(state: State, priced: PricedPlan) -> bool:
