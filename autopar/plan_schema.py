@@ -299,13 +299,15 @@ _PLAN = Fields(
         "nvme_path": TextField(4096),
         "gpus_per_node": Whole(0, MAX_DEVICES),
         "sensitivity": Optional(_SENSITIVITY),
+        "alternatives": Items(Fields({"summary": TextField(), "step_time_s": _SECONDS}), 0, 100),
+        "tokens_per_row": Whole(0, MAX_ROWS),
         "wall_time_s": _SECONDS,
         "planning_memory_bytes": _SIZE,
         "request": _REQUEST,
         "timeline": Unread(),  # of ``autopar price --timeline``
     },
     frozenset({"feasible", "pipeline", "chunks", "prefetch", "imports", "pins", "allow", "nvme_path", "request"})
-    | {"gpus_per_node", "sensitivity", "timeline"}
+    | {"gpus_per_node", "sensitivity", "alternatives", "tokens_per_row", "timeline"}
     | {technique.name for technique in PLAN},
 )
 

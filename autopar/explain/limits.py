@@ -13,9 +13,9 @@ from typing import Any
 
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
+from autopar.summary import describe, memory_bytes
 
 MORE_MEMORY_BYTES = 8_000_000_000
 FULL = 0.9

@@ -68,7 +68,16 @@ class _Repricer:
         return found
 
 
-def hardened(graph: Graph, cluster: Devices, state: State, found: Simplest) -> tuple[Simplest, Sensitivity]:
+@dataclass(frozen=True)
+class Hardened:
+    """The chosen plan, its sensitivity, and the fastest plans of configurations, the fastest first."""
+
+    chosen: Simplest
+    sensitivity: Sensitivity
+    others: tuple[Simplest, ...]
+
+
+def hardened(graph: Graph, cluster: Devices, state: State, found: Simplest) -> Hardened:
     """Return ``found`` and its sensitivity; or a plan that holds under wrong prices, if ``found`` does not; or one with a wider margin of
     memory, if that is within the tolerance and as simple."""
     pool = [found, *_others(graph, state, found)]
@@ -92,7 +101,9 @@ def hardened(graph: Graph, cluster: Devices, state: State, found: Simplest) -> t
     best, margin = _with_margin(graph, state, best, holds)
     speeds = ((1.0, 1.0), (_SLOWER, 1.0), (1.0, _SLOWER), *_CORNERS)
     nominal_s, compute_s, links_s, *off = (repricer.step_s([best.plan], *each)[0] for each in speeds)
-    return best, Sensitivity(ERROR, compute_s / nominal_s - 1, links_s / nominal_s - 1, _regret(off, corners), *margin)
+    slower_compute, slower_links = compute_s / nominal_s - 1, links_s / nominal_s - 1
+    sensitivity = Sensitivity(ERROR, slower_compute, slower_links, _regret(off, corners), *margin)
+    return Hardened(best, sensitivity, tuple(pool[1:]))
 
 
 def _regret(steps_s: Sequence[float], of_pool: Sequence[Sequence[float]]) -> float:

@@ -58,8 +58,8 @@ def work(case: dict[str, Any], limit_s: float) -> dict[str, Any]:
     except InfeasibleError as error:
         return case | {"error": error.message}
     found = simplest(graph, state)
-    chosen, sensitivity = hardened(graph, cluster, state, found)
-    plans = dict(zip(PLANS, (found.fastest, found.plan, chosen.plan), strict=True))
+    hard = hardened(graph, cluster, state, found)
+    plans = dict(zip(PLANS, (found.fastest, found.plan, hard.chosen.plan), strict=True))
     regrets: dict[str, list[float]] = {name: [] for name in PLANS}
     for factors in tables(case):
         there = cluster.faster(**factors)
@@ -70,7 +70,7 @@ def work(case: dict[str, Any], limit_s: float) -> dict[str, Any]:
         assert best is not None
         for name, step_s in steps.items():
             regrets[name].append(step_s / best.step_s - 1)
-    return case | {"regrets": regrets, "reason": chosen.reason, "sensitivity": asdict(sensitivity)}
+    return case | {"regrets": regrets, "reason": hard.chosen.reason, "sensitivity": asdict(hard.sensitivity)}
 
 
 def step_time_s(graph: Graph, cluster: Cluster, pricer: PriceSource, plan: PricedPlan) -> float:

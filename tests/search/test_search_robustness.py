@@ -109,7 +109,8 @@ def test_a_plan_that_falls_apart_loses_to_one_that_holds(monkeypatch: pytest.Mon
         except InfeasibleError:
             continue
         found = simplest(graph, state)
-        chosen, sensitivity = hardened(graph, cluster, state, found)
+        hard = hardened(graph, cluster, state, found)
+        chosen, sensitivity = hard.chosen, hard.sensitivity
         assert chosen.plan.cost.step_time_s <= found.search.limit_s * (1 + 1e-9), seed
         pool = [found.plan, chosen.plan, *(completed(graph, i, s) for _, i, s in state.offers.values())]
         regret = {id(plan): 0.0 for plan in pool}
