@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.devices import Cluster, parse
 from autopar.errors import BatchError, InfeasibleError
-from autopar.explain import Study, describe, explain, nearby_batch, suggest
+from autopar.explain import Study, explain, nearby_batch, suggest
 from autopar.explain.alternatives import alternatives
 from autopar.explain.changes import _offload, _other_devices, feasible, grown, larger_counts, spec_of
 from autopar.explain.families import satisfies
@@ -25,6 +25,7 @@ from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.search import SearchOptions
+from autopar.summary import describe
 from autopar.units import seconds
 from autopar.workload import Workload, resize_batch, sequence_length, without_inference
 
