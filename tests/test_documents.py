@@ -69,7 +69,7 @@ def _program(folder: Path) -> dict[str, Any]:
 GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": _readme,
     "docs/guide/checkpoints.md": _weights,
-    "docs/guide/concepts.md": _precision,
+    "docs/reference/numerics.md": _precision,
     "docs/guide/data.md": _rows,
     "docs/guide/faults.md": _program,
 }
@@ -152,6 +152,34 @@ def test_every_page_is_linked_from_the_index() -> None:
     text = (DOCS / "README.md").read_text()
     missing = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if f"({p.relative_to(DOCS)})" not in text]
     assert missing == ["README.md"], missing
+
+
+# -- figures --
+
+
+def _cells(page: str, row: str) -> list[str]:
+    """The cells of a table's row, behind its name."""
+    line = next(x for x in (DOCS / "evidence" / page).read_text().splitlines() if x.startswith(f"| {row} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_readme_quotes_the_evidence() -> None:
+    """Figures of the README that no program writes are those of the pages that it names; so are those of the comparison's page."""
+    readme, validation = (ROOT / "README.md").read_text(), (DOCS / "evidence" / "validation.md").read_text()
+    every, others = _cells("fit.md", "all rows"), _cells("fit.md", "all but HF's sweep")
+    assert f"| step time, all rows | {every[0]} | {every[2]} |" in readme
+    assert f"| memory, all rows | {every[3]} | {every[5]} |" in readme
+    assert f"sweep | {others[0]} | {others[2]} |" in readme
+    for in_sample, left_out in ((every[0], every[2]), (every[3], every[5])):
+        assert f"{in_sample} in-sample, {left_out} left out" in " ".join(validation.split())
+    published = (DOCS / "evidence" / "published.md").read_text()
+    means = re.findall(r"Regret ([\d.]+)% on average and ([\d.]+)% at worst over (\d) cells", published)
+    (mean, worst, cells), (large, _, _) = means
+    sentence = " ".join(readme.split())
+    assert f"is {mean} % slower than the best measured one, on average over {cells} cells" in sentence
+    assert f"({worst} % at worst), and {float(large):.0f} % slower in the only cell of 64 nodes" in sentence
+    gap = re.search(r"llama3-405b --devices 2048x8xH100-80GB`.*?\*\*(\d+)\.\d+%\*\*", (DOCS / "evidence" / "endtoend.md").read_text())
+    assert gap is not None and f"({gap[1]} % for Llama-3-405B on 16,384)" in sentence
 
 
 # -- messages --

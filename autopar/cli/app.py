@@ -11,7 +11,6 @@ import click
 
 import autopar
 from autopar.cli.options import (
-    DEVICES_HELP,
     MODEL_HELP,
     Commands,
     PinnedCommand,
@@ -22,6 +21,7 @@ from autopar.cli.options import (
     calibration_option,
     capture_check_option,
     count_option,
+    devices_option,
     init_option,
     joined,
     model_options,
@@ -125,7 +125,7 @@ command(
     click.argument("first"),
     click.argument("second", required=False),
     option("--model", "MODEL", "The model of the configuration FIRST."),
-    option("--devices", "SPEC", DEVICES_HELP),
+    devices_option(),
     batch_options,
     trainer_option,
     module="pricing",
@@ -449,7 +449,7 @@ command(
     the cost model of plans.""",
     ("dev sync 7B --devices 64xH100-80GB",),
     click.argument("parameters"),
-    option("--devices", "SPEC", DEVICES_HELP, required=True),
+    devices_option(required=True),
     precision_option,
     count_option("--steps", 8, "Steps between averages of local-steps:K.", metavar="K"),
     calibration_option,

@@ -137,7 +137,27 @@ def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
     return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
 
 
+class DevicesText(click.ParamType):
+    """A description of devices. A wrong one is refused before the command imports torch, which takes seconds."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text unchanged, or raise ``DeviceError``."""
+        from autopar.devices import check_text
+
+        check_text(value)
+        return str(value)
+
+
 DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
+
+
+def devices_option(required: bool = False) -> Callable[[Any], Any]:
+    """Return the option ``--devices``."""
+    return option("--devices", "SPEC", DEVICES_HELP, required=required, type=DevicesText())
+
+
 calibration_option = option(
     "--calibration",
     "FILE",
@@ -167,7 +187,7 @@ allow_option = option(
 batch_options = joined(calibration_option, expert_loads_option, *size_options, precision_option, allow_option)
 model_options = joined(
     click.argument("model"),
-    option("--devices", "SPEC", DEVICES_HELP, required=True),
+    devices_option(required=True),
     batch_options,
 )
 
@@ -282,7 +302,7 @@ type_check_option = switch(
 program_options = joined(model_options, pin_options, plan_file_option, capture_check_option, type_check_option)
 written_options = joined(
     option("--model", "MODEL", "The model of PLAN, if the plan does not name it."),
-    option("--devices", "SPEC", DEVICES_HELP),
+    devices_option(),
     batch_options,
     pin_options,
 )

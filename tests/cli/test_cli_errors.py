@@ -87,6 +87,7 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("explain", "nowhere.json", "--devices", "8xH100-80GB"), "no file nowhere.json"),
         (("compare", "nowhere.json", "nowhere.json"), "nowhere.json cannot be read"),
         (("verify", "gpt2", "--seq", "0"), "--seq is 0"),
+        ((*PLAN, "--devices", "2", "--seq", "9999999999"), "--seq is 9,999,999,999, it must be at most"),
         ((*PLAN, "--devices", "8xH100-80GB", "--time-limit", "nan"), "the time limit is nan"),
         ((*PLAN, "--devices", "8xH100-80GB", "--memory-limit", "200GB"), "a device of 8xH100-80GB has 85.9 GB"),
         ((*PLAN, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"), "pipeline=1 has no pipeline"),
