@@ -113,7 +113,7 @@ command(
 
 command(
     "compare",
-    """Show two plans side by side, or your trainer's configuration beside better ones.
+    """Compare two plans, or your trainer's configuration with better ones.
 
     FIRST and SECOND are files of `autopar plan -o FILE` or `autopar price -o FILE`. Without SECOND, FIRST is a configuration file of your
     trainer (as for `autopar price --from`) for the model --model: it is compared with the fastest configuration of that trainer, with
@@ -357,7 +357,7 @@ command(
 
     The page is served on 127.0.0.1 until Ctrl-C. You choose a model or paste a config.json, choose devices and pin decisions; it shows the
     plan, its report, its program, and the cost of each pin. The printed address has a token, and the server refuses requests without it.
-    Each MODEL (file.py:factory) is offered beside the built-in models.""",
+    Each MODEL (file.py:factory) is offered in addition to the built-in models.""",
     ("ui", "ui model.py:factory --port 8080"),
     click.argument("model", nargs=-1, metavar="[MODEL]..."),
     count_option("--port", 0, "TCP port; 0 takes any free port.", least=0, most=65535),

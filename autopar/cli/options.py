@@ -110,7 +110,7 @@ class Share(click.ParamType):
         except ValueError:
             found = math.nan
         if not 0 <= found <= 1 or (found == 1 and text == number):  # "1" may be meant as 1 %
-            self.fail(f"{text} is no share from 0% to 100%: write 1% or 0.01", param, ctx)
+            self.fail(f"{text} is not a percentage from 0% to 100%: write 1% or 0.01", param, ctx)
         return found
 
 
@@ -179,7 +179,7 @@ size_options = (
 allow_option = option(
     "--allow",
     "NAME",
-    "Allow plans that give up exactness, if they are faster or if no other fits. May be repeated; `autopar help exactness` lists "
+    "Allow this deviation from exact training, if it makes the plan faster or nothing else fits. May be repeated; `autopar help exactness` lists "
     "the names.",
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
@@ -250,7 +250,7 @@ pin_option = option(
 )
 pin_options = joined(
     pin_option,
-    option("--memory-limit", "SIZE", "Most memory that a plan may use on one device, such as 40GB or 37GiB."),
+    option("--memory-limit", "SIZE", "Maximum memory that a plan may use on one device, such as 40GB or 37GiB."),
     switch(
         "--local-batch-norm",
         "Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
@@ -261,7 +261,7 @@ pin_options = joined(
     option(
         "--within",
         "SHARE",
-        "The plan is the simplest one whose step takes at most this much longer than the fastest plan's; 0 is the fastest plan. "
+        "Choose the simplest plan whose step takes at most this much longer than the fastest plan's; 0 chooses the fastest plan. "
         f"Default: {WITHIN:.0%}.",
         type=Share(),
     ),

@@ -90,7 +90,7 @@ def parallelism(plan: Plan) -> str:
     details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
     found = ", ".join([" x ".join([*pipeline, *words]) or "none", *details, f"microbatch size {rows}"])
     others = len(plan.layers) - count
-    return found + (f" ({_plural(others, 'layer')} of {len(plan.layers)} otherwise)" if others else "")
+    return found + (f" ({others} of {len(plan.layers)} layers differ)" if others else "")
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ _FORMS = (
 )
 MOST = 2**20
 """Maximum number of devices; a search over many more takes too long."""
-_NUMBER = re.compile(r"[+-]?\d{1,18}")
+_NUMBER = re.compile(r"[+-]?\d{1,40}")
 _MAX_BYTES = 2**20
 _MAX_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")

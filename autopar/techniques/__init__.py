@@ -159,7 +159,7 @@ class Options(Facts):
         for technique, value in self.chosen:
             if (found := conflict(technique, value, self.by_name)) is not None:
                 return (
-                    f"{technique.name}={value} does not go with {found.other}={self.by_name[found.other]}: {found.why}"
+                    f"{technique.name}={value} cannot be combined with {found.other}={self.by_name[found.other]}: {found.why}"
                 )
         return ""
 
