@@ -13,6 +13,7 @@ from typing import Any
 
 import documents
 import pytest
+import quoted_page
 import torch
 from documents import Block
 from places import DOCS, ROOT
@@ -186,29 +187,10 @@ def test_every_page_is_linked_from_the_index() -> None:
 # -- figures --
 
 
-def _cells(page: str, row: str) -> list[str]:
-    """The cells of a table's row, behind its name."""
-    line = next(x for x in (DOCS / "evidence" / page).read_text().splitlines() if x.startswith(f"| {row} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
-
-
-def test_the_readme_quotes_the_evidence() -> None:
-    """Figures of the README that no program writes are those of the pages that it names; so are those of the comparison's page."""
-    readme, validation = (ROOT / "README.md").read_text(), (DOCS / "evidence" / "validation.md").read_text()
-    every, others = _cells("fit.md", "all rows"), _cells("fit.md", "all but HF's sweep")
-    assert f"| step time, all rows | {every[0]} | {every[2]} |" in readme
-    assert f"| memory, all rows | {every[3]} | {every[5]} |" in readme
-    assert f"sweep | {others[0]} | {others[2]} |" in readme
-    for in_sample, left_out in ((every[0], every[2]), (every[3], every[5])):
-        assert f"{in_sample} in-sample, {left_out} left out" in " ".join(validation.split())
-    published = (DOCS / "evidence" / "published.md").read_text()
-    means = re.findall(r"Regret ([\d.]+)% on average and ([\d.]+)% at worst over (\d) cells", published)
-    (mean, worst, cells), (large, _, _) = means
-    sentence = " ".join(readme.split())
-    assert f"is {mean} % slower than the best measured one, on average over {cells} cells" in sentence
-    assert f"({worst} % at worst), and {float(large):.0f} % slower in the only cell of 64 nodes" in sentence
-    gap = re.search(r"llama3-405b --devices 2048x8xH100-80GB`.*?\*\*(\d+)\.\d+%\*\*", (DOCS / "evidence" / "endtoend.md").read_text())
-    assert gap is not None and f"({gap[1]} % for Llama-3-405B on 16,384)" in sentence
+@pytest.mark.parametrize("page", quoted_page.PAGES, ids=lambda path: path.name)
+def test_a_page_quotes_what_the_evidence_says(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- quoted " in text and text == quoted_page.written(page), "make report NAME=quoted"
 
 
 # -- messages --

@@ -31,7 +31,7 @@ _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module,
 
 
 MOST = 2**24
-"""Maximum sequence length in tokens, and maximum global batch in rows. The longest published context has 10 million tokens (Llama 4 Scout)."""
+"""Maximum sequence length in tokens, and global batch in rows. The longest published context is 10 million tokens (Llama 4 Scout)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class SizeOptions:
         for option, value in (("--seq", self.seq), ("--global-batch", self.global_batch)):
             if value is not None and not 1 <= value <= MOST:
                 limit = "at least 1" if value < 1 else f"at most {MOST:,}"
-                raise BatchError(f"{option} is {value:,}, it must be {limit}", f"leave {option} out for the model's own")
+                raise BatchError(
+                    f"{option} is {value:,}, it must be {limit}", f"leave {option} out for the model's own"
+                )
 
 
 def load_model(

@@ -179,8 +179,8 @@ size_options = (
 allow_option = option(
     "--allow",
     "NAME",
-    "Allow this deviation from exact training, if it makes the plan faster or nothing else fits. May be repeated; `autopar help exactness` lists "
-    "the names.",
+    "Allow this deviation from exact training, if it makes the plan faster or nothing else fits. May be repeated; "
+    "`autopar help exactness` lists the names.",
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
 )

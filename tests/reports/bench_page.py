@@ -26,12 +26,12 @@ Every model is trained by the program that autopar chose and by programs written
 `parallelize_module`, pipelines under torch's {schedules}, and on four processes combinations of two of these, each with several microbatch
 sizes. All run in the same gloo processes on the same batches, in float32 with AdamW, one thread per process. In every round each program
 runs once, in a new random order. After the first round, programs more than twice as slow as the best are dropped. The best by hand is
-picked by its measured times, after the runs. The result is that on two processes, which have a core each; four processes share the two cores.
+picked by its measured times, after the runs. Two processes have a core each, and are the result; four processes share the two cores.
 """
 
-RATIOS = """Times are medians over rounds (fastest to slowest round). A ratio is the median over rounds of automatic / best by hand *of the same round*,
-with a bootstrap's 95 % interval. It is not the quotient of the two medians, which need not come from the same round: a round in which
-the machine is slow is slow for both programs. An interval that contains 1 shows no difference.
+RATIOS = """Times are medians over rounds (fastest to slowest round). A ratio is the median over rounds of automatic / best by hand *of the same
+round*, with a bootstrap's 95 % interval. It is not the quotient of the two medians, which need not come from the same round: a round in
+which the machine is slow is slow for both programs. An interval that contains 1 shows no difference.
 """
 
 SCHEDULES = {
