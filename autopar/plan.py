@@ -343,6 +343,35 @@ GIVEN = "given"
 
 
 @dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What becomes of a plan if its prices are wrong by ``error`` (a share), and what a wider margin of memory costs.
+
+    - ``slower_compute`` and ``slower_links``: the share by which the step gets longer if FLOP/s and memory bandwidth, or the bandwidths of
+      all links, are lower by ``error``.
+    - ``regret``: the largest share of its step by which another plan found is faster if both are off by ``error`` in opposite directions.
+    - ``margin_bytes``: what the fullest device leaves free of its memory limit.
+    - ``wider_margin_bytes`` and ``wider_margin_cost``: a margin, and the share by which it makes the step longer, at most; ``None`` if no
+      plan with that margin was found.
+    """
+
+    error: float
+    slower_compute: float
+    slower_links: float
+    regret: float
+    margin_bytes: int
+    wider_margin_bytes: int
+    wider_margin_cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another plan that the search found, in one line (``autopar.summary.degrees``), and its step time."""
+
+    summary: str
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Mesh, stages, schedule, microbatches and a strategy for every layer, with the prediction and the proved bound.
 
@@ -379,6 +408,9 @@ class Plan:
     allow: tuple[str, ...] = ()
     nvme_path: str = ""  # the folder for optimizer states on NVMe, if the cluster names one
     gpus_per_node: int = 0  # 0: the nodes differ, or the plan names none
+    sensitivity: Sensitivity | None = None  # of a plan from a search with a tolerance (``within``)
+    alternatives: tuple[Alternative, ...] = ()  # the nearest of other degrees, the fastest first
+    tokens_per_row: int = 0  # of a sequence, or 1 if the model has none; 0 in files of older versions
     request: dict[str, Any] = field(default_factory=dict, hash=False)  # the command line's options, to repeat it
     # the step time of the fastest plan found, if this one is a simpler plan; not in files
     faster_s: float = field(default=math.inf, compare=False)
@@ -490,6 +522,9 @@ class Plan:
             "allow": list(self.allow),
             "nvme_path": self.nvme_path,
             "gpus_per_node": self.gpus_per_node,
+            "sensitivity": None if self.sensitivity is None else dataclasses.asdict(self.sensitivity),
+            "alternatives": [dataclasses.asdict(other) for other in self.alternatives],
+            "tokens_per_row": self.tokens_per_row,
             "wall_time_s": self.wall_time_s,
             "planning_memory_bytes": self.planning_memory_bytes,
             "request": self.request,
@@ -548,6 +583,9 @@ class Plan:
             allow=tuple(data.get("allow", ())),
             nvme_path=data.get("nvme_path", ""),
             gpus_per_node=data.get("gpus_per_node", 0),
+            sensitivity=Sensitivity(**known) if (known := data.get("sensitivity")) else None,
+            alternatives=tuple(Alternative(**other) for other in data.get("alternatives", ())),
+            tokens_per_row=data.get("tokens_per_row", 0),
             request=data.get("request", {}),
         )
 

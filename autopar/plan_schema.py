@@ -146,6 +146,17 @@ class Unread:
 
 
 @dataclass(frozen=True, slots=True)
+class Optional:
+    """``kind``, or null."""
+
+    kind: FieldKind
+
+    def check(self, where: str, value: Any) -> None:
+        if value is not None:
+            self.kind.check(where, value)
+
+
+@dataclass(frozen=True, slots=True)
 class Items:
     """A list of ``min`` to ``max`` values of the same kind."""
 
@@ -252,6 +263,15 @@ _REQUEST_KINDS: dict[str, FieldKind] = {
 }
 _REQUEST = Fields(_REQUEST_KINDS, frozenset(_REQUEST_KINDS))
 
+_SENSITIVITY = Fields(
+    {
+        **dict.fromkeys(("error", "regret"), Number(1.0)),
+        **dict.fromkeys(("slower_compute", "slower_links"), Number(math.inf)),
+        **dict.fromkeys(("margin_bytes", "wider_margin_bytes"), _SIZE),
+        "wider_margin_cost": Optional(Number(math.inf)),
+    }
+)
+
 _PLAN = Fields(
     {
         "feasible": Flag(),
@@ -278,13 +298,16 @@ _PLAN = Fields(
         "allow": Items(Word(tuple(ALLOWED)), 0, len(ALLOWED)),
         "nvme_path": TextField(4096),
         "gpus_per_node": Whole(0, MAX_DEVICES),
+        "sensitivity": Optional(_SENSITIVITY),
+        "alternatives": Items(Fields({"summary": TextField(), "step_time_s": _SECONDS}), 0, 100),
+        "tokens_per_row": Whole(0, MAX_ROWS),
         "wall_time_s": _SECONDS,
         "planning_memory_bytes": _SIZE,
         "request": _REQUEST,
         "timeline": Unread(),  # of ``autopar price --timeline``
     },
     frozenset({"feasible", "pipeline", "chunks", "prefetch", "imports", "pins", "allow", "nvme_path", "request"})
-    | {"gpus_per_node", "timeline"}
+    | {"gpus_per_node", "sensitivity", "alternatives", "tokens_per_row", "timeline"}
     | {technique.name for technique in PLAN},
 )
 

@@ -27,6 +27,7 @@ SOURCES = sorted((ROOT / "autopar").rglob("*.py")) + sorted((ROOT / "passes").rg
 LEAVES = {
     "errors",
     "plan",
+    "summary",
     "types",
     "graph",
     "segments",
@@ -50,6 +51,7 @@ LEAVES = {
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
+    "summary": set(),
     "schedules": set(),
     "types": set(),
     "precision": set(),

@@ -24,10 +24,11 @@ from autopar.cli.console import Messages, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import InfeasibleError, UsageError
-from autopar.explain import Explanation, Study, describe, explain, suggest
+from autopar.explain import Explanation, Study, explain, suggest
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import find_plan
+from autopar.summary import describe
 from autopar.units import seconds, size
 from autopar.workload import sequence_length
 

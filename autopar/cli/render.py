@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,8 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cli.console import plain_table
-from autopar.plan import BATCHES, DEGREES, GIVEN, REPLICATING, LayerPlan, Memory, Plan, Role, StagePlan, Strategy
+from autopar.plan import (
+    GIVEN,
+    REPLICATING,
+    LayerPlan,
+    Memory,
+    Plan,
+    Sensitivity,
+    StagePlan,
+    Strategy,
+)
 from autopar.schedules import V_SHAPED
+from autopar.summary import LEGEND, parallelism
 from autopar.techniques import LAYER
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds, size
@@ -43,11 +52,19 @@ def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:
     yield _time(plan)
     yield ""
     yield _quality(plan)
+    if plan.alternatives:
+        yield ""
+        yield _alternatives(plan)
     if plan.pins:
         yield ""
         yield _pins(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", "dim")
+    used = [
+        f"{name} {words}" for name, words in LEGEND.items() if f"{name} " in f"{parallelism(plan)},".replace(",", " ")
+    ]
+    if used:
+        yield Text(f"legend: {'; '.join(used)}", "dim")
     if hint:
         yield Text.assemble(("hint: ", "cyan"), hint)
 
@@ -62,35 +79,17 @@ def _overview(plan: Plan) -> RenderableType:
     if plan.sized_schedule.copies > 1:
         spread += ", and a copy of each on the device that mirrors its own"
     table.add_row("mesh", f"{axes}{spread}" + (" (last axis innermost)" if len(plan.mesh) > 1 else ""))
-    batch = f"{plan.global_batch:,} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
+    rows = (
+        f"{plan.global_batch:,} x {plan.tokens_per_row:,} tokens"
+        if plan.tokens_per_row > 1
+        else f"{plan.global_batch:,}"
+    )
+    batch = f"{rows} in {_plural(plan.microbatches, 'microbatch', 'microbatches')}"
     table.add_row("batch", batch if plan.schedule == "none" else f"{batch}, schedule {plan.schedule}")
     if words := SYNC.phrase(plan.sync):
         table.add_row(SYNC.subject, words)
     table.add_row("precision", plan.precision)
     return table
-
-
-def parallelism(plan: Plan) -> str:
-    """Return the degrees of most layers in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3, microbatch size 1"."""
-    common, count = Counter(layer.strategy for layer in plan.layers).most_common(1)[0]
-    mesh, virtual = plan.mesh, f" x VPP {plan.chunks}" * (plan.chunks > 1)
-    data = [role for role in Role if role.dense is Role.DATA]
-    degrees = {"DP": common.degree(mesh, *data), "CP": common.degree(mesh, *DEGREES["ring"])}
-    degrees["Ulysses"] = common.degree(mesh, *DEGREES["ulysses"])
-    degrees["2D or 3D TP"] = common.degree(mesh, *(role for role in Role if role.gathers_parameters))
-    degrees["TP"] = common.degree(mesh, *DEGREES["tensor"])
-    words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
-        words[-1] += " with sequence parallelism"
-    if (experts := common.degree(mesh, *DEGREES["expert"])) > 1:
-        words.append(f"EP {experts}")
-    pipeline = [f"PP {plan.pipeline}{virtual}"] if plan.pipeline > 1 else []
-    rows = plan.global_batch // (plan.microbatches * common.degree(mesh, *BATCHES))
-    details = [f"ZeRO {common.zero}"] if common.degree(mesh, *REPLICATING) > 1 else []
-    details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
-    found = ", ".join([" x ".join([*pipeline, *words]) or "none", *details, f"microbatch size {rows}"])
-    others = len(plan.layers) - count
-    return found + (f" ({others} of {len(plan.layers)} layers differ)" if others else "")
 
 
 @dataclass(frozen=True)
@@ -198,9 +197,38 @@ def _quality(plan: Plan) -> RenderableType:
     if plan.solver == GIVEN:
         return table
     table.add_row("bound", f"no searched plan takes less than {seconds(plan.bound_s)}: gap {plan.gap:.2%}")
+    if plan.sensitivity is not None:
+        table.add_row("margin", _margin(plan.sensitivity))
+        table.add_row("sensitivity", _sensitivity(plan.sensitivity))
     if plan.solver:
         table.add_row("solver", plan.solver)
     table.add_row("planned in", f"{seconds(plan.wall_time_s)}, {size(plan.planning_memory_bytes)} of memory")
+    return table
+
+
+def _margin(found: Sensitivity) -> str:
+    """Return in words how full the fullest device is, and what more room costs."""
+    if found.margin_bytes >= found.wider_margin_bytes:
+        return f"the fullest device leaves {size(found.margin_bytes)} of its limit free"
+    cost = "fits no plan that was found"
+    if found.wider_margin_cost is not None:
+        cost = f"makes the step {found.wider_margin_cost:.1%} longer, at most"
+    return f"{size(found.margin_bytes)} below the limit; a margin of {size(found.wider_margin_bytes)} {cost}"
+
+
+def _sensitivity(found: Sensitivity) -> str:
+    """Return in words what wrong prices do to the step."""
+    return (
+        f"compute {found.error:.0%} slower: step {found.slower_compute:+.1%}; links {found.error:.0%} slower: "
+        f"{found.slower_links:+.1%}; with both off, another plan is faster by at most {found.regret:.1%}"
+    )
+
+
+def _alternatives(plan: Plan) -> RenderableType:
+    table = plain_table("nearest alternatives", ("parallel",), ("step", "against this plan"))
+    for other in plan.alternatives:
+        change = other.step_time_s / plan.prediction.step_time_s - 1
+        table.add_row(other.summary, seconds(other.step_time_s), f"{change:+.1%}")
     return table
 
 

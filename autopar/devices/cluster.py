@@ -25,6 +25,10 @@ class Link:
     bytes_per_s: float
     source: str
 
+    def faster(self, factor: float) -> Link:
+        """Return the link with ``factor`` times the bandwidth."""
+        return replace(self, bytes_per_s=factor * self.bytes_per_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -77,6 +81,15 @@ class Network:
         i = max(1, min(bisect.bisect_left(self.nodes, nodes), len(self.nodes) - 1))
         (n0, n1), (b0, b1) = self.nodes[i - 1 : i + 1], known[i - 1 : i + 1]
         return b0 * (b1 / b0) ** (math.log(nodes / n0) / math.log(n1 / n0))
+
+    def faster(self, intra: float, inter: float) -> Network:
+        """Return the network with multiples of the bandwidths of one node and of several."""
+        factors = [inter if nodes > 1 else intra for nodes in self.nodes]
+        gather, reduce = (
+            tuple(factor * bus for factor, bus in zip(factors, curve, strict=True))
+            for curve in (self.gather, self.reduce)
+        )
+        return replace(self, gather=gather, reduce=reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +154,15 @@ class Gpu:
         if self.measured is not None:
             return max(self.peak_flops[dtype], self.measured.fastest_flops_per_s(dtype))
         return max(self.flops_per_s(dtype), self.attention_flops_per_s(dtype))
+
+    def faster(self, arithmetic: float, memory: float) -> Gpu:
+        """Return the GPU with multiples of its FLOP/s and of its memory bandwidth."""
+        return replace(
+            self,
+            peak_flops={name: arithmetic * flops for name, flops in self.peak_flops.items()},
+            memory_bytes_per_s=memory * self.memory_bytes_per_s,
+            measured=self.measured and self.measured.faster(arithmetic, memory),
+        )
 
     @property
     def bytes_per_s(self) -> float:
@@ -299,6 +321,23 @@ class Cluster:
         """Return the one of ``smaller_clusters`` that has ``count`` devices, for a plan that leaves the others idle; or else this
         cluster."""
         return next((fewer for fewer in self.smaller_clusters() if fewer.count == count), self)
+
+    def faster(
+        self, *, arithmetic: float = 1.0, memory: float = 1.0, intra: float = 1.0, inter: float = 1.0
+    ) -> Cluster:
+        """Return the cluster with multiples of its FLOP/s, its memory bandwidth, and the bandwidths of the links inside nodes and between
+        them; latencies stay. Measured collectives, which don't tell links apart, change with ``intra``."""
+        factors = {"arithmetic": arithmetic, "memory": memory, "intra": intra, "inter": inter}
+        return replace(
+            self,
+            gpu=self.gpu.faster(arithmetic, memory),
+            intra=self.intra.faster(intra),
+            inter=self.inter.faster(inter),
+            network=self.network and self.network.faster(intra, inter),
+            collective_times=self.collective_times and self.collective_times.wider(intra),
+            parts=tuple(part.faster(**factors) for part in self.parts),
+            inter_part=self.inter_part and self.inter_part.faster(inter),
+        )
 
     def with_vendor_attention(self) -> Cluster:
         """Return the devices as trainers see them that call the vendor's attention kernels."""

@@ -5,9 +5,8 @@ Every number comes from a separate search with one change to the request. The se
 """
 
 from autopar.explain.changes import Change, suggest
-from autopar.explain.describe import describe
 from autopar.explain.nearby import nearby_batch
 from autopar.explain.report import Explanation, explain
 from autopar.explain.study import Study
 
-__all__ = ["Change", "Explanation", "Study", "describe", "explain", "nearby_batch", "suggest"]
+__all__ = ["Change", "Explanation", "Study", "explain", "nearby_batch", "suggest"]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import InfeasibleError
-from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
 from autopar.schedules import Schedule
 from autopar.search.bounds.cheap import cheap_bound
 from autopar.search.prices import Prices
 from autopar.search.problem import configurations
+from autopar.summary import describe, memory_bytes
 
 GAP = 0.02
 """The relative gap at which the search for an alternative stops."""

@@ -16,10 +16,10 @@ from typing import Any
 
 from autopar.devices import Cluster, hardware, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
-from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.pins import OWNERS
 from autopar.plan import Plan
+from autopar.summary import describe, memory_bytes
 from autopar.techniques import LAYER
 from autopar.techniques.technique import ANY, Context
 

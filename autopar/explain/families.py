@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.pins import OF_PLAN, OWNERS
 from autopar.plan import DEGREES, REPLICATING, Plan
 from autopar.schedules import CHIMERA, DUALPIPE_V, INTERLEAVED, SPLIT, ZERO_BUBBLE, ZERO_BUBBLE_V
+from autopar.summary import describe, memory_bytes
 from autopar.techniques import LAYER
 
 Pins = dict[str, Any]

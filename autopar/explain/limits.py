@@ -13,9 +13,9 @@ from typing import Any
 
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.study import Study
 from autopar.plan import Plan
+from autopar.summary import describe, memory_bytes
 
 MORE_MEMORY_BYTES = 8_000_000_000
 FULL = 0.9
@@ -67,33 +67,14 @@ def faster_clusters(cluster: Cluster) -> list[tuple[str, str, Cluster]]:
     """Return (name, description, changed cluster) for each hardware limit that may bind; none for heterogeneous clusters."""
     if cluster.parts:
         return []
-    gpu = cluster.gpu
-    found = []
+    found: list[tuple[str, str, dict[str, float]]] = []
     if cluster.nodes > 1:
-        link = dataclasses.replace(cluster.inter, bytes_per_s=2 * cluster.inter.bytes_per_s)
-        changed = dataclasses.replace(cluster, inter=link)
-        if (network := cluster.network) is not None:
-            changed = dataclasses.replace(
-                changed,
-                network=dataclasses.replace(
-                    network,
-                    gather=tuple(b * (2 if n > 1 else 1) for n, b in zip(network.nodes, network.gather, strict=True)),
-                    reduce=tuple(b * (2 if n > 1 else 1) for n, b in zip(network.nodes, network.reduce, strict=True)),
-                ),
-            )
-        found.append(("network", "twice the bandwidth between nodes", changed))
+        found.append(("network", "twice the bandwidth between nodes", {"inter": 2}))
     if cluster.gpus_per_node > 1:
-        link = dataclasses.replace(cluster.intra, bytes_per_s=2 * cluster.intra.bytes_per_s)
-        times = cluster.collective_times and cluster.collective_times.wider(2)
-        changed = dataclasses.replace(cluster, intra=link, collective_times=times)
-        found.append(("node_links", "twice the bandwidth inside a node", changed))
-    peak, ops = {name: 1.1 * flops for name, flops in gpu.peak_flops.items()}, gpu.measured
-    faster = dataclasses.replace(gpu, peak_flops=peak, measured=ops and ops.faster(arithmetic=1.1))
-    found.append(("arithmetic", "10 % faster matrix products", dataclasses.replace(cluster, gpu=faster)))
-    memory = 1.1 * gpu.memory_bytes_per_s
-    wider = dataclasses.replace(gpu, memory_bytes_per_s=memory, measured=ops and ops.faster(memory=1.1))
-    found.append(("memory_bandwidth", "10 % more memory bandwidth", dataclasses.replace(cluster, gpu=wider)))
-    return found
+        found.append(("node_links", "twice the bandwidth inside a node", {"intra": 2}))
+    found.append(("arithmetic", "10 % faster matrix products", {"arithmetic": 1.1}))
+    found.append(("memory_bandwidth", "10 % more memory bandwidth", {"memory": 1.1}))
+    return [(name, change, cluster.faster(**factors)) for name, change, factors in found]
 
 
 def memory_step_bytes(limit: int) -> int:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.explain.alternatives import Alternatives, alternatives
-from autopar.explain.describe import describe, memory_bytes
 from autopar.explain.families import Family, definitions, family
 from autopar.explain.limits import Binding, Price, bindings, prices
 from autopar.explain.study import Study
 from autopar.plan import Plan
+from autopar.summary import describe, memory_bytes
 
 ALTERNATIVES = 10
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.explain import describe
 from autopar.plan import LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
+from autopar.summary import describe
 
 MAX_ACTIONS = 40_000
 """Maximum number of actions on a page; more would make it larger than 2 MB and slow."""

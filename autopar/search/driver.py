@@ -30,7 +30,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
-from autopar.plan import PinPrice, Plan, Role
+from autopar.plan import Alternative, PinPrice, Plan, Role
 from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import copies_of
 from autopar.search.bounds.cheap import cheap_bound
@@ -51,10 +51,12 @@ from autopar.search.problem import (
     no_copies_error,
     under_other_schedules,
 )
-from autopar.search.simplicity import simplest
+from autopar.search.robustness import hardened
+from autopar.search.simplicity import Simplest, simplest
 from autopar.search.state import State
 from autopar.search.steps import advance, decided, improve_early, may_segment, proved_infeasible, segmented
 from autopar.search.tables import Instance
+from autopar.summary import degrees
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
@@ -66,6 +68,9 @@ SCHEDULES_SHARE, SCHEDULES_BEFORE_SEQUENCES_SHARE, REST_SHARE = 0.4, 0.75, 0.25
 """Shares of the time limit. Further configurations (``Further``) are opened at the latest when less than such a share is left: other
 schedules with even stages at the first share (at the second, if sequence parallelism in all layers follows), then sequence parallelism and
 uneven stages at the third."""
+
+ALTERNATIVES = 2
+"""The number of alternatives that a plan names."""
 
 LAST_SHARE = 0.1
 """The last share of the time limit, in which early solutions close to the incumbent are improved first (``improve_early``)."""
@@ -467,7 +472,10 @@ def _take_least_memory(graph: Graph, state: State, instances: list[Instance]) ->
 
 
 def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Plan:
-    found = simplest(graph, state)
+    found, sensitivity, others = simplest(graph, state), None, tuple[Simplest, ...]()
+    if state.options.within > 0:
+        hard = hardened(graph, cluster, state, found)
+        found, sensitivity, others = hard.chosen, hard.sensitivity, hard.others
     priced, state.step_s = found.plan, found.fastest_s
     bound, step_s = min(state.bound_s, state.step_s), priced.cost.step_time_s
     gap = max(0.0, 1 - bound / step_s) if step_s > 0 else 0.0
@@ -479,16 +487,19 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         time.monotonic() - started,
         peak_memory_bytes(),
     )
-    plan = make_plan(
-        graph,
-        cluster,
-        state.pricer,
-        priced,
-        precision=state.options.precision,
-        limits=found.instance.placement.limit,
-        proof=proof,
-    )
-    return replace(plan, faster_s=state.step_s)
+
+    def planned(one: Simplest, proof: Proof) -> Plan:
+        limits, precision = one.instance.placement.limit, state.options.precision
+        return make_plan(graph, cluster, state.pricer, one.plan, precision=precision, limits=limits, proof=proof)
+
+    plan = planned(found, proof)
+    alternatives = {degrees(other): other for one in reversed(others) if (other := planned(one, Proof(0.0, 1.0, "")))}
+    nearest = [
+        Alternative(words, other.prediction.step_time_s)
+        for words, other in reversed(alternatives.items())
+        if words != degrees(plan)
+    ]
+    return replace(plan, faster_s=state.step_s, sensitivity=sensitivity, alternatives=tuple(nearest[:ALTERNATIVES]))
 
 
 def _may_gain_from_less_data(state: State, priced: PricedPlan) -> bool:

@@ -337,6 +337,7 @@ def make_plan(
         allow=(*graph.allow, *deviations(sync, kinds)),
         nvme_path=cluster.nvme_path if any(s.options.on_nvme for s in kinds) else "",
         gpus_per_node=cluster.node_size,
+        tokens_per_row=graph.tokens // graph.batch_size,
     )
 
 

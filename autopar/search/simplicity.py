@@ -125,18 +125,30 @@ class Simplifier:
     def simplest(self, fastest: PricedPlan, instance: Instance) -> tuple[PricedPlan, Instance]:
         """Return the simplest plan found, and the instance of its configuration."""
         best = self._polished(instance, fastest), instance
-        found = self.complexity(best[0].config, best[0].strategies)
-        for config, known in self._configurations(found):
-            if time.monotonic() >= self.deadline or least_complexity(config) >= found:
+        key = self._key(best[0])
+        for config, known in self._configurations(key[0]):
+            if time.monotonic() >= self.deadline or least_complexity(config) >= key[0]:
                 break
             priced = known or self.state.prices.instance(config)
             for plan in self._uniform(priced) if priced is not None else ():
                 assert priced is not None
                 polished = self._polished(priced, plan)
-                key = self.complexity(config, polished.strategies)
-                if (key, polished.cost.step_time_s) < (found, best[0].cost.step_time_s):
-                    best, found = (polished, priced), key
+                if (simpler := self._key(polished)) < key:
+                    best, key = (polished, priced), simpler
         return best
+
+    def simplest_here(self, graph: Graph, instance: Instance, plan: PricedPlan) -> PricedPlan | None:
+        """Return the simplest plan found in the configuration of ``plan``; ``None`` if it is not within the tolerance."""
+        tried = [self._polished(instance, each) for each in (plan, *self._uniform(instance))]
+        complete = _complete(graph, instance, min(tried, key=self._key))
+        return complete if complete.cost.step_time_s <= self.limit_s else None
+
+    def is_as_simple(self, plan: PricedPlan, other: PricedPlan) -> bool:
+        """Return whether a plan is no more complex than another."""
+        return self._key(plan)[0] <= self._key(other)[0]
+
+    def _key(self, plan: PricedPlan) -> tuple[Complexity, float]:
+        return self.complexity(plan.config, plan.strategies), plan.cost.step_time_s
 
     def _configurations(self, found: Complexity) -> list[tuple[Configuration, Instance | None]]:
         """Return the configurations that may have a plan simpler than ``found`` within the tolerance, the simplest first."""
@@ -341,12 +353,30 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Simplest:
-    """The simplest plan, the instance of its configuration, and the step time of the fastest plan found."""
+    """The simplest plan, the instance of its configuration, and the fastest plan found; a further ``reason`` not to take that one."""
 
     plan: PricedPlan
     instance: Instance
-    fastest_s: float
-    notes: tuple[str, ...] = ()
+    fastest: PricedPlan
+    search: Simplifier
+    reason: str = ""
+
+    @property
+    def fastest_s(self) -> float:
+        return self.fastest.cost.step_time_s
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the fastest plan gains, and what it costs, if this is another one."""
+        gain = 1 - self.fastest.cost.step_time_s / self.plan.cost.step_time_s
+        if gain <= 0:
+            return ()
+        before, after = (self.search.complexity(each.config, each.strategies) for each in (self.fastest, self.plan))
+        reasons = [f"has {more}"] if (more := before.difference(after)) else []
+        reasons += [self.reason] if self.reason else []
+        fast = f"the fastest plan found takes {gain:.2%} less ({seconds(self.fastest.cost.step_time_s)})"
+        why = f", but {' and '.join(reasons)}" if reasons else ""
+        return (f"{fast}{why}: {_shape(self.fastest)}; --within 0% (within=0) selects it",)
 
 
 def simplest(graph: Graph, state: State) -> Simplest:
@@ -354,26 +384,19 @@ def simplest(graph: Graph, state: State) -> Simplest:
     (``SearchOptions.within``)."""
     assert state.best is not None
     instance, solution = state.best
-    fastest, within = _complete(graph, instance, simplified(instance, solution)), state.options.within
-    if within <= 0:
-        return Simplest(fastest, instance, fastest.cost.step_time_s)
-    limit_s = (1 + within) * fastest.cost.step_time_s
+    fastest = completed(graph, instance, solution)
+    limit_s = (1 + state.options.within) * fastest.cost.step_time_s
     deadline = time.monotonic() + TIME_SHARE * state.options.time_limit_s
     search = Simplifier(state, tuple(layer.cls for layer in graph.layers), limit_s, deadline)
+    if state.options.within <= 0:
+        return Simplest(fastest, instance, fastest, search)
     plan, where = search.simplest(fastest, instance)
     complete = _complete(graph, where, plan)
     before, after = (search.complexity(each.config, each.strategies) for each in (fastest, complete))
     steps = fastest.cost.step_time_s, complete.cost.step_time_s
     if (after, steps[1]) >= (before, steps[0]) or steps[1] > limit_s:
-        return Simplest(fastest, instance, fastest.cost.step_time_s)
-    if complete.cost.step_time_s <= fastest.cost.step_time_s:
-        return Simplest(complete, where, complete.cost.step_time_s)
-    gain = 1 - fastest.cost.step_time_s / complete.cost.step_time_s
-    note = (
-        f"the fastest plan found takes {gain:.2%} less ({seconds(fastest.cost.step_time_s)}), but has {before.difference(after)}: "
-        f"{_shape(fastest)}; --within 0% (within=0) selects it"
-    )
-    return Simplest(complete, where, fastest.cost.step_time_s, (note,))
+        return Simplest(fastest, instance, fastest, search)
+    return Simplest(complete, where, min(fastest, complete, key=lambda each: each.cost.step_time_s), search)
 
 
 def _shape(plan: PricedPlan) -> str:
@@ -383,6 +406,11 @@ def _shape(plan: PricedPlan) -> str:
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh)
     stages = f", {schedule.stages} stages under {schedule.name}" if schedule.stages > 1 else ""
     return f"{axes}, {schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}{stages}"
+
+
+def completed(graph: Graph, instance: Instance, solution: Solution) -> PricedPlan:
+    """Return the plan of a solution, without techniques that gain nothing."""
+    return _complete(graph, instance, simplified(instance, solution))
 
 
 def _complete(graph: Graph, instance: Instance, plan: PricedPlan) -> PricedPlan:

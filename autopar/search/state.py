@@ -30,6 +30,9 @@ from autopar.search.tables import Instance
 NEARLY_CLOSED = 0.05
 """Sequence parallelism in all layers may be opened once open configurations can shorten the step by at most this share."""
 
+KEPT = 0.1
+"""Solutions that are more than this much slower (relative) than the incumbent are not kept beside it."""
+
 OPENING_SHARE = 0.15
 """The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
 
@@ -84,6 +87,8 @@ class State:
     closed_s: float = np.inf
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
+    offers: dict[Configuration, tuple[float, Instance, Solution]] = field(default_factory=dict)
+    """The fastest solution of each configuration with its step time, as far as that is at most ``KEPT`` longer than the best one's."""
     counter: itertools.count[int] = field(default_factory=itertools.count)
     to_improve: list[tuple[float, int, Instance]] = field(default_factory=list)
     """A heap of early solutions (``steps``) that can be improved: seconds, number, and configuration."""
@@ -209,9 +214,12 @@ class State:
         """Take a solution as incumbent, if it fits and its exact step time is the best so far."""
         solution = all_regrouped(instance, solution)
         step = cost(instance, solution).step_time_s
-        if step < self.step_s and fits(instance, solution):
-            self.step_s, self.best = step, (instance, solution)
-            self.say(f"{step:.6g} s: {instance.config}")
+        known_s = self.offers[instance.config][0] if instance.config in self.offers else np.inf
+        if step < min(known_s, (1 + KEPT) * self.step_s) and fits(instance, solution):
+            self.offers[instance.config] = step, instance, solution
+            if step < self.step_s:
+                self.step_s, self.best = step, (instance, solution)
+                self.say(f"{step:.6g} s: {instance.config}")
 
     def say(self, text: str) -> None:
         if self.options.progress is not None:

@@ -10,13 +10,12 @@ from typing import Any, Protocol
 
 from autopar.devices import Cluster, hardware, parse
 from autopar.errors import AutoparError, BatchError, UsageError
-from autopar.explain import describe
-from autopar.explain.describe import memory_bytes
 from autopar.explain.study import PricerOf, shared_pricers
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import find_plan
 from autopar.search import SearchOptions
+from autopar.summary import describe, memory_bytes
 
 HOUR_S = 3600.0
 BILLION = 1e9

@@ -19,7 +19,6 @@ from autopar.capture import capture, flatten_batch
 from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import InfeasibleError
-from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS, Plan
 from autopar.planning import plan_model
@@ -28,6 +27,7 @@ from autopar.program.parameters import aligned
 from autopar.run import remote
 from autopar.search import SearchOptions, manual_plan
 from autopar.shard import annotate
+from autopar.summary import describe
 from autopar.workload import Workload
 
 WIDTH = 512

@@ -64,6 +64,9 @@ class Devices:
 
     fastest_flops_per_s = peak_flops
 
+    def faster(self, *, arithmetic: float = 1.0, **links: float) -> Devices:
+        return replace(self, slower=self.slower / arithmetic)
+
     def __str__(self) -> str:
         return f"{self.count} synthetic devices"
 

@@ -9,12 +9,12 @@ from price_models import chain, mlp, solve_mlp, time_s
 
 from autopar.devices import Cluster, Gpu, Link, parse
 from autopar.errors import UsageError
-from autopar.explain.describe import describe
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.collectives import overlapped_s
 from autopar.search import SearchOptions, price_pins, reprice, search
+from autopar.summary import describe
 from autopar.techniques.sync import ALL_REDUCE, PARAMETER_SERVER
 from autopar.types import Collective
 

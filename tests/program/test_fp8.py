@@ -22,7 +22,6 @@ from autopar.checks.collectives import check_collectives
 from autopar.checks.types import check_program
 from autopar.devices import parse
 from autopar.emit import emit
-from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.measure import compare
 from autopar.ops.experts import Experts
@@ -34,6 +33,7 @@ from autopar.program.kernels_fp8 import BACKWARD, FORWARD, scaled
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
+from autopar.summary import describe
 from autopar.workload import Workload
 from passes.float8 import float8_pass
 

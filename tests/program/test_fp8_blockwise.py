@@ -23,7 +23,6 @@ from autopar.devices import constants
 from autopar.devices.measured import PRODUCT
 from autopar.emit import emit
 from autopar.errors import UsageError
-from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.ops.experts import Experts
 from autopar.ops.facts import facts
@@ -38,6 +37,7 @@ from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
 from autopar.search.numerics import Numerics
 from autopar.shard import annotate
+from autopar.summary import describe
 
 # -- tiles -----------------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from autopar.checks.types import check_program
 from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, UsageError
-from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.measure import compare
 from autopar.plan import Plan, Role, Strategy
@@ -39,6 +38,7 @@ from autopar.search import SearchOptions, make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
 from autopar.search.strategies import candidates
 from autopar.shard import annotate
+from autopar.summary import describe
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
 from autopar.verify import verify

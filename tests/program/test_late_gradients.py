@@ -16,10 +16,10 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import emit
 from autopar.errors import UsageError
-from autopar.explain.describe import describe
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
+from autopar.summary import describe
 from autopar.techniques import SYNC
 from autopar.verify import verify
 

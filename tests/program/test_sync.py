@@ -19,12 +19,12 @@ from autopar.capture import capture
 from autopar.checks.collectives import check_collectives
 from autopar.emit import emit
 from autopar.errors import LaunchError, ProgramError, UsageError
-from autopar.explain.describe import describe
 from autopar.graph import Graph
 from autopar.plan import Plan, Role, Strategy
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
+from autopar.summary import describe
 
 Batch = dict[str, Tensor]
 Fault = tuple[str, str, str]

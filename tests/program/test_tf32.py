@@ -13,13 +13,13 @@ from workers import WorkerPool
 
 from autopar.devices import parse
 from autopar.emit import emit
-from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.planning import plan_model
 from autopar.precision import TF32
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
+from autopar.summary import describe
 from autopar.verify import remote
 from autopar.workload import Workload
 

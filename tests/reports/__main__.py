@@ -191,6 +191,10 @@ REPORTS = {
         "the page of `autopar ui` in a browser: checks and pictures (chromium; minutes)", (program("ui_page"),)
     ),
     "validation": Report("the cost model against published measurements", (program("validation_page"),)),
+    "robustness": Report(
+        "plans under perturbed price tables: what they lose to the best plans there (half an hour)",
+        (program("robustness"),),
+    ),
     "simplicity": Report(
         "the simplest plan within 1 % of the fastest, for fifty requests (a quarter of an hour)",
         (program("simplicity"),),

@@ -29,7 +29,6 @@ from places import EVIDENCE
 from autopar.capture import capture
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError
-from autopar.explain import describe
 from autopar.graph import Graph
 from autopar.pins import LayerPins
 from autopar.plan import Plan, Role, Strategy
@@ -40,6 +39,7 @@ from autopar.search.manual import even_cuts
 from autopar.search.problem import divisors, meshes, tied_groups
 from autopar.search.strategies import candidates, context_of
 from autopar.shard import annotate
+from autopar.summary import describe
 from autopar.zoo import build
 
 BUCKETS = 200

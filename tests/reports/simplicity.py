@@ -23,7 +23,7 @@ from autopar.planning import capture_model
 from autopar.price import Pricer
 from autopar.search import SearchOptions
 from autopar.search.driver import explore
-from autopar.search.simplicity import Simplifier, simplest, simplified
+from autopar.search.simplicity import Simplifier, simplest
 from autopar.workload import Workload
 from autopar.zoo import find
 from autopar.zoo.hf import build_config
@@ -73,9 +73,9 @@ def work(case: dict[str, Any], limit_s: float) -> dict[str, Any]:
         return case | {"error": error.message}
     assert state.best is not None
     searched_s = time.monotonic() - started
-    fastest, found = simplified(*state.best), simplest(graph, state)
+    found = simplest(graph, state)
     names = Simplifier(state, tuple(layer.cls for layer in graph.layers), 0.0, 0.0)
-    before, after = (names.complexity(plan.config, plan.strategies) for plan in (fastest, found.plan))
+    before, after = (names.complexity(plan.config, plan.strategies) for plan in (found.fastest, found.plan))
     return case | {
         "fastest": dataclasses.asdict(before),
         "simplest": dataclasses.asdict(after),

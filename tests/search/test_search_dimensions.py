@@ -10,7 +10,6 @@ import pytest
 from price_models import chain, mlp, solve_mlp
 
 from autopar.devices import parse
-from autopar.explain.describe import describe
 from autopar.plan import NARROW, Axis, Plan, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import INTERLEAVED, SPLIT, ZERO_BUBBLE, Schedule
@@ -18,6 +17,7 @@ from autopar.search import SearchOptions, evaluate, make_mesh, search
 from autopar.search.manual import even_cuts
 from autopar.search.problem import configurations
 from autopar.search.strategies import candidates, context_of
+from autopar.summary import describe
 
 LAYERS, BATCH = 8, 32
 GRAPH = chain(mlp(BATCH, 128, 256, 1024), LAYERS)

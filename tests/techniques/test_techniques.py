@@ -12,7 +12,6 @@ import pytest
 from exactness import subject
 
 from autopar.errors import UsageError
-from autopar.explain.describe import describe
 from autopar.pins import OWNERS, PINS, LayerPins, PlanPins
 from autopar.plan import ALLOWED, Plan, Role, Strategy, deviations
 from autopar.plan_schema import check_plan
@@ -23,6 +22,7 @@ from autopar.search.manual import make_mesh
 from autopar.search.numerics import allowed_numerics
 from autopar.search.options import pins_by_layer
 from autopar.search.strategies import candidates, context_of
+from autopar.summary import describe
 from autopar.techniques import (
     ALL,
     BY_NAME,

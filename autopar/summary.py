@@ -1,15 +1,17 @@
-"""Describes a plan in one line."""
+"""Describes a plan in one line: in autopar's words (``describe``), and in Megatron's (``parallelism``)."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from autopar.plan import (
+    BATCHES,
     DEGREES,
     MICROBATCH_STATISTICS,
     NARROW,
     REPLICATING,
     Plan,
+    Role,
     Strategy,
 )
 from autopar.precision import FP8_RECIPES, TF32
@@ -50,6 +52,50 @@ def describe(plan: Plan) -> str:
         if name in plan.allow
     ]
     return ", ".join(parts)
+
+
+LEGEND = {
+    "PP": "pipeline stages",
+    "VPP": "virtual stages per device",
+    "DP": "data parallelism",
+    "CP": "context parallelism (ring attention)",
+    "Ulysses": "sequence parallelism with all-to-alls around attention",
+    "TP": "tensor parallelism",
+    "EP": "expert parallelism",
+    "ZeRO 1": "optimizer states are sharded",
+    "ZeRO 2": "optimizer states and gradients are sharded",
+    "ZeRO 3": "parameters, gradients and optimizer states are sharded (FSDP)",
+}
+"""The abbreviations of ``degrees``."""
+
+
+def parallelism(plan: Plan) -> str:
+    """Return ``degrees``, and the number of layers that have others."""
+    common, count = Counter(layer.strategy for layer in plan.layers).most_common(1)[0]
+    others = len(plan.layers) - count
+    return degrees(plan, common) + (f" ({others} of {len(plan.layers)} layers differ)" if others else "")
+
+
+def degrees(plan: Plan, strategy: Strategy | None = None) -> str:
+    """Return the degrees of most layers, or of ``strategy``, in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3,
+    microbatch size 1"."""
+    common = strategy or Counter(layer.strategy for layer in plan.layers).most_common(1)[0][0]
+    mesh, virtual = plan.mesh, f" x VPP {plan.chunks}" * (plan.chunks > 1)
+    data = [role for role in Role if role.dense is Role.DATA]
+    found = {"DP": common.degree(mesh, *data), "CP": common.degree(mesh, *DEGREES["ring"])}
+    found["Ulysses"] = common.degree(mesh, *DEGREES["ulysses"])
+    found["2D or 3D TP"] = common.degree(mesh, *(role for role in Role if role.gathers_parameters))
+    found["TP"] = common.degree(mesh, *DEGREES["tensor"])
+    words = [f"{name} {degree}" for name, degree in found.items() if degree > 1]
+    if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
+        words[-1] += " with sequence parallelism"
+    if (experts := common.degree(mesh, *DEGREES["expert"])) > 1:
+        words.append(f"EP {experts}")
+    pipeline = [f"PP {plan.pipeline}{virtual}"] if plan.pipeline > 1 else []
+    rows = plan.global_batch // (plan.microbatches * common.degree(mesh, *BATCHES))
+    details = [f"ZeRO {common.zero}"] if common.degree(mesh, *REPLICATING) > 1 else []
+    details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
+    return ", ".join([" x ".join([*pipeline, *words]) or "none", *details, f"microbatch size {rows}"])
 
 
 def _techniques(plan: Plan) -> list[str]:
