@@ -57,7 +57,7 @@ versions: $(STAMP) ## a part of the tests under versions of Python and torch, th
 	@$(BIN)/python tests/reports versions
 
 docs: $(STAMP) ## the documentation as a site, in build/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/zensical build --strict
 
 page: ## the script of the pages that `autopar report` writes, from autopar/report/web and npm's packages
 	cd autopar/report/web && npm ci --ignore-scripts --no-audit --no-fund && npm run build

@@ -115,7 +115,7 @@ class ParallelPins:
                 others = [other.partition(":")[0] for other in decided[conflict.other]]
                 if name in conflict.values and set(others) <= set(conflict.others):
                     raise UsageError(
-                        f"{technique.name}={value} does not go with {conflict.other}={others[0]}, to which {layer} is pinned",
+                        f"{technique.name}={value} cannot be combined with {conflict.other}={others[0]}, to which {layer} is pinned",
                         f"leave one of the two out: {conflict.why}",
                     )
         check_sharding(plan, layer, self.zero or 0, self.replicate or 1)

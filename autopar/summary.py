@@ -73,9 +73,7 @@ def parallelism(plan: Plan) -> str:
     """Return ``degrees``, and the number of layers that have others."""
     common, count = Counter(layer.strategy for layer in plan.layers).most_common(1)[0]
     others = len(plan.layers) - count
-    return degrees(plan, common) + (
-        f" ({others} layer{'s' * (others > 1)} of {len(plan.layers)} otherwise)" if others else ""
-    )
+    return degrees(plan, common) + (f" ({others} of {len(plan.layers)} layers differ)" if others else "")
 
 
 def degrees(plan: Plan, strategy: Strategy | None = None) -> str:

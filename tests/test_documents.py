@@ -1,10 +1,10 @@
-"""The documents: what they show runs, their site builds without a warning and loads nothing, the messages that they name exist."""
+"""The documents: what they show runs, their site builds, its links exist and it loads nothing, the messages that they name exist."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from typing import Any
 
 import documents
 import pytest
+import quoted_page
 import torch
 from documents import Block
 from places import DOCS, ROOT
@@ -69,7 +70,7 @@ def _program(folder: Path) -> dict[str, Any]:
 GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md": _readme,
     "docs/guide/checkpoints.md": _weights,
-    "docs/guide/concepts.md": _precision,
+    "docs/reference/numerics.md": _precision,
     "docs/guide/data.md": _rows,
     "docs/guide/faults.md": _program,
 }
@@ -136,15 +137,44 @@ def test_output_is_compared(shown: str, printed: str, same: bool) -> None:
 # -- the site --
 
 
-def test_the_site_builds_without_a_warning_and_loads_nothing(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(build, cwd=ROOT, env=quiet, capture_output=True, text=True)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) > len(list(DOCS.rglob("*.md"))) - 1
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built from a copy of the documents; a link to a page or a heading that doesn't exist ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(DOCS, folder / "docs")
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "build" / "docs"
+
+
+def test_the_site_has_every_page_in_its_navigation(site: Path) -> None:
+    """Each page has the whole navigation; this one links to few others by itself."""
+    page = site / "evidence" / "volumes.html"
+    targets = re.findall(r'href="([^"#:]+)', page.read_text())
+    linked = {str((page.parent / target).resolve().relative_to(site)) for target in targets}
+    for path in DOCS.rglob("*.md"):
+        name = str(path.relative_to(DOCS))
+        html = name.replace("README.md", "index.html") if path.name == "README.md" else name.replace(".md", ".html")
+        assert html in linked, name
+
+
+def test_the_site_links_to_files_that_exist(site: Path) -> None:
+    """Pictures and entries of the navigation, too, which the build doesn't check."""
+    for page in site.rglob("*.html"):
+        for target in re.findall(r'(?:href|src)="([^"#?:]+)["#?]', page.read_text()):
+            if page.name != "404.html":  # whose links are the server's
+                path = page.parent / target
+                assert (path / "index.html" if path.is_dir() else path).is_file(), f"{page.relative_to(site)}: {target}"
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) >= len(list(DOCS.rglob("*.md")))
     loaded = re.compile(r"""(?:<(?:script|img|iframe)[^>]*\ssrc|<link[^>]*\shref|url\()=?["'(]?(?:https?:)?//""")
-    for path in [*pages, *tmp_path.rglob("*.css")]:
+    for path in [*pages, *site.rglob("*.css")]:
         assert not loaded.search(path.read_text()), path
 
 
@@ -152,6 +182,15 @@ def test_every_page_is_linked_from_the_index() -> None:
     text = (DOCS / "README.md").read_text()
     missing = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if f"({p.relative_to(DOCS)})" not in text]
     assert missing == ["README.md"], missing
+
+
+# -- figures --
+
+
+@pytest.mark.parametrize("page", quoted_page.PAGES, ids=lambda path: path.name)
+def test_a_page_quotes_what_the_evidence_says(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- quoted " in text and text == quoted_page.written(page), "make report NAME=quoted"
 
 
 # -- messages --

@@ -201,6 +201,7 @@ def test_no_packages_and_no_files_import_in_a_circle():
 # Imports of our own modules inside of functions: how many a file may have, and why. Everything else is imported at the top.
 IMPORTS_IN_FUNCTIONS = {
     "autopar/cli/app.py": (25, "`autopar --help` answers without torch: a command is imported when it runs"),
+    "autopar/cli/options.py": (1, "`autopar --help` answers without numpy; devices are read where they are given"),
     "autopar/doctor/run.py": (1, "`autopar doctor` says what is broken where torch cannot be imported"),
     "autopar/run/__init__.py": (1, "worker processes start without what only their parent needs"),
     "autopar/zoo/__init__.py": (1, "`autopar help models` lists the zoo without torch and transformers"),

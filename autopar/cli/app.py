@@ -11,7 +11,6 @@ import click
 
 import autopar
 from autopar.cli.options import (
-    DEVICES_HELP,
     MODEL_HELP,
     Commands,
     PinnedCommand,
@@ -22,6 +21,7 @@ from autopar.cli.options import (
     calibration_option,
     capture_check_option,
     count_option,
+    devices_option,
     init_option,
     joined,
     model_options,
@@ -113,7 +113,7 @@ command(
 
 command(
     "compare",
-    """Show two plans side by side, or your trainer's configuration beside better ones.
+    """Compare two plans, or your trainer's configuration with better ones.
 
     FIRST and SECOND are files of `autopar plan -o FILE` or `autopar price -o FILE`. Without SECOND, FIRST is a configuration file of your
     trainer (as for `autopar price --from`) for the model --model: it is compared with the fastest configuration of that trainer, with
@@ -125,7 +125,7 @@ command(
     click.argument("first"),
     click.argument("second", required=False),
     option("--model", "MODEL", "The model of the configuration FIRST."),
-    option("--devices", "SPEC", DEVICES_HELP),
+    devices_option(),
     batch_options,
     trainer_option,
     module="pricing",
@@ -357,7 +357,7 @@ command(
 
     The page is served on 127.0.0.1 until Ctrl-C. You choose a model or paste a config.json, choose devices and pin decisions; it shows the
     plan, its report, its program, and the cost of each pin. The printed address has a token, and the server refuses requests without it.
-    Each MODEL (file.py:factory) is offered beside the built-in models.""",
+    Each MODEL (file.py:factory) is offered in addition to the built-in models.""",
     ("ui", "ui model.py:factory --port 8080"),
     click.argument("model", nargs=-1, metavar="[MODEL]..."),
     count_option("--port", 0, "TCP port; 0 takes any free port.", least=0, most=65535),
@@ -449,7 +449,7 @@ command(
     the cost model of plans.""",
     ("dev sync 7B --devices 64xH100-80GB",),
     click.argument("parameters"),
-    option("--devices", "SPEC", DEVICES_HELP, required=True),
+    devices_option(required=True),
     precision_option,
     count_option("--steps", 8, "Steps between averages of local-steps:K.", metavar="K"),
     calibration_option,

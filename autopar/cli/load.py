@@ -30,9 +30,13 @@ from autopar.zoo.hf import batch_for, build_config
 _RETURNS = "a factory returns a torch.nn.Module, or (module, batch), or (module, batch, loss_fn)"
 
 
+MOST = 2**24
+"""Maximum sequence length in tokens, and global batch in rows. The longest published context is 10 million tokens (Llama 4 Scout)."""
+
+
 @dataclass(frozen=True)
 class SizeOptions:
-    """The sizes and the precision that the command line gives, or ``None``. Raises ``BatchError`` for a size below 1."""
+    """The sizes and the precision that the command line gives, or ``None``. Raises ``BatchError`` for a size below 1 or above ``MOST``."""
 
     seq: int | None = None
     global_batch: int | None = None
@@ -40,9 +44,10 @@ class SizeOptions:
 
     def __post_init__(self) -> None:
         for option, value in (("--seq", self.seq), ("--global-batch", self.global_batch)):
-            if value is not None and value < 1:
+            if value is not None and not 1 <= value <= MOST:
+                limit = "at least 1" if value < 1 else f"at most {MOST:,}"
                 raise BatchError(
-                    f"{option} is {value}, it must be at least 1", f"leave {option} out for the model's own"
+                    f"{option} is {value:,}, it must be {limit}", f"leave {option} out for the model's own"
                 )
 
 

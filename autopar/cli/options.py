@@ -110,7 +110,7 @@ class Share(click.ParamType):
         except ValueError:
             found = math.nan
         if not 0 <= found <= 1 or (found == 1 and text == number):  # "1" may be meant as 1 %
-            self.fail(f"{text} is no share from 0% to 100%: write 1% or 0.01", param, ctx)
+            self.fail(f"{text} is not a percentage from 0% to 100%: write 1% or 0.01", param, ctx)
         return found
 
 
@@ -137,7 +137,27 @@ def switch(names: str, help: str, value: bool = True) -> Callable[[Any], Any]:
     return click.option(*names.split(), is_flag=True, default=not value, flag_value=value, help=help)
 
 
+class DevicesText(click.ParamType):
+    """A description of devices. A wrong one is refused before the command imports torch, which takes seconds."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text unchanged, or raise ``DeviceError``."""
+        from autopar.devices import check_text
+
+        check_text(value)
+        return str(value)
+
+
 DEVICES_HELP = "4 (of this machine), 8xH100-80GB, 128x8xH100-80GB (nodes x GPUs x kind), or a cluster.toml."
+
+
+def devices_option(required: bool = False) -> Callable[[Any], Any]:
+    """Return the option ``--devices``."""
+    return option("--devices", "SPEC", DEVICES_HELP, required=required, type=DevicesText())
+
+
 calibration_option = option(
     "--calibration",
     "FILE",
@@ -159,15 +179,15 @@ size_options = (
 allow_option = option(
     "--allow",
     "NAME",
-    "Allow plans that give up exactness, if they are faster or if no other fits. May be repeated; `autopar help exactness` lists "
-    "the names.",
+    "Allow this deviation from exact training, if it makes the plan faster or nothing else fits. May be repeated; "
+    "`autopar help exactness` lists the names.",
     multiple=True,
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
 )
 batch_options = joined(calibration_option, expert_loads_option, *size_options, precision_option, allow_option)
 model_options = joined(
     click.argument("model"),
-    option("--devices", "SPEC", DEVICES_HELP, required=True),
+    devices_option(required=True),
     batch_options,
 )
 
@@ -230,7 +250,7 @@ pin_option = option(
 )
 pin_options = joined(
     pin_option,
-    option("--memory-limit", "SIZE", "Most memory that a plan may use on one device, such as 40GB or 37GiB."),
+    option("--memory-limit", "SIZE", "Maximum memory that a plan may use on one device, such as 40GB or 37GiB."),
     switch(
         "--local-batch-norm",
         "Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
@@ -241,7 +261,7 @@ pin_options = joined(
     option(
         "--within",
         "SHARE",
-        "The plan is the simplest one whose step takes at most this much longer than the fastest plan's; 0 is the fastest plan. "
+        "Choose the simplest plan whose step takes at most this much longer than the fastest plan's; 0 chooses the fastest plan. "
         f"Default: {WITHIN:.0%}.",
         type=Share(),
     ),
@@ -282,7 +302,7 @@ type_check_option = switch(
 program_options = joined(model_options, pin_options, plan_file_option, capture_check_option, type_check_option)
 written_options = joined(
     option("--model", "MODEL", "The model of PLAN, if the plan does not name it."),
-    option("--devices", "SPEC", DEVICES_HELP),
+    devices_option(),
     batch_options,
     pin_options,
 )

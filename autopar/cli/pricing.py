@@ -64,7 +64,7 @@ def price_command(
         if source is not None or flags:
             if own or (source is not None and flags):
                 raise UsageError(
-                    f"{own[0] if own else 'flags after --'} beside a configuration, which fixes all decisions",
+                    f"{own[0] if own else 'flags after --'} conflicts with the configuration, which fixes all decisions",
                     "leave one out",
                 )
             found = configured(request, source, flags, messages)

@@ -3,6 +3,6 @@
 from autopar.devices.cluster import Cluster, Gpu, Link
 from autopar.devices.constants import Constant
 from autopar.devices.hardware import gpu_names
-from autopar.devices.parse import described, parse
+from autopar.devices.parse import check_text, described, parse
 
-__all__ = ["Cluster", "Constant", "Gpu", "Link", "described", "gpu_names", "parse"]
+__all__ = ["Cluster", "Constant", "Gpu", "Link", "check_text", "described", "gpu_names", "parse"]

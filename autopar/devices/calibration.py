@@ -29,7 +29,7 @@ from autopar.errors import DeviceError
 
 VERSION = 1
 VARIABLE = "AUTOPAR_CALIBRATION"
-_RERUN = "`autopar profile` measures this machine and writes the file anew"
+_RERUN = "`autopar profile` measures this machine and writes the file again"
 _MIN_COMPUTE_SHARE = 0.2  # minimum fraction of a measurement that counts as compute once the op's launch is subtracted
 
 

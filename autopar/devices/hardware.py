@@ -76,11 +76,11 @@ def find(name: str) -> str:
     if known is not None:
         return known
     folded = difflib.get_close_matches(_fold(name), _aliases(), n=4, cutoff=0.4)
-    near = list(dict.fromkeys(_aliases()[alias] for alias in folded)) or list(table())
+    near = list(dict.fromkeys(_aliases()[alias] for alias in folded))
+    names = f"the nearest names are {', '.join(near)}" if near else f"the known GPUs are {', '.join(table())}"
     raise DeviceError(
         f"the GPU {name!r} is not known",
-        f"the nearest names are {', '.join(near)}; any other GPU can be described in a TOML file with memory_gb, "
-        "memory_gb_per_s and peak_bf16_tflops",
+        f"{names}; any other GPU can be described in a TOML file with memory_gb, memory_gb_per_s and peak_bf16_tflops",
     )
 
 

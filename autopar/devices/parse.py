@@ -83,6 +83,7 @@ _FORMS = (
 )
 MOST = 2**20
 """Maximum number of devices; a search over many more takes too long."""
+_NUMBER = re.compile(r"[+-]?\d{1,40}")
 _MAX_BYTES = 2**20
 _MAX_GROUPS = 64
 _INTEGERS = ("nodes", "gpus_per_node", "nvlink_domain")
@@ -121,8 +122,7 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
         DeviceError: ``spec`` doesn't describe known devices, the memory limit is invalid, or the calibration is for other devices.
     """
     cluster = _parse(spec)
-    if cluster.count > MOST:
-        raise DeviceError(f"{cluster.count:,} devices are more than autopar plans for", f"ask for {MOST:,} at most")
+    _check_count(cluster.count)
     if not isinstance(spec, Cluster):
         cluster = apply_calibration(cluster, None if calibration is None else Path(calibration))
     if memory_limit_bytes is None:
@@ -145,6 +145,19 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
     return dataclasses.replace(cluster, memory_override_bytes=int(memory_limit_bytes))
 
 
+def check_text(text: str) -> None:
+    """Raise the ``DeviceError`` of ``parse(text)`` without importing torch, so that a wrong description is refused at once."""
+    text = text.strip()
+    _check_count(int(text) if _NUMBER.fullmatch(text) else _from_text(text).count)
+
+
+def _check_count(count: int) -> None:
+    if count <= 0:
+        raise DeviceError(f"the number of devices must be positive, not {count}", "ask for at least one device")
+    if count > MOST:
+        raise DeviceError(f"{count:,} devices are more than autopar plans for", f"ask for {MOST:,} at most")
+
+
 def _parse(spec: Any) -> Cluster:
     if isinstance(spec, Cluster):
         return spec
@@ -162,7 +175,7 @@ def _parse(spec: Any) -> Cluster:
 
 
 def _from_text(text: str) -> Cluster:
-    if re.fullmatch(r"[+-]?\d+", text):
+    if _NUMBER.fullmatch(text):
         return _local(int(text))
     if text.endswith(".toml"):
         return _from_file(Path(text))
@@ -207,8 +220,7 @@ def described(gpu: str, nodes: int, per_node: int, network: str = "") -> Cluster
 
 
 def _local(count: int) -> Cluster:
-    if count <= 0:
-        raise DeviceError(f"the number of devices must be positive, not {count}", "ask for at least one device")
+    _check_count(count)
     import torch
 
     if torch.cuda.is_available() and torch.cuda.device_count() >= count:

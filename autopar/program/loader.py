@@ -466,6 +466,8 @@ def _leaves(names: Any, sample: Any) -> Iterator[tuple[str, Any]]:
     elif names is not None:
         parts = (sample,) if isinstance(sample, Tensor) and len(names) == 1 else sample
         if not isinstance(parts, tuple | list) or len(parts) != len(names):
-            raise DataError(f"a sample is no tuple of {len(names)}", "samples have the structure of the model's batch")
+            raise DataError(
+                f"a sample is not a tuple of {len(names)}", "samples have the structure of the model's batch"
+            )
         for part, value in zip(names, parts, strict=True):
             yield from _leaves(part, value)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import math
 import os
 import sys
@@ -207,6 +207,8 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
             parser.error(
                 f"--{option.replace('_', '-')} {given} cannot be written: {there} is no folder that can be written to"
             )
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs a package: pip install tensorboard, or use --log-file")
     args.every, args.keep = args.every or recipe.every, args.keep or recipe.keep
     return args
 

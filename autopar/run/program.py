@@ -520,9 +520,13 @@ class Program:
         try:
             tensors = mapped(given)
         except (ValueError, OSError) as error:
-            raise UsageError(f"{given} cannot be read: {error}", "compile anew, or copy the whole folder") from error
+            raise UsageError(
+                f"{given} cannot be read: {error}", "compile the model again, or copy the whole folder"
+            ) from error
         if wrong := wrong_state(self._records, tensors):
-            raise UsageError(f"{given} has no weights of the model that was compiled: {wrong}", "compile anew")
+            raise UsageError(
+                f"{given} has no weights of the model that was compiled: {wrong}", "compile the model again"
+            )
         self._outside_program |= {name: tensors[name].clone() for name in names & tensors.keys()}
 
     def _state_file(self, folder: Path) -> str | None:

@@ -70,10 +70,22 @@ def _unmicrobatchable_reason(graph: Graph, index: int, cls: LayerClass) -> str:
     for one in conversions(cls.graph, (types,), flow):
         if not legal_over_microbatches(one.source[0], one.target[0], flow[one.value]):
             reader = nodes[one.readers[0][0]]
+            if (without := _reached_without_rule(nodes[one.value])) is not None:
+                return f"{name} needs the whole batch for {_described(without)}, an op without a sharding rule"
             return (
                 f"{name} needs the whole batch for {_described(nodes[one.value] if reader.op == 'output' else reader)}"
             )
     return ""
+
+
+def _reached_without_rule(value: fx.Node) -> fx.Node | None:
+    """Return the nearest op without a rule that depends on ``value``. The solver may gather its operand several ops earlier."""
+    reached = [value]
+    for node in reached:
+        if node.op == "call_function" and not has_rule(node):
+            return node
+        reached.extend(user for user in node.users if user not in reached)
+    return None
 
 
 def _described(node: fx.Node) -> str:

@@ -158,9 +158,7 @@ class Options(Facts):
                 return f"{technique.name} is {value!r}, not one of {', '.join(technique.names)}"
         for technique, value in self.chosen:
             if (found := conflict(technique, value, self.by_name)) is not None:
-                return (
-                    f"{technique.name}={value} does not go with {found.other}={self.by_name[found.other]}: {found.why}"
-                )
+                return f"{technique.name}={value} cannot be combined with {found.other}={self.by_name[found.other]}: {found.why}"
         return ""
 
 

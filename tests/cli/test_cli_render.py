@@ -66,7 +66,7 @@ def test_head_says_model_devices_and_mesh():
 def test_the_degrees_of_most_layers_are_in_megatrons_words():
     plan = make_plan()
     words = (
-        "PP 2 x DP 4 x TP 8 with sequence parallelism, ZeRO 1, recomputed, microbatch size 16 (2 layers of 8 otherwise)"
+        "PP 2 x DP 4 x TP 8 with sequence parallelism, ZeRO 1, recomputed, microbatch size 16 (2 of 8 layers differ)"
     )
     assert parallelism(plan) == words and "parallel   PP 2 x DP 4 x TP 8 with" in text(plan)
     ring = Strategy((Role.RING, Role.TENSOR_SEQUENCE_EXPERT))

@@ -309,6 +309,16 @@ def test_a_description_is_read_without_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize("devices", ["0", "-4", "9999999", "0x8xH100-80GB", "8xNOPE", "absent.toml", "9" * 5000])
+def test_the_command_line_refuses_devices_without_torch(devices):
+    code = (
+        "import sys\nfrom autopar.cli.app import cli\nfrom autopar.errors import DeviceError\n"
+        "try:\n    cli.main(['plan', 'llama3-8b', '--devices', sys.argv[1]], standalone_mode=False)\n"
+        "except DeviceError:\n    sys.exit('torch' in sys.modules)\nsys.exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, devices]).returncode == 0
+
+
 TWO_KINDS = """
 name = "two generations"
 between_gb_per_s = 40

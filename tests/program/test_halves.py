@@ -163,7 +163,11 @@ def test_layers_without_products_and_the_loss_stay_whole(tmp_path: Path) -> None
         ("llama", {"tensor": 2, "microbatches": 8}, "has an odd number of rows on each device in a microbatch"),
         ("llama", {"data": 2}, "has no collective to hide"),
         ("resnet", {"tensor": 2}, "from several rows of the batch|writes buffers"),
-        ("llama", {"tensor": 2, "recompute": "selective"}, "overlap=halves does not go with activations=selective"),
+        (
+            "llama",
+            {"tensor": 2, "recompute": "selective"},
+            "overlap=halves cannot be combined with activations=selective",
+        ),
         ("llama", {"tensor": 2, "pipeline": 2, "microbatches": 2, "schedule": "zero-bubble"}, "schedule=zero-bubble"),
     ],
     ids=["one row", "data", "batch norm", "selective", "split backward"],

@@ -198,7 +198,7 @@ def test_the_plan_says_what_it_is() -> None:
     [
         ({"data": 2, "sync": "stale:1"}, "sync=stale:1 is not exact"),
         (stale(1, data=2, zero=1), "needs unsharded parameters"),
-        (stale(1, data=2, pipeline=2, microbatches=2, schedule="chimera"), "does not go with schedule=chimera"),
+        (stale(1, data=2, pipeline=2, microbatches=2, schedule="chimera"), "cannot be combined with schedule=chimera"),
         (stale(1, data=2, precision="float16"), "is rescaled every step"),
         (ALLOW | {"data": 2, "sync": "stale"}, "must be one of"),
     ],

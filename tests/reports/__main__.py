@@ -137,6 +137,9 @@ REPORTS = {
         "the automatic layout on every cell of the published sweep", (program("published"),), options=False
     ),
     "plan-files": Report("plan files that attack the commands that read them (half an hour)", (program("plan_files"),)),
+    "quoted": Report(
+        "figures of the evidence that README.md and other pages quote", (program("quoted_page"),), options=False
+    ),
     "random-models": Report(
         "5,000 models drawn at random against eager PyTorch (an hour)",
         (program("random_models", "--count", "5000", "--seed", "0", "--results", "docs/evidence/random_models.jsonl"),),

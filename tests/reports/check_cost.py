@@ -116,32 +116,30 @@ def page(lines: list[dict[str, Any]], machine: str) -> str:
     )
     return f"""# The captured graph against the model
 
-A plan never changes what is computed, provided that the graph it is made for is the model. So `compile`, `plan`, `emit` and `run` hold the
-graph against the model before anything is planned, wherever the model has values, and say in `plan.notes` what came out.
+A plan never changes what is computed, provided that the captured graph equals the model. So `compile`, `plan`, `emit` and `run` compare the
+graph with the model before planning, if the model has values; a note of the plan has the result.
 
-**What is compared.** The model exactly as it was given (each module in its `train` or `eval` mode) runs two steps in eager
-PyTorch, on a copy, in float64, on 2 rows of the batch, with an update of the parameters between them; in the copy, tensors share
-memory as they do in the model. The model is captured for these rows, and the graph runs the same two steps. The loss, the gradient of
-every parameter, which parameters have none, and every buffer after each step must agree to 1e-9. Then a step of 3 rows, with each
-tensor's values in another order. The two graphs are held against the one that is planned, node by node: numbers may differ where they
-follow the number of rows, and nowhere else. Dropout has probability 0 in both, and other random numbers are a fixed pattern; that the
-graph has no dropout which the model does not ask for is compared by itself. Where the graph of a few rows is another one, or the model
-takes its own number of rows alone, the whole batch is compared, if it has at most 64 rows; of a larger batch the note names the first
-node that differs.
+**What is compared.** A copy of the model exactly as given (each module in its `train` or `eval` mode, with the same shared memory) runs
+two steps in eager PyTorch, in float64, on 2 rows of the batch, with a parameter update between them. The model is captured for these
+rows, and the graph runs the same two steps. The loss, the gradient of every parameter (or its absence), and every buffer after each step
+must agree to 1e-9. A step of 3 rows follows, with each tensor's values in another order. Then both graphs are compared with the graph
+of the full batch, node by node: numbers may differ only where they depend on the number of rows. Dropout has probability 0 in both runs,
+and other random numbers are a fixed pattern; a separate check finds dropout in the graph that the model does not have. If the graph of a
+few rows differs in structure, or the model runs only with its own number of rows, the full batch is compared, if it has at most 64 rows;
+otherwise the note names the first node that differs.
 
-**What a difference says.** It is a `CaptureError`: which gradient (or the loss, or a buffer) is off and by how much, the first
-value in the graph that the model does not compute, and the line of the model that it comes from. `autopar.opaque(module)` keeps
-the module at fault whole.
+**What a difference says.** A `CaptureError` names the gradient (or the loss, or a buffer) that differs and by how much, the first
+value in the graph that the model does not compute, and its line in the model. `autopar.opaque(module)` runs that module as one
+opaque op.
 
-**What is not compared.** A model whose buffers are on meta, or whose parameters are and take more than 64 MiB in float64; one
-that takes more than 16 GB with its gradients in float64, or more than 10^14 operations; one of
-more than 64 rows that takes no fewer. The plan says so, with the reason, in a note that begins with "{NOT_COMPARED}".
+**What is not compared.** A model whose buffers are on the meta device, or whose parameters are there and take more than 64 MiB in
+float64; one that takes more than 16 GB with its gradients in float64, or more than 10^14 operations; one of more than 64 rows that does
+not run with fewer. A note with the reason begins with "{NOT_COMPARED}".
 
-**What is refused.** A model that could be compared and does not run: it raises an error on the CPU, its loss is no number, or it cannot be
-copied. And a model that leaves state for its next call (in a global, an attribute of a class, a closure, a default
-argument), where that call needs them, or where nothing can be compared. A model that does not
-run in float64 is compared in its own precision, as far as that tells rounding from a fault. Precision itself is not compared:
-what a model casts to float32 in between is the program's to keep.
+**What is refused.** A model that could be compared and does not run: it raises an error on the CPU, its loss is not a number, or it
+cannot be copied. Also a model that leaves state for its next call (in a global, a class attribute, a closure, a default argument), if
+that call needs the state, or if nothing can be compared. A model that does not run in float64 is compared in its own precision, with
+a tolerance for rounding. Casts to float32 inside the model are part of the program and not compared.
 
 **Switching it off.** `capture_check=False` in Python, `--no-capture-check` on the command line; the plan says so, too.
 

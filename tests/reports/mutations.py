@@ -492,10 +492,10 @@ def page(lines: list[dict[str, Any]]) -> str:
     )
     return f"""# Mutations
 
-{len(lines)} faults put in on purpose, one at a time; {total} are caught. A fault in a rule is looked for by executing the rule on
-shards; one in the passes may stop emission, which holds shapes and types to each other; the structural check compares the emitted
-collectives with those that were priced; the type checker follows types; the exactness run compares numbers. A fault in capture has to be
-found by the comparison of the captured graph with the model, within one `compile`.
+{len(lines)} faults injected one at a time; {total} are caught. Faults in a rule are found by executing the
+rule on shards. Faults in passes may stop emission, which compares shapes with types. The structural check compares the emitted
+collectives with the priced ones, the type checker checks types, and the exactness run compares numbers. Faults in capture must be found
+by the comparison of the captured graph with the model, within one `compile`.
 
 | what is broken | where | {" | ".join(f"{who} ({counts[who]})" for who in CATCHERS)} |
 |---|---|{"---|" * len(CATCHERS)}

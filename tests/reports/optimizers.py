@@ -138,16 +138,16 @@ of the layers, and AdamW the rest: the program's optimizer is the list of the tw
 whose gradient is zero but for the rounding, as that of an attention's key bias: there its errors are the largest.
 
 {head}{rows}
-Muon and Adafactor look at whole tensors. Where the plan cuts a parameter, one rank has the whole of it, and updates it. The elements that
-each rank's optimizer updates, by rank:
+Muon and Adafactor read full tensors. If the plan shards a parameter, one rank gathers and updates it. The number of elements that each
+rank's optimizer updates:
 
 | model | plan | {" | ".join(WHOLE)} |
 |---|---|---|
 {shares}
-Muon computes in bfloat16 inside. Equal numbers round alike, and the numbers under two plans are equal but for about 1e-15 of themselves:
-they round differently only where one is that close to the middle between two bfloat16 numbers, which was in none of the cases. In float32
-they are equal but for about 1e-7, some round differently, and two plans then differ as two orders of summation do in bfloat16. The same
-loop on one device, with every element of every gradient changed at random by such a part of itself, ends at other values by:
+Muon computes in bfloat16 internally. In float64 the gradients under two plans agree to about 1e-15, so they round to different bfloat16
+numbers only within 1e-15 of a midpoint, which did not occur. In float32 they agree to about 1e-7: some numbers round differently, and two
+plans differ as two orders of summation in bfloat16 do. For comparison: the same loop on one device, with a random relative change of this
+size in every element of every gradient, ends at values that differ by:
 
 {head}{noises}
 Made by `make report NAME=optimizers` with torch {versions}, gloo, on CPUs, from the lines of [optimizers.jsonl](optimizers.jsonl). Do not

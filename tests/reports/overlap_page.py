@@ -24,25 +24,25 @@ Line = dict[str, Any]
 
 HEAD = """# Communication under computation, measured without a GPU
 
-Between processes of one machine communication is work of the processors that compute, so little is gained by hiding it. Here every process
-runs on a *limited node*: a network namespace of the machine with a link of a given rate (`tc`, a token bucket). A transfer then takes its
-time on the link and costs almost no processor time, as between machines. There is one process with one computing thread on each node.
-The thread gets an equal part of three quarters of the machine's processors, and no more (`cpu.cfs_quota_us`): a node that waits makes no
-other node faster. gloo's threads use the rest, and are not limited. Programs use gloo, float32 and AdamW.
+Between processes of one machine, communication uses the same processors as computation, so hiding it gains little. Here every process runs
+on a *limited node*: a network namespace with a link of a given rate (`tc`, a token bucket). A transfer then takes its time on the link and
+almost no processor time, as between machines. Each node has one process with one computing thread, which gets an equal share of three
+quarters of the machine's processors and no more (`cpu.cfs_quota_us`), so an idle node does not make others faster. gloo's threads use the
+rest, without a limit. Programs use gloo, float32 and AdamW.
 
-Programs take turns on the same nodes: a round visits each once, in an order drawn anew, and times some steps after one that is not
-timed. Times are medians over rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap's 95 % interval.
-Plans are priced by what was measured on the same links.
+Programs take turns on the same nodes: in each round every program runs once, in a new random order, with one warm-up step. Times are
+medians over rounds; ratios are medians over rounds of the ratio within a round, with a bootstrap's 95 % interval. Plans are priced with
+measurements of the same links.
 """
 
 FEATURES_HEAD = """
 ## With and without each kind of overlap
 
-The program without overlap has a few lines at the end of one file of its folder that take the overlap out: then both do the same
-arithmetic, and the losses of all their steps are equal in every bit, or the report fails. Or it is that of a plan with one other pin, which
-may add in another order: then the losses differ by rounding. Communication, and the
-share of it that runs under computation, are from torch's profiler over one more step of each program. A span of communication
-includes the wait for the slowest node; in a pipeline it is that of a send, until it is received.
+The program without overlap is the same program with a few lines at the end of one file that remove the overlap: both compute the same, and
+the report fails unless the losses of all steps are bitwise equal. Or it is the program of a plan with one other pin, which may sum in
+another order: then losses differ by rounding. Communication, and the share of it that is hidden, come from torch's profiler over one
+more step of each program. A span of communication includes the wait for the slowest node; in a pipeline it lasts from a send until it
+is received.
 """
 
 

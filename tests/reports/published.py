@@ -15,13 +15,12 @@ SCORED_GPUS = 128  # cells of more GPUs are reported apart: that network's sends
 
 HEAD = """# The automatic layout against 995 published ones
 
-For every cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (one model, one number of H100 nodes; nanotron) the search is
-restricted by pins to the layouts that were tried there (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation),
-with that trainer's kernels and overlaps; it chooses one of them, and the stage cuts. A layout that does not keep to the memory that a
-plan may fill with the trainer's own cuts is left out, for those are the cuts that were measured. *Regret* is the measured time of its
-choice over the best measured time, minus one. A choice that failed in the sweep (out of memory, or a crash of another cause) is called
-so, and the regret is then that of the fastest predicted layout that ran. The constants behind the prices were fitted with these rows in
-view
+For every cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (one model on one number of H100 nodes; nanotron), pins restrict
+the search to the measured layouts (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation), with that trainer's
+kernels and overlap. The search chooses one of them, and its pipeline stages. Layouts that exceed the memory limit with the trainer's own
+stages are excluded, because these stages were measured. *Regret* is the measured time of the choice over the best measured time, minus
+one. If the choice failed in the sweep (out of memory or another crash), the table says so, and the regret is that of the fastest
+predicted layout that ran. The constants of the cost model were fitted with these rows in view, so the figures are in-sample
 ([validation](validation.md)).
 """
 

@@ -173,3 +173,15 @@ def test_old_spellings_work_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     args = training.arguments(train_script.recipe())
     assert (args.dataset, args.log_file) == ("rows.pt", "log.jsonl")
     assert "--data is deprecated; use --dataset" in capsys.readouterr().err
+
+
+def test_tensorboard_without_its_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--dataset", "rows.pt", "--tensorboard", "board"])
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    with pytest.raises(SystemExit):
+        training.arguments(train_script.recipe())
+    assert capsys.readouterr().err.endswith(
+        "error: --tensorboard needs a package: pip install tensorboard, or use --log-file\n"
+    )

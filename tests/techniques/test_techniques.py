@@ -142,7 +142,7 @@ def test_values_that_exclude_each_other_are_never_together() -> None:
                 continue
             with pytest.raises(AssertionError):
                 Options(**{a.name: x, b.name: y})
-            with pytest.raises(UsageError, match=f"{a.name}={x} does not go with {b.name}=.*\n?.*{found.why}"):
+            with pytest.raises(UsageError, match=f"{a.name}={x} cannot be combined with {b.name}=.*\n?.*{found.why}"):
                 LayerPins(**{a.name: x, b.name: y}).check("layers.0", PlanPins())
 
 
@@ -156,7 +156,9 @@ def test_a_pin_that_a_split_schedule_would_overwrite_is_refused(technique: Techn
         if value == technique.under_split:
             pins_by_layer(graph, SearchOptions(**pins))
             continue
-        words = f"{technique.name}={value} does not go with schedule={schedule}.*\n?.*run with {technique.name}=none"
+        words = (
+            f"{technique.name}={value} cannot be combined with schedule={schedule}.*\n?.*run with {technique.name}=none"
+        )
         for plan in (lambda pins: pins_by_layer(graph, SearchOptions(**pins)), lambda pins: manual_plan(graph, **pins)):
             with pytest.raises(UsageError, match=words):
                 plan(pins)
