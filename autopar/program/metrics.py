@@ -92,14 +92,17 @@ class Meter:
         record["peak_memory_bytes"] = memory_bytes
         if self._plan["mfu"]:
             record["mfu"] = self._plan["mfu"] * predicted_s / seconds
-        record |= {name: value for name, value in more.items() if value is not None}
+        return self.write(record | {name: value for name, value in more.items() if value is not None})
+
+    def write(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Write and return a record, which has its ``step``."""
         if self._log is not None:
             self._log.write(as_json(record) + "\n")
             self._log.flush()
         if self._board is not None:
             for name, value in record.items():
                 if name != "step":
-                    self._board.add_scalar(name, value, step)
+                    self._board.add_scalar(name, value, record["step"])
         return record
 
     def comparison(self, memory_bytes: int, predicted_bytes: int) -> str:

@@ -72,10 +72,10 @@ def set_tf32(allowed: bool) -> None:
 
 
 class ModeError(RuntimeError):
-    """Raised by ``evaluate`` if the model behaves differently in training mode."""
+    """Raised by ``evaluate`` if the program's evaluation mode isn't known to be the model's."""
 
-    def __init__(self, does: str) -> None:
-        self.message = f"the model was captured in training mode, where {does}, so the program's losses are not those of evaluation"
+    def __init__(self, why: str) -> None:
+        self.message = f"the program cannot evaluate the model: {why}"
         self.hint = "compile model.eval() into a program of its own, and give it the state dict of this one"
         super().__init__(f"{self.message}; {self.hint}")
 
@@ -324,16 +324,21 @@ class Trainer:
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the loss of a global batch by forward passes only; nothing is updated.
+        """Return the loss of a global batch by forward passes only, as in the model's evaluation mode; nothing is updated.
 
-        Raises ``ModeError`` if the model computes something else in evaluation mode, as with dropout or batch norm: the program always
-        runs in the mode in which the model was captured.
+        Dropout and other random numbers are replaced by their means, and batch norm uses its running statistics. Raises ``ModeError``
+        if that is not what ``model.eval()`` computes.
         """
-        if changes := training_only_behaviour(self.program):
-            raise ModeError(changes)
+        self.check_evaluation()
         self.finish_update()
         self._schedule.share.check(batch)
-        return float(self._schedule.sum(self._schedule.forward(batch, 0)))
+        with contextlib.nullcontext() if self._buffers is None else self._buffers.preserved():
+            return float(self._schedule.sum(self._schedule.evaluate(batch)))
+
+    def check_evaluation(self) -> None:
+        """Raise ``ModeError`` if the program can't evaluate the model."""
+        if why := self.program.spec.no_evaluation:
+            raise ModeError(why)
 
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
@@ -472,14 +477,6 @@ class Trainer:
         """Return the tensors that are saved and loaded."""
         self.finish_update()
         return TrainingTensors(self.program, self.world, self._groups, self._buffers, self._updates)
-
-
-def training_only_behaviour(program: LoadedProgram) -> str:
-    """Describe what the model does only in training mode, or return an empty string."""
-    if any(stage.SPEC.random for stage in program.spec.stages):
-        return "it draws random numbers, as dropout does"
-    written = sorted({record.original for record in program.buffers})
-    return f"it writes buffers, as batch norm does: {', '.join(written[:5])}" if written else ""
 
 
 def _norm(grad: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from autopar.program.finite import NonFiniteLossError
 INSIDE = {
     "DamageError",  # reading a checkpoint makes a CheckpointError of it
     "UnequalStatesError",  # likewise writing one
-    "ModeError",  # of Program.evaluate, which train.py does not call
 }
 
 

@@ -90,7 +90,7 @@ def measured(name: str) -> dict[str, Any]:
         start_s = time.perf_counter()
         autopar.compile(model, 2, batch, loss_fn)
         whole_s = time.perf_counter() - start_s
-    words = next(each for each in said if isinstance(each, str))
+    words = next(each.note for each in said if isinstance(each, CaptureCheck))
     return {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
