@@ -140,7 +140,7 @@ class Trainer:
         # the epoch and the row after the last step, by ``Loader.key``
         self.positions: dict[str, tuple[int, int]] = {}
         self._from_checkpoint: tuple[str, ...] = ()  # the keys of the checkpoint's positions, until one is read
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; ``None`` without clipping
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; ``None`` if it was not computed
         self._unread: list[Tensor] = []  # this rank's terms of the losses of ``advance``
         self._background: checkpoint.Background | None = None
         if resume is not None:
@@ -174,7 +174,7 @@ class Trainer:
         Raises ``DataError`` on every rank if rows can't be read: the training state is unchanged, and training can continue.
         """
         rows, after = loader.read(self.position(loader))
-        loss = self.step(rows, on_nan)
+        loss = self.step(rows, on_nan, with_norm=True)
         self.positions[loader.key] = after
         return loss, loader.ends(after)
 
@@ -184,13 +184,14 @@ class Trainer:
         self.advance(rows)
         self.positions[loader.key] = after
 
-    def step(self, batch: Batch, on_nan: str = "") -> float:
+    def step(self, batch: Batch, on_nan: str = "", *, with_norm: bool = False) -> float:
         """Update once on the global ``batch`` (the full batch on every rank, or each rank's own rows); return the loss before the update,
         on every rank.
 
         ``on_nan`` says what happens if the loss is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
         anything is updated, ``"skip"`` updates nothing and counts the step. A float16 program ignores this: its loss scale skips such
-        steps. With ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``.
+        steps. With ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``. ``with_norm`` sets ``gradient_norm``, also
+        without clipping.
         """
         unread, self._unread = self._unread, []
         *before, loss = self._schedule.reduced(torch.stack((*unread, self._forward_backward(batch))))
@@ -202,6 +203,8 @@ class Trainer:
                 return float(value)
         if self.max_norm is not None:
             self.gradient_norm = self._clip(self.max_norm)
+        else:
+            self.gradient_norm = self._norm_of_gradients() if with_norm else None
         # the host waits for the device once per step: at its end, or before the update, to read whether it is skipped
         if self.loss_scale is None:
             self._update()
@@ -350,6 +353,14 @@ class Trainer:
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> Tensor:
+        norm = self._norm_of_gradients()
+        masters = [master for group in self._groups for master in group.masters]
+        nn.utils.clip_grads_with_norm_([master.holder for master in masters], max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def _norm_of_gradients(self) -> Tensor:
+        """Return the 2-norm that ``clip_`` describes."""
         if self._late is not None:
             self._late.use_due_gradients()
         masters = [master for group in self._groups for master in group.masters]
@@ -362,9 +373,7 @@ class Trainer:
             squares = self.loss_scale.reduce_overflow(squares)
         else:
             dist.all_reduce(squares, group=self.world.replica)
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_([master.holder for master in masters], max_norm, norm)
-        return norm
+        return squares.sqrt()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the full gradients of trainable parameters, by original name, on the CPU of rank 0; nothing on other ranks."""

@@ -134,6 +134,7 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
     parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
     parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
+    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of W&B")
     parser.add_argument("--lr", type=rate, help="learning rate, if the recipe's optimizer doesn't set one")
     parser.add_argument("--clip", type=norm, default=recipe.max_norm, help="clip gradients to this 2-norm")
     parser.add_argument("--seed", type=int, default=recipe.seed)
@@ -449,7 +450,8 @@ def run_steps(
 ) -> str | None:
     """Run the steps; return the name of the signal that stopped them early, if one did."""
     first, begun = dist.get_rank() == 0, trainer.steps
-    meter = Meter(trainer.program.plan, args.log_file if first else None, args.tensorboard if first else None)
+    logs = (args.log_file, args.tensorboard, args.wandb) if first else ()
+    meter = Meter(trainer.program.plan, *logs)
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
@@ -545,6 +547,6 @@ def main(recipe: Recipe) -> None:
                 train(recipe, args, watch)
             except REFUSALS as error:
                 raise SystemExit(f"{type(error).__name__}: {error}") from error
-    except (GuardError, MemoryError, OSError) as error:  # only on this rank: the watch has told the others
+    except (GuardError, MemoryError, ModuleNotFoundError, OSError) as error:  # only on this rank: the watch has told the others
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()
