@@ -175,7 +175,9 @@ def _optional(module: str, package: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ModuleNotFoundError(f"{what} needs a package: pip install {package}, or use log= (--log-file) instead") from error
+        raise ModuleNotFoundError(
+            f"{what} needs a package: pip install {package}, or use log= (--log-file) instead ({error})"
+        ) from error
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from autopar.emit.prelude import prelude_function, row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Loader, Order, Synthetic, Tensors, first_key
 from autopar.program.metrics import Meter, as_json
-from autopar.program.spec import StageSpec, TensorSpec
+from autopar.program.spec import TensorSpec
 from autopar.program.trainer import DataError
 from autopar.program.weights import write_file
 from autopar.run import Program
