@@ -179,7 +179,9 @@ def compared_graph(workload: Workload, compare: bool = True, progress: Progress 
     checked = ranks.answer_of_rank_0(check)
     note = checked["note"]
     if workload.few_blocks is not None:
-        note += f"; {len(built.layers)} of its {len(graph.layers)} layers were captured, and the others repeat one of them"
+        note += (
+            f"; {len(built.layers)} of its {len(graph.layers)} layers were captured, and the others repeat one of them"
+        )
     return dataclasses.replace(graph, notes=(*graph.notes, note), no_evaluation=checked["no_evaluation"])
 
 

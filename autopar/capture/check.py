@@ -254,10 +254,11 @@ class _Comparison:
         kept = {name: buffers[name] for name in graph.buffers if name in buffers}
         with torch.no_grad(), self.external_state.restored(), self.float64():
             mine = float(reference.run(graph, copied.parameters, batch, buffers=kept, training=False))
-        error = abs(mine - loss) / max(abs(loss), torch.finfo(torch.float64).tiny)
-        if error <= self.tolerance:
+        if abs(mine - loss) <= self.tolerance * abs(loss):
             return ""
-        return f"with dropout off and running statistics, its loss is not that of model.eval(), {loss:.6g}, but {mine:.6g}"
+        return (
+            f"with dropout off and running statistics, its loss is not that of model.eval(), {loss:.6g}, but {mine:.6g}"
+        )
 
     def _mismatch(self, where: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
         for sentence, hint in (*self.graph.assumed, *small.assumed):

@@ -187,7 +187,6 @@ class EagerModel:
             parameter.grad = None
         return EagerStep(float(loss.detach()), summed(grads, self.ties), self.buffers)
 
-
     def evaluate(self, tensors: Sequence[Tensor]) -> tuple[float, list[str]]:
         """Return the loss in evaluation mode, and the names of the buffers that its forward pass changes."""
         modules = [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]

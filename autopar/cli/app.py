@@ -186,7 +186,11 @@ command(
     program_options,
     init_option,
     count_option("--steps", 10, "Number of steps."),
-    option("--dataset", "DATA", "Rows to train on: a file of torch.save({NAME: tensor, ...}), or MODULE:FUNCTION that returns a data set."),
+    option(
+        "--dataset",
+        "DATA",
+        "Rows to train on: a file of torch.save({NAME: tensor, ...}), or MODULE:FUNCTION that returns a data set.",
+    ),
     switch("--shuffle", "Read --dataset in a random order, which --seed and the epoch determine."),
     option("--eval-data", "DATA", "Held-out rows to evaluate, like --dataset."),
     option("--eval-every", "N", "Steps between evaluations. Default: only at the end.", type=click.IntRange(1)),

@@ -14,7 +14,9 @@ class HeldOut:
     ``before_batch`` is called with the number of each batch, from 1. Raises ``ModeError`` if the program can't evaluate the model.
     """
 
-    def __init__(self, trainer: Trainer, loader: Loader, every: int | None, before_batch: Callable[[int], None]) -> None:
+    def __init__(
+        self, trainer: Trainer, loader: Loader, every: int | None, before_batch: Callable[[int], None]
+    ) -> None:
         trainer.check_evaluation()
         self._trainer, self._loader, self._every, self._before_batch = trainer, loader, every, before_batch
 

@@ -210,8 +210,8 @@ def attention(
     """Return ``scaled_dot_product_attention`` of ``[batch, heads, length, size]``; the same axes shard batch and heads of all operands.
 
     A batch or head dim of size one of keys and values may be unsharded. Queries may also be sharded over their length if ``is_causal`` is
-    false. The dropout is a function of ``seed``; there is none if it is ``None``, as in evaluation mode. Raises ``SpmdTypeError`` (when types are checked) for any other layout, such as
-    keys sharded over their length (see ``ring_attention``).
+    false. The dropout is a function of ``seed``; there is none if it is ``None``, as in evaluation mode. Raises ``SpmdTypeError`` (when
+    types are checked) for any other layout, such as keys sharded over their length (see ``ring_attention``).
     """
     if spmd.is_type_checking():
         q, k, v = _sharding(query), _sharding(key), _sharding(value)

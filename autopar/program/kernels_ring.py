@@ -55,8 +55,8 @@ def ring_attention(
     length of all three operands; other axes may shard batch and heads, in the same way for all three.
 
     ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns unsharded.
-    Key and value have as many heads as the query or, with ``enable_gqa``, fewer. Dropout is a function of ``seed``; there is none if it is ``None``, as
-    in evaluation mode. Ranks along ``axis`` must pass different seeds. Accumulates in float32 or wider.
+    Key and value have as many heads as the query or, with ``enable_gqa``, fewer. Dropout is a function of ``seed``; there is none if it
+    is ``None``, as in evaluation mode. Ranks along ``axis`` must pass different seeds. Accumulates in float32 or wider.
     """
     axes = _nontrivial(axis)
     if seed is None:

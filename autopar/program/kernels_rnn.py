@@ -32,8 +32,8 @@ def recurrent(
 
     ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, with the same sharding of the batch;
     if ``states`` is empty, they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, the last
-    hidden states of the layers, and then an LSTM's cell states. With a ``seed`` the dropout between layers is a function of it; there is none
-    if it is ``None``, as in evaluation mode.
+    hidden states of the layers, and then an LSTM's cell states. The dropout between layers is a function of ``seed``; there is none if the
+    seed is ``None``, as in evaluation mode.
     """
     if spmd.is_type_checking():
         rows = _sharding(x)[0]

@@ -159,14 +159,16 @@ def device_count(plan: Mapping[str, Any]) -> int:
 
 
 def _summary_writer(folder: str | os.PathLike[str]) -> Any:
-    return _optional("torch.utils.tensorboard", "tensorboard", f"writing TensorBoard events into {folder}").SummaryWriter(
-        str(folder)
-    )
+    return _optional(
+        "torch.utils.tensorboard", "tensorboard", f"writing TensorBoard events into {folder}"
+    ).SummaryWriter(str(folder))
 
 
 def _wandb_run(project: str, plan: Mapping[str, Any]) -> Any:
     """Start a run of W&B; ``WANDB_MODE=offline`` writes it into the folder ``wandb`` without a network."""
-    described = {name: plan.get(name) for name in ("model", "devices", "precision", "global_batch", "microbatches", "schedule")}
+    described = {
+        name: plan.get(name) for name in ("model", "devices", "precision", "global_batch", "microbatches", "schedule")
+    }
     return _optional("wandb", "wandb", f"the W&B project {project}").init(project=project, config=described)
 
 

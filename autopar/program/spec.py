@@ -63,7 +63,9 @@ class StageSpec:
     scalars: tuple[str, ...] = ()  # results of the prelude that the stage reads
     sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by value name
     loss: Types = field(default_factory=dict)  # the types of the loss, in the last stage
-    random: bool = False  # whether a layer draws random numbers, seeded by the argument ``key`` (``None`` in evaluation mode)
+    random: bool = (
+        False  # whether a layer draws random numbers, seeded by the argument ``key`` (``None`` in evaluation mode)
+    )
     own: LayerSpec | None = None  # for parameters that several layers of the stage share
 
 

@@ -129,12 +129,7 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument(
         "--on-nan", choices=("stop", "skip"), default="stop", help="what to do if a loss is NaN or infinite"
     )
-    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
-    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
-    parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
-    parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
-    parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
-    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of W&B")
+    _add_logs(parser)
     parser.add_argument("--lr", type=rate, help="learning rate, if the recipe's optimizer doesn't set one")
     parser.add_argument("--clip", type=norm, default=recipe.max_norm, help="clip gradients to this 2-norm")
     parser.add_argument("--seed", type=int, default=recipe.seed)
@@ -173,6 +168,16 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument("--trace", metavar="FILE", help="write a trace of the second step, for ui.perfetto.dev")
     _add_limits(parser)
     return parser
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    """Add the options for records of steps."""
+    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
+    parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
+    parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
+    parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
+    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of W&B")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -547,6 +552,11 @@ def main(recipe: Recipe) -> None:
                 train(recipe, args, watch)
             except REFUSALS as error:
                 raise SystemExit(f"{type(error).__name__}: {error}") from error
-    except (GuardError, MemoryError, ModuleNotFoundError, OSError) as error:  # only on this rank: the watch has told the others
+    except (
+        GuardError,
+        MemoryError,
+        ModuleNotFoundError,
+        OSError,
+    ) as error:  # only on this rank: the watch has told the others
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()

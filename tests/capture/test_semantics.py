@@ -276,9 +276,10 @@ def test_a_cache_that_the_first_call_fills_is_computed_in_every_step(
 ) -> None:
     torch.manual_seed(0)
     model, batch = Model(act, **held).double(), pair(8, 4)
-    assert "equals the model over two steps" in check_capture(
-        capture(model, batch, F.mse_loss), model, batch, F.mse_loss
-    ).note
+    assert (
+        "equals the model over two steps"
+        in check_capture(capture(model, batch, F.mse_loss), model, batch, F.mse_loss).note
+    )
 
 
 def prompt(model: Any, y: Tensor) -> Tensor:

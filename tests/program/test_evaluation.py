@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.capture import Float64Everywhere, capture, check_capture
 from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.run.folder import import_runtime, program_modules
+from autopar.run.torchrun import torchrun
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
 
@@ -136,7 +138,9 @@ def same_as_eager(name: str, graph: Graph, options: dict[str, Any], pool: Worker
     emit(graph, manual_plan(graph, **options), folder)
     values = list(batch.values()) if isinstance(batch, dict) else list(batch)
     inputs = dict(zip((value.name for value in graph.inputs), values, strict=True))
-    loss, again, state, after, unevaluated = pool.run("test_evaluation:trained", str(folder), model.state_dict(), inputs)[0]
+    loss, again, state, after, unevaluated = pool.run(
+        "test_evaluation:trained", str(folder), model.state_dict(), inputs
+    )[0]
     model.load_state_dict(state)
     eager, random = (eager_loss(model.train(training), batch, loss_fn) for training in (False, True))
     assert loss == again == pytest.approx(eager, rel=EXACT)
@@ -147,6 +151,39 @@ def same_as_eager(name: str, graph: Graph, options: dict[str, Any], pool: Worker
 def eager_loss(model: nn.Module, batch: Any, loss_fn: Any) -> float:
     with torch.no_grad(), Float64Everywhere():
         return float(model(**batch).loss if loss_fn is None else loss_fn(model(batch[0]), batch[1]))
+
+
+def test_train_py_evaluates_held_out_rows(tmp_path: Path) -> None:
+    """The losses of ``--eval-data`` are those of ``model.eval()`` with the weights of that step."""
+    model, batch, _ = text()
+    held_out = {"input_ids": torch.randint(32, (20, 8), generator=torch.Generator().manual_seed(1))}
+    held_out["labels"] = held_out["input_ids"]
+    for name, rows in (("train.pt", batch), ("held_out.pt", held_out)):
+        torch.save(rows, tmp_path / name)
+    graph = compared("text")
+    emit(graph, manual_plan(graph, data=2, zero=3), tmp_path / "program", state=model.state_dict())
+    data = ["--dataset", str(tmp_path / "train.pt"), "--eval-data", str(tmp_path / "held_out.pt"), "--eval-every", "2"]
+    rest = [
+        "--steps",
+        "3",
+        "--log-every",
+        "10",
+        "--save",
+        str(tmp_path / "end.pt"),
+        "--log-file",
+        str(tmp_path / "log"),
+    ]
+    torchrun(tmp_path / "program", 2, [*data, *rest], port=0, env={})
+    records = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [(record["step"], "eval_loss" in record) for record in records] == [
+        (1, False), (2, False), (2, True), (3, False), (3, True)
+    ]  # fmt: skip
+    assert all(record["gradient_norm"] > 0 for record in records if "loss" in record)
+    model.load_state_dict(torch.load(tmp_path / "end.pt"))
+    losses = [
+        eager_loss(model.eval(), {name: rows[i : i + 8] for name, rows in held_out.items()}, None) for i in (0, 8)
+    ]  # four rows are left over
+    assert records[-1]["eval_loss"] == pytest.approx(sum(losses) / 2, rel=EXACT)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

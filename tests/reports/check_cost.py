@@ -24,6 +24,7 @@ from vision_models import resnet
 import autopar
 from autopar import planning, workload
 from autopar.capture import NOT_COMPARED
+from autopar.capture.check import CaptureCheck
 
 RESULTS = EVIDENCE / "capture-check.jsonl"
 ROWS, SEQUENCE, VOCABULARY = 16, 128, 1024
