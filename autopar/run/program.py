@@ -213,9 +213,10 @@ class Program:
         return record, replies[0]["ends_epoch"]
 
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
-        """Return the losses of global batches, or of a data set's epoch, by forward passes without updates.
+        """Return the losses of global batches, or of a data set's epoch, as ``model.eval()`` computes them, without updates.
 
-        Raises ``UsageError`` if the model computes something else in evaluation mode, for example because of dropout or batch norm.
+        Dropout is off, and batch norm uses its running statistics. Raises ``UsageError`` if the comparison with ``model.eval()`` at capture
+        failed, or was not made.
         """
         if isinstance(batches, Data):
             losses: list[float] = self._results("evaluate", batches.number)[0]
