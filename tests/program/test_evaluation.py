@@ -7,9 +7,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from test_compiled import BACKEND
 from test_randomness import BOTH_WAYS, PIPELINE, gpt2
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -91,7 +93,8 @@ def compared(name: str, local_batch_norm: bool = False) -> Graph:
 def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
     """In a worker: the loss in evaluation mode after two steps, the state dict then, and the losses of two more steps, before which the
     program evaluates or does not."""
-    with program_modules(folder):
+    backend = functools.partial(torch.compile, backend=BACKEND)  # without code of Inductor, for compiled layers
+    with program_modules(folder), mock.patch("torch.compile", backend):
         runtime = import_runtime(folder)
         program = runtime.load(folder)
         world = runtime.start(program, device="cpu", timeout_s=60)
@@ -117,6 +120,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutional, data": ("convolutional", {"data": 2}),
     "convolutional, ZeRO 3": ("convolutional", {"data": 2, "zero": 3}),
     "convolutional, tensor": ("convolutional", {"tensor": 2}),
+    "convolutional, compiled": ("convolutional", {"data": 2, "compile": "layers"}),
     "recurrent, data": ("recurrent", {"data": 2}),
 }
 
