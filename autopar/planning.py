@@ -115,7 +115,7 @@ def plan_graph(
                 f"give precision={plan.precision} (--precision {plan.precision}), or plan again",
             )
         check_devices(plan, cluster, may_be_idle=True)
-    return of_plan, chosen
+    return dataclasses.replace(of_plan, no_evaluation=graph.no_evaluation), chosen
 
 
 def write_plan(
@@ -164,19 +164,25 @@ def _captured(workload: Workload, progress: Progress | None) -> tuple[Graph, Gra
 
 
 def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
-    """Run stage ``capture``; on rank 0, compare the graph with the model (unless ``compare`` is false), and note the result."""
+    """Run stage ``capture``; compare the graph with the model on rank 0 (unless ``compare`` is false), and note the result."""
     built, graph = _captured(workload, progress)
-    if not ranks.is_rank_0():
-        return graph
     note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
     note = "; ".join((note, *(sentence for sentence, _ in graph.assumed)))
-    if compare:
+    if not compare:
+        return dataclasses.replace(graph, notes=(*graph.notes, note))
+
+    def check() -> dict[str, str | None]:
         report(progress, "capture", "comparing the graph with the model")
         model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
-        note = check_capture(built, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)
-        if workload.few_blocks is not None:
-            note += f"; {len(built.layers)} of its {len(graph.layers)} layers were captured, and the others repeat one of them"
-    return dataclasses.replace(graph, notes=(*graph.notes, note))
+        return check_capture(built, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)._asdict()
+
+    checked = ranks.answer_of_rank_0(check)
+    note = checked["note"]
+    if workload.few_blocks is not None:
+        note += (
+            f"; {len(built.layers)} of its {len(graph.layers)} layers were captured, and the others repeat one of them"
+        )
+    return dataclasses.replace(graph, notes=(*graph.notes, note), no_evaluation=checked["no_evaluation"])
 
 
 def search_model(

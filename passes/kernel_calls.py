@@ -167,7 +167,7 @@ def _loss_arguments(request: KernelRequest) -> dict[str, Any]:
 
 def _statistics(request: KernelRequest) -> KernelCall:
     axes = {"axis": one_or_all(request.axes)} if request.axes else {}
-    return request.node.target, request.node.args[:1], axes  # type: ignore[return-value]
+    return request.node.target, request.node.args, axes  # type: ignore[return-value]
 
 
 def _experts(request: KernelRequest) -> KernelCall:
@@ -205,6 +205,7 @@ BY_KERNEL: dict[str, Entry] = {
 BY_OP: dict[str, Entry] = {
     "aten.dropout": _dropout,
     "aten.linear": _linear,
+    "kernels_random.bernoulli": _random_numbers,
     "kernels_random.normal": _random_numbers,
     "kernels_random.uniform": _random_numbers,
     "kernels_rnn.recurrent": _recurrent,

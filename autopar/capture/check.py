@@ -4,6 +4,9 @@ The model runs eagerly (``eager``), the graph in the interpreter of ``reference`
 and every written buffer must agree: over two steps with rows of the user's batch, then over one step with another number of rows and each
 tensor's values reordered. This reveals values that were baked into the graph: a counter, a Python random number, a size. Each comparison
 captures the model for its few rows, and ``same_structure`` compares this graph with the planned one: only batch sizes may differ.
+
+Programs evaluate by the same graph, in which every random number is its mean and batch norm uses running statistics. Whether that is what
+``model.eval()`` computes is compared, too; if it is not, only evaluation is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,11 +33,12 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, as_real, compare
 from autopar.ops.cost import attention_dropout, model_flops
-from autopar.ops.facts import OpKind, facts, op_name
+from autopar.ops.facts import OpKind, facts, is_random, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of
+from autopar.ops.operands import args_of, arguments
 from autopar.ops.source import source_line
 from autopar.precision import name_of
+from autopar.program import kernels_rnn
 from autopar.torch_private import results_of_ops
 
 ROWS = 2
@@ -61,10 +65,17 @@ CANNOT_RUN_HINT = (
 NOT_COMPARED = "the captured graph was not compared with the model"
 
 
+class CaptureCheck(NamedTuple):
+    """``note`` says for the plan what was compared and how long it took; ``no_evaluation`` as in ``Graph``."""
+
+    note: str
+    no_evaluation: str | None
+
+
 def check_capture(
     graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, local_batch_norm: bool = False
-) -> str:
-    """Compare ``graph``, captured from ``model``, with the model; return a note for the plan on what was compared and how long it took.
+) -> CaptureCheck:
+    """Compare ``graph``, captured from ``model``, with the model.
 
     Raises ``CaptureError`` if they differ, with the first node that does, or if the model doesn't run on the batch.
     """
@@ -95,14 +106,15 @@ def check_capture(
     failed = f"(not compared on {rows + 1} rows: {comparison.failure_reason})"
     rest = f"and a step of {second}" if second else failed
     seconds = time.perf_counter() - start_s
-    return (
+    note = (
         f"the captured graph equals the model over two steps of {first} {rest}: loss, gradients and buffers, in {comparison.precision} "
         f"(compared in {seconds:.1f} s)"
     )
+    return CaptureCheck(note, comparison.no_evaluation)
 
 
-def _without_comparison(graph: Graph, why: str) -> str:
-    """Return the note for a plan whose graph isn't compared.
+def _without_comparison(graph: Graph, why: str) -> CaptureCheck:
+    """Return the result for a graph that isn't compared.
 
     Raises ``CaptureError`` if the graph rests on an assumption that only a comparison can confirm.
     """
@@ -111,7 +123,7 @@ def _without_comparison(graph: Graph, why: str) -> str:
             f"{sentence}, and the graph cannot be compared with the model: {why}",
             f"{hint}; --no-capture-check (capture_check=False) plans anyway",
         )
-    return f"{NOT_COMPARED}: {why}"
+    return CaptureCheck(f"{NOT_COMPARED}: {why}", None)
 
 
 def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:
@@ -160,7 +172,7 @@ class _Comparison:
 
     ``precision`` is that of the comparison: float64, or the model's if it doesn't run in float64. ``failure_reason`` is the reason why the
     last rows weren't compared. ``difference`` describes the first difference between their graph and the planned one. ``chances`` has the
-    probabilities of the model's active dropout.
+    probabilities of the model's active dropout. ``no_evaluation`` is the reason why programs can't evaluate the model, if there is one.
     """
 
     def __init__(
@@ -169,6 +181,7 @@ class _Comparison:
         self.graph, self.model, self.loss_fn, self.structure, self.local = graph, model, loss_fn, structure, local
         self.external_state = ExternalState(model, loss_fn)
         self.precision, self.failure_reason, self.difference = "float64", "", ""
+        self.no_evaluation = ""
         self.chances: set[float] = set()
 
     @property
@@ -187,9 +200,7 @@ class _Comparison:
         tensors = self._cast(tensors)
         try:
             with self.modes():
-                batch = rebuild_batch(self.structure, tensors)
-                options: dict[str, Any] = {"precision": self.dtype and "float64", "local_batch_norm": self.local}
-                small = capture(self.model, batch, self.loss_fn, **options)
+                small = self._captured(tensors)
         except AutoparError as error:
             self.failure_reason = error.message
             return None
@@ -201,7 +212,7 @@ class _Comparison:
             steps_of_graph = list(graph_steps(small, copied, tensors, eager))
         for number, (mine, theirs) in enumerate(zip(steps_of_graph, eager, strict=True)):
             largest, where = _largest_error(mine, theirs, set(small.buffers))
-            if not largest.value <= (EXACT if self.dtype is not None else _rounding_error(self.graph.dtype)):
+            if not largest.value <= self.tolerance:
                 raise self._mismatch(
                     f"on {count}: {where} ({largest.where}) is off by {largest.value:.1e}", number, small, tensors
                 )
@@ -210,8 +221,44 @@ class _Comparison:
                 f"the captured graph has dropout with probability {drawn[0]}, which the model does not apply on {count}",
                 HINT,
             )
+        if not self.no_evaluation:
+            self.no_evaluation = self._evaluation_refusal(small, copied, tensors, eager[-1].buffers)
         self.difference = same_structure(self.graph, small)
         return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
+
+    def _captured(self, tensors: list[Tensor]) -> Graph:
+        """Capture the model for these rows; with ``modes``, random numbers are constants of the graph."""
+        options: dict[str, Any] = {"precision": self.dtype and "float64", "local_batch_norm": self.local}
+        return capture(self.model, rebuild_batch(self.structure, tensors), self.loss_fn, **options)
+
+    def _evaluation_refusal(
+        self, graph: Graph, copied: EagerModel, tensors: list[Tensor], buffers: dict[str, Tensor]
+    ) -> str:
+        """Return why programs can't evaluate the model: in evaluation mode, the graph computes something else on these rows with the
+        parameters of ``copied`` and these ``buffers``, or the model's evaluation isn't a function of them."""
+        if _draws(self.graph):
+            with self.float64():
+                graph = self._captured(tensors)  # the given one was captured in ``modes``
+        copied.set_buffers(buffers)
+        chances = set[float]()
+        try:
+            with self.external_state.restored(), self.modes(chances):
+                loss, written = copied.evaluate(tensors)
+        except Exception as error:  # raised by the model's code
+            return f"in evaluation mode the model raises {_error_text(error)}"
+        if written:
+            return f"the model writes the buffer {written[0]} in evaluation mode, too"
+        if chances - {0.0}:
+            return "the model applies dropout in evaluation mode, too"
+        batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
+        kept = {name: buffers[name] for name in graph.buffers if name in buffers}
+        with torch.no_grad(), self.external_state.restored(), self.float64():
+            mine = float(reference.run(graph, copied.parameters, batch, buffers=kept, training=False))
+        if abs(mine - loss) <= self.tolerance * abs(loss):
+            return ""
+        return (
+            f"with dropout off and running statistics, its loss is not that of model.eval(), {loss:.6g}, but {mine:.6g}"
+        )
 
     def _mismatch(self, where: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
         for sentence, hint in (*self.graph.assumed, *small.assumed):
@@ -240,10 +287,18 @@ class _Comparison:
     def modes(self, chances: set[float] | None = None) -> AbstractContextManager[Any]:
         """Return the context in which model and graph run: fixed random numbers, float64, no dropout (``chances`` collects each p)."""
         stack = ExitStack()
-        if self.dtype is not None:
-            stack.enter_context(Float64Everywhere())
+        stack.enter_context(self.float64())
         stack.enter_context(DeterministicDraws(chances))
         return stack
+
+    def float64(self) -> AbstractContextManager[Any]:
+        """Return the context in which new tensors are float64, if the comparison's are."""
+        return nullcontext() if self.dtype is None else Float64Everywhere()
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error of an equal result."""
+        return EXACT if self.dtype is not None else _rounding_error(self.graph.dtype)
 
     def _cast(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
@@ -314,6 +369,12 @@ def _dropout_probabilities(graph: Graph) -> set[float]:
             elif facts(node).is_attention:
                 found.add(attention_dropout(node))
     return found - {0.0}
+
+
+def _draws(graph: Graph) -> bool:
+    """Return whether a layer draws random numbers."""
+    nodes = (node for cls in graph.classes.values() for node in cls.graph.graph.nodes if node.op == "call_function")
+    return any(is_random(n) or (n.target is kernels_rnn.recurrent and arguments(n)["dropout"]) for n in nodes)
 
 
 def _branch_mismatch(guards: Sequence[Guard], others: Sequence[Guard]) -> str:

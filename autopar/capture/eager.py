@@ -22,6 +22,7 @@ from autopar.capture.export import call_model
 from autopar.capture.storage import cast, copied, ties
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -51,6 +52,10 @@ class WithoutDropout(TorchFunctionMode):
             self._record(args[1] if len(args) > 1 else kwargs.get("p", 0.5), training)
             rest = {key: value for key, value in kwargs.items() if key != "p"}
             return func(args[0], 0.0, *args[2:], **rest) if args else func(p=0.0, **rest)
+        if name in _RECURRENT:  # (..., has_biases, num_layers, dropout, training, ...)
+            place = next(i for i, argument in enumerate(args) if isinstance(argument, bool)) + 2
+            self._record(*args[place : place + 2])
+            args = (*args[:place], 0.0, *args[place + 1 :])
         if name == "scaled_dot_product_attention" and len(args) > 4:
             self._record(args[4])
             args = (*args[:4], 0.0, *args[5:])
@@ -117,11 +122,10 @@ class EagerStep:
 
 @dataclass(frozen=True, slots=True)
 class EagerCopy:
-    """Copies of a model and its loss function. ``dropout``: RNN dropout was switched off, because ``WithoutDropout`` can't see it."""
+    """Copies of a model and its loss function."""
 
     model: nn.Module
     loss_fn: Any
-    dropout: bool
 
 
 def copy_for_eager(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | None = torch.float64) -> EagerCopy:
@@ -138,11 +142,7 @@ def copy_for_eager(model: nn.Module, loss_fn: Any = None, dtype: torch.dtype | N
         parameter.grad = None
     if dtype == torch.float64:
         choose_experts(made[0], "eager")
-    recurrent = False
-    for module in made[0].modules():
-        if isinstance(module, nn.RNNBase) and module.dropout:
-            module.dropout, recurrent = 0.0, True  # the kernel takes it by position, where WithoutDropout can't see it
-    return EagerCopy(made[0], made[1] if len(made) > 1 else loss_fn, recurrent)
+    return EagerCopy(made[0], made[1] if len(made) > 1 else loss_fn)
 
 
 class EagerModel:
@@ -186,6 +186,28 @@ class EagerModel:
         for parameter in parameters.values():
             parameter.grad = None
         return EagerStep(float(loss.detach()), summed(grads, self.ties), self.buffers)
+
+    def evaluate(self, tensors: Sequence[Tensor]) -> tuple[float, list[str]]:
+        """Return the loss in evaluation mode, and the names of the buffers that its forward pass changes."""
+        modules = [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
+        modes = [(each, each.training) for module in modules for each in module.modules()]
+        before = self.buffers
+        try:
+            for module in modules:
+                module.eval()
+            with torch.no_grad():
+                loss = float(self.loss(tensors))
+        finally:
+            for each, mode in modes:
+                each.training = mode
+        return loss, [name for name, value in self.buffers.items() if not torch.equal(value, before[name])]
+
+    def set_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Set the buffers, and the frozen parameters that count as buffers, by name."""
+        with torch.no_grad():
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(remove_duplicate=False)):
+                if name in values and (name in self.written or not isinstance(tensor, nn.Parameter)):
+                    tensor.copy_(values[name])
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

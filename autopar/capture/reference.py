@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from autopar.graph import Graph
+from autopar.ops.facts import OpKind, facts, op_name
+from autopar.program import kernels, kernels_norm, kernels_rnn
 from autopar.program.guards import check_guard
 
 
@@ -41,17 +43,39 @@ class _WatchedLayer(fx.Interpreter):
         return value
 
 
+class _EvaluatedLayer(fx.Interpreter):
+    """Runs a layer in evaluation mode as programs do: random numbers are their means, and batch norm uses running statistics."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        kind = facts(n).kind
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        target: Any = n.target
+        if kind is OpKind.DROPOUT:
+            return args[0]
+        if op_name(n) == "aten.scaled_dot_product_attention":
+            target = kernels.attention  # without a seed: no dropout
+        elif kind is OpKind.RANDOM or target is kernels_rnn.recurrent:
+            kwargs = {**kwargs, "seed": None}
+        elif target in kernels_norm.WITH_MODE:
+            kwargs = {**kwargs, "training": False}
+        return target(*args, **kwargs)
+
+
 def run(
     graph: Graph,
     parameters: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
     watch: Watch | None = None,
     buffers: MutableMapping[str, Tensor] | None = None,
+    *,
+    training: bool = True,
 ) -> Tensor:
     """Run the prelude and every layer's graph on a batch (by input name, see ``flatten_batch``) and return the loss.
 
     ``parameters`` are the user's, by name; gradients flow to them. ``watch`` is called for every node of the layers. ``buffers`` has the
-    buffers that earlier steps wrote, and receives those of this step.
+    buffers that earlier steps wrote, and receives those of this step. Without ``training``, run in the evaluation mode of programs.
 
     Raises ``GuardError`` for a batch that violates a guard.
     """
@@ -75,7 +99,10 @@ def run(
             + [tensors[name] for name in layer.parameters]
         )
         cls = graph.classes[layer.cls]
-        outputs = cls.graph(*arguments) if watch is None else _WatchedLayer(index, cls.graph, watch).run(*arguments)
+        if not training:
+            outputs = _EvaluatedLayer(cls.graph).run(*arguments)
+        else:
+            outputs = cls.graph(*arguments) if watch is None else _WatchedLayer(index, cls.graph, watch).run(*arguments)
         values.update(zip(layer.outputs, outputs, strict=False))  # new values of buffers follow the outputs
         names = dict(zip((buffer.name for buffer in cls.buffers), layer.buffers, strict=True))
         updates = outputs[len(layer.outputs) :]

@@ -176,15 +176,24 @@ command(
     "run",
     """Train a model on this machine.
 
-    Each step prints its loss."""
+    Each step prints its loss. Without --dataset every step takes the example batch."""
     + MODEL_HELP,
     (
         "run model.py:factory --devices 2 --steps 20",
         "run model.py:factory --devices 8 --checkpoint saved --resume",
+        "run model.py:factory --devices 8 --dataset train.pt --eval-data held_out.pt --eval-every 100",
     ),
     program_options,
     init_option,
     count_option("--steps", 10, "Number of steps."),
+    option(
+        "--dataset",
+        "DATA",
+        "Rows to train on: a file of torch.save({NAME: tensor, ...}), or MODULE:FUNCTION that returns a data set.",
+    ),
+    switch("--shuffle", "Read --dataset in a random order, which --seed and the epoch determine."),
+    option("--eval-data", "DATA", "Held-out rows to evaluate, like --dataset."),
+    option("--eval-every", "N", "Steps between evaluations. Default: only at the end.", type=click.IntRange(1)),
     option("--lr", "RATE", "Learning rate of AdamW.", type=click.FloatRange(0), default=3e-4),
     count_option("--seed", 0, "Random seed of the initial parameters and of the batch.", least=0, most=2**63 - 1),
     option("-o --output", "DIR", "Write the program into this folder, and keep it."),

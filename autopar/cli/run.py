@@ -1,5 +1,5 @@
-"""``autopar run`` plans, starts processes, and trains on the model's example batch, with checkpoints; with ``--elastic`` it becomes the
-agent of its node."""
+"""``autopar run`` plans, starts processes, and trains on a data set or the model's example batch, with checkpoints; with ``--elastic`` it
+becomes the agent of its node."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from autopar.run.ranks import is_one_of_several
 
 if TYPE_CHECKING:
     from autopar.run import Program
+    from autopar.run.data import Data
 
 
 def run_command(
@@ -45,19 +46,26 @@ def run_command(
     **training: Any,
 ) -> None:
     """Train on this machine, or with ``--elastic`` become the agent of this node; ``training`` has the options of training by name."""
+    data = DataOptions(**{field.name: training.pop(field.name) for field in dataclasses.fields(DataOptions)})
     if elastic is not None:
+        data.refuse_elastic()
         del training["resume"]  # every restart resumes
         become_node(Nodes.read(elastic, meet, restarts), request, output, training)
     steps, lr, seed = (training.pop(name) for name in ("steps", "lr", "seed"))
-    _train(
-        request, Training(seed=seed, lr=lr), steps, output, Checkpoints(training.pop("checkpoint"), **training), as_json
-    )
+    checkpoints = Checkpoints(training.pop("checkpoint"), **training)
+    _train(request, Training(seed=seed, lr=lr), steps, output, checkpoints, data, as_json)
 
 
 def _train(
-    request: PlanRequest, training: Training, steps: int, output: str | None, checkpoints: Checkpoints, as_json: bool
+    request: PlanRequest,
+    training: Training,
+    steps: int,
+    output: str | None,
+    checkpoints: Checkpoints,
+    data: DataOptions,
+    as_json: bool,
 ) -> None:
-    """Train on the model's example batch in every step, and print the loss of each step."""
+    """Train on the data, or on the model's example batch in every step, and print the loss of each step."""
     here = parse(request.devices)
     if not here.local:
         raise LaunchError(
@@ -81,23 +89,32 @@ def _train(
             request=Request(type_check=request.type_check, init=init),
             progress=messages,
         )
-    batch = batch_with_values(request, workload)
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
+        batch = data.training(program, training.seed) or batch_with_values(request, workload)
+        held_out = data.held_out(program)
         done = begun = checkpoints.load(program)
 
         def batches() -> Iterator[Any]:
             while done < steps and not stop.asked:
                 yield batch
 
-        def after(step: int, loss: float, _: object) -> None:
-            nonlocal done
-            done = begun + step
-            line = json.dumps({"step": done, "loss": loss}) if as_json else f"step {done} loss {loss:.6f}"
+        def show(what: str, loss: float) -> None:
+            key = what.replace(" ", "_")
+            line = json.dumps({"step": done, key: loss}) if as_json else f"step {done} {what} {loss:.6f}"
             with contextlib.suppress(OSError) if stop.asked else contextlib.nullcontext():  # the terminal may be gone
                 print(line, flush=True)
+
+        def after(_: int, loss: float, record: dict[str, Any]) -> None:
+            nonlocal done
+            done = record["step"]
+            show("loss", loss)
+            if held_out is not None and not stop.asked and data.evaluates_after(done, steps):
+                losses = program.evaluate(held_out)
+                show("eval loss", sum(losses) / len(losses))
             checkpoints.save(program, done, steps)
 
-        program.train(batches(), on_step=after)
+        while done < steps and not stop.asked:
+            program.train(batches(), on_step=after)  # with a data set, one epoch
         if done < steps:
             if done > begun and done % checkpoints.every:
                 checkpoints.save(program, done, done)
@@ -107,6 +124,42 @@ def _train(
     if lock is not None:
         os.environ.pop(PARENT, None)
         lock.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """The data sets of the command line: files or ``module:function``; ``eval_every`` is the number of steps between evaluations."""
+
+    dataset: str | None
+    shuffle: bool
+    eval_data: str | None
+    eval_every: int | None
+
+    def __post_init__(self) -> None:
+        if self.shuffle and self.dataset is None:
+            raise UsageError("--shuffle has nothing to order", "add --dataset DATA")
+        if self.eval_every is not None and self.eval_data is None:
+            raise UsageError("--eval-every has nothing to evaluate", "add --eval-data DATA")
+
+    def refuse_elastic(self) -> None:
+        """Raise ``UsageError`` if any data are given: nodes that join train on the example batch."""
+        if self.dataset is not None or self.eval_data is not None:
+            raise UsageError(
+                "--elastic trains on the example batch, not on --dataset",
+                "write the program with `autopar emit`, and start its train.py --dataset DATA --checkpoint DIR --resume",
+            )
+
+    def training(self, program: Program, seed: int) -> Data | None:
+        """Open the data to train on, if there are any."""
+        return None if self.dataset is None else program.loader(self.dataset, shuffle=self.shuffle, seed=seed)
+
+    def held_out(self, program: Program) -> Data | None:
+        """Open the data to evaluate, if there are any."""
+        return None if self.eval_data is None else program.loader(self.eval_data)
+
+    def evaluates_after(self, step: int, last: int) -> bool:
+        """Return whether to evaluate after ``step``: every ``eval_every`` steps, and after ``last``."""
+        return step == last or (self.eval_every is not None and step % self.eval_every == 0)
 
 
 class Stop:

@@ -20,6 +20,7 @@ from autopar.ops.experts import Experts
 from autopar.ops.facts import OpKind, facts, is_custom, op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments
+from autopar.program import kernels_norm
 from autopar.torch_private import overload_schema
 from autopar.types import SpmdType
 from passes.collectives import convert, share
@@ -142,7 +143,8 @@ def _call(node: fx.Node, texts: Texts) -> Text:
     module = kernel_module(node)
     if module is not None:
         assert module in CALLED, module
-        return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)})")
+        mode = ", training=self.training" if node.target in kernels_norm.WITH_MODE else ""
+        return Text(f"{module}.{getattr(node.target, '__name__', '')}({_call_arguments(node, texts)}{mode})")
     name = op_name(node)
     if name.startswith("autopar.opaque_"):
         return Text(_opaque(node, name, texts))

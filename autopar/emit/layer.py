@@ -135,8 +135,8 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     seeds = [node for node in nodes if node.target is random_seed] if compiled else []
     texts.update({node: Text(f"seeds[{number}]") for number, node in enumerate(seeds)})
     typed = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
-    signature = f"{typed}, key: int" if layer.random else typed
-    inner = f"{typed}, seeds: tuple[torch.Tensor, ...]" if seeds else signature
+    signature = f"{typed}, key: int | None" if layer.random else typed
+    inner = f"{typed}, seeds: tuple[torch.Tensor | None, ...]" if seeds else signature
     pieces: list[str] = []
     if compiled and layer.half is not None:
         decorators = []

@@ -295,7 +295,7 @@ class _Forward:
         sends = [self.values[border.value.name].text for border in stage.sends] or [self.values[graph.loss].text]
         positional = ", ".join(["self", *(f"{name}: torch.Tensor" for name in received)])
         named = [f"{self.values[self._key(name)].text}: torch.Tensor" for name in inputs]
-        keywords = ", ".join([*named, *(["key: int"] if stage.random else [])])
+        keywords = ", ".join([*named, *(["key: int | None"] if stage.random else [])])
         signature = f"{positional}, *, {keywords}" if keywords else positional
         result = sends[0] if not stage.sends else f"({', '.join(sends)},)"
         returns = "tuple[torch.Tensor, ...]" if stage.sends else "torch.Tensor"

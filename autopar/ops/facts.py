@@ -52,7 +52,7 @@ class OpKind(Enum):
         binary_cross_entropy_with_logits"""
     )  # pointwise, with a reduction
     DROPOUT = ("aten.dropout", "kernels.dropout")
-    RANDOM = ("kernels_random.uniform", "kernels_random.normal")  # seeded random numbers
+    RANDOM = ("kernels_random.uniform", "kernels_random.normal", "kernels_random.bernoulli")  # seeded random numbers
     VALUE_INDEPENDENT = aten_names(
         "rand randn randint rand_like randn_like empty empty_like new_empty"
     )  # independent of operands' values

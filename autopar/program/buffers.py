@@ -7,7 +7,8 @@ writes them once, at the end of the step: every microbatch reads the values from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ class StageBuffers:
         """Drop the new values of the last step, before another step begins."""
         for stage in self._writing_stages():
             self._updates(stage).clear()
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """A context whose forward passes leave no new values over."""
+        before = {stage: list(self._updates(stage)) for stage in self._writing_stages()}
+        yield
+        for stage, values in before.items():
+            self._updates(stage)[:] = values
 
     @torch.no_grad()
     def write(self) -> None:

@@ -210,8 +210,8 @@ def attention(
     """Return ``scaled_dot_product_attention`` of ``[batch, heads, length, size]``; the same axes shard batch and heads of all operands.
 
     A batch or head dim of size one of keys and values may be unsharded. Queries may also be sharded over their length if ``is_causal`` is
-    false. With ``seed`` the dropout is a function of it. Raises ``SpmdTypeError`` (when types are checked) for any other layout, such as
-    keys sharded over their length (see ``ring_attention``).
+    false. The dropout is a function of ``seed``; there is none if it is ``None``, as in evaluation mode. Raises ``SpmdTypeError`` (when
+    types are checked) for any other layout, such as keys sharded over their length (see ``ring_attention``).
     """
     if spmd.is_type_checking():
         q, k, v = _sharding(query), _sharding(key), _sharding(value)
@@ -235,7 +235,7 @@ def attention(
                 )
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if seed is None or not dropout_p:
-        out = _attention(query, key, value, attn_mask, **options)
+        out = _attention(query, key, value, attn_mask, **{**options, "dropout_p": 0.0})
     else:
         out = _seeded_attention(seed, query, key, value, attn_mask, **options)
     return _declare(out, _sharding(query)) if spmd.is_type_checking() else out
@@ -297,13 +297,16 @@ def _seeded(seed: Seed | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
+def seed(key: int | None, layer: int, op: int, axes: Sequence[str] = ()) -> int | None:
     """Return the seed of one random op: a function of the microbatch's key, the layer, the op, and this rank's coordinates on ``axes``.
+    In evaluation mode, in which nothing is random, key and seed are ``None``.
 
     ``axes`` are the axes that shard the op's operand: ranks with different slices draw different numbers, ranks with the same values draw
     the same. Axes of size one are ignored, so that a rank with the full operand draws the same numbers under every plan. A
     recomputation passes the same key and gets the same seed.
     """
+    if key is None:
+        return None
     with spmd.no_typecheck():
         ranges = [torch.arange(_size(axis)) for axis in _nontrivial(axes)]
         slices = [spmd.convert(r, axis, src=R, dst=S(0)) for r, axis in zip(ranges, _nontrivial(axes), strict=True)]
@@ -317,20 +320,20 @@ def seed(key: int, layer: int, op: int, axes: Sequence[str] = ()) -> int:
     return state >> 1
 
 
-def seeds(key: int, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor, ...]:
+def seeds(key: int | None, layer: int, axes: Sequence[Sequence[str]]) -> tuple[Tensor | None, ...]:
     """Return the seeds of a layer's random ops as tensors on the CPU; ``axes[op]`` is the argument ``axes`` of ``seed`` for each op."""
     numbers = [seed(key, layer, op, each) for op, each in enumerate(axes)]
     with spmd.no_typecheck():
-        return tuple(torch.tensor(number, device="cpu") for number in numbers)
+        return tuple(None if number is None else torch.tensor(number, device="cpu") for number in numbers)
 
 
-def dropout(x: Tensor, p: float, seed: Seed) -> Tensor:
-    """Return ``x`` after dropout, with a mask that is a function of ``seed`` and the local shape.
+def dropout(x: Tensor, p: float, seed: Seed | None) -> Tensor:
+    """Return ``x`` after dropout, with a mask that is a function of ``seed`` and the local shape; ``x`` itself if the seed is ``None``.
 
     Ranks with the same ``x`` (I, R) must pass the same seed, and then draw the same mask; ranks with slices should pass different seeds.
     A recomputation draws the same mask again. The backward pass needs only the mask, one byte per element.
     """
-    if p == 0.0:
+    if p == 0.0 or seed is None:
         return x
     if spmd.is_type_checking():
         _require(P not in spmd.get_local_type(x).values(), "dropout: the terms of a sum would be dropped one by one")

@@ -82,11 +82,18 @@ def _refuse_partial(x: Tensor, name: str) -> None:
     _require(P not in spmd.get_local_type(x).values(), f"{name}: each term of a sum would be normalised by itself")
 
 
-def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
+def batch_statistics(
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    axis: Axes = (),
+    training: bool = True,
+) -> Tensor:
     """Return mean, biased variance and unbiased variance of every channel of ``x [n, c, ...]`` over the global batch: ``[3, c]``.
 
     ``axis`` (or axes, outermost first) shards dims of ``x`` other than the channels, evenly; the result is I on it. Computed in float32
-    or wider.
+    or wider. In evaluation mode (not ``training``) the running statistics, if there are any, replace those of the batch.
     """
     axes = _nontrivial(axis)
     sharding: list[tuple[Any, ...]] = []
@@ -100,6 +107,10 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
         )
         _refuse_partial(x, "batch_statistics")
     with spmd.local():
+        if running_mean is not None and running_var is not None and not training:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            out = torch.stack((running_mean, running_var, running_var)).to(wide)
+            return _declare(out, [(), sharding[1]]) if spmd.is_type_checking() else out
         mean, var = _Moments.apply(x)
         count = x.numel() // x.shape[1]
         if axes:
@@ -114,7 +125,7 @@ def batch_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
 
 def step_statistics(x: Tensor, axis: Axes = ()) -> Tensor:
     """Return ``batch_statistics`` of one microbatch, to update running statistics if each microbatch is normalised separately."""
-    return batch_statistics(x, axis)
+    return batch_statistics(x, axis=axis)
 
 
 def normalise(
@@ -140,10 +151,29 @@ def normalise(
     return _declare(out, _sharding(x)) if spmd.is_type_checking() else out
 
 
-def local_batch_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Return batch norm of ``x [n, c, ...]`` with this rank's statistics of the microbatch. One device would compute other statistics."""
+def local_batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    training: bool = True,
+) -> Tensor:
+    """Return batch norm of ``x [n, c, ...]`` with this rank's statistics of the microbatch. One device would compute other statistics.
+
+    In evaluation mode (not ``training``) the running statistics, if there are any, replace those of the microbatch.
+    """
     if spmd.is_type_checking():
         _refuse_partial(x, "local_batch_norm")
     with spmd.local():
-        out = F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=eps)
+        if training or running_mean is None:
+            out = F.batch_norm(x, None, None, weight, bias, training=True, momentum=0.0, eps=eps)
+        else:
+            out = F.batch_norm(x, running_mean, running_var, weight, bias, training=False, eps=eps)
     return _declare(out, _sharding(x)) if spmd.is_type_checking() else out
+
+
+WITH_MODE = (batch_statistics, local_batch_norm)
+"""The kernels that compute something else in evaluation mode; layers pass them their own mode."""

@@ -55,10 +55,12 @@ def ring_attention(
     length of all three operands; other axes may shard batch and heads, in the same way for all three.
 
     ``attn_mask`` is ``[..., length / n, length]`` (or broadcasts to it): its rows are sharded like the queries, its columns unsharded.
-    Key and value have as many heads as the query or, with ``enable_gqa``, fewer. Dropout needs a ``seed``, and is a function of it; ranks
-    along ``axis`` must pass different seeds. Accumulates in float32 or wider.
+    Key and value have as many heads as the query or, with ``enable_gqa``, fewer. Dropout is a function of ``seed``; there is none if it
+    is ``None``, as in evaluation mode. Ranks along ``axis`` must pass different seeds. Accumulates in float32 or wider.
     """
     axes = _nontrivial(axis)
+    if seed is None:
+        dropout_p = 0.0
     if spmd.is_type_checking():
         _check(query, key, value, attn_mask, axes)
     with spmd.local():
@@ -484,7 +486,7 @@ spmd.register_local_autograd_function(_RingAttention)
 def _generator(like: Tensor, dropout_p: float, seed: Seed | None) -> torch.Generator | None:
     if not dropout_p:
         return None
-    assert seed is not None, "dropout in ring attention is a function of a seed"
+    assert seed is not None, "without a seed there is no dropout"
     generator = torch.Generator(like.device)
     generator.manual_seed(int(seed))
     return generator

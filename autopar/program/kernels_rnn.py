@@ -13,6 +13,7 @@ from spmd_types import P
 from torch import Tensor
 
 from .kernels import _declare, _require, _seeded, _sharding
+from .kernels_random import UNSEEDED
 from .spmd import spmd
 
 
@@ -25,13 +26,14 @@ def recurrent(
     num_layers: int = 1,
     dropout: float = 0.0,
     bidirectional: bool = False,
-    seed: int | None = None,
+    seed: int | None = UNSEEDED,
 ) -> Tensor:
     """Run an LSTM (``mode`` is "lstm"), a GRU ("gru") or a plain RNN ("rnn_tanh", "rnn_relu") in training mode, on padded sequences.
 
     ``x`` is ``[batch, time, width]`` and each of ``states`` ``[layers * directions, batch, hidden]``, with the same sharding of the batch;
     if ``states`` is empty, they are zeros. The result is ``[batch, time + layers * states, directions * hidden]``: the outputs, the last
-    hidden states of the layers, and then an LSTM's cell states. With ``seed`` the dropout between layers is a function of it.
+    hidden states of the layers, and then an LSTM's cell states. The dropout between layers is a function of ``seed``; there is none if the
+    seed is ``None``, as in evaluation mode.
     """
     if spmd.is_type_checking():
         rows = _sharding(x)[0]
@@ -42,7 +44,9 @@ def recurrent(
         _require(not any(entry for weight in weights for entry in _sharding(weight)), "recurrent: weights are sharded")
         _require(_sharding(x)[1:] == [(), ()], "recurrent: time or width is sharded")
         _require(P not in spmd.get_local_type(x).values(), "recurrent: x is a partial sum, and must be reduced first")
-    with spmd.local(), _seeded(seed if dropout else None, x.device):
+    if seed is None:
+        dropout = 0.0
+    with spmd.local(), _seeded(None if not dropout or seed == UNSEEDED else seed, x.device):
         if not states:
             hidden, directions = weights[1].shape[1], 2 if bidirectional else 1
             zeros = x.new_zeros(num_layers * directions, x.shape[0], hidden)

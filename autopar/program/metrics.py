@@ -1,4 +1,4 @@
-"""Training metrics: a record of each step, for files and TensorBoard, and a comparison of measured and predicted steps.
+"""Training metrics: a record of each step, for files, TensorBoard and Weights & Biases, and a comparison of measured and predicted steps.
 
 An out-of-memory error becomes one sentence: the predicted bytes of the rank's stage by part, the measured bytes, and changes of the plan
 that need less memory.
@@ -7,6 +7,7 @@ that need less memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -48,12 +49,13 @@ def as_json(record: Mapping[str, Any]) -> str:
 
 
 class Meter:
-    """Records the steps of a training. Every rank may have one, but only one rank should get ``log`` and ``tensorboard``.
+    """Records the steps of a training. Every rank may have one, but only one rank should get ``log``, ``tensorboard`` and ``wandb``.
 
-    ``plan`` is the content of ``plan.json``. Records are appended to the file ``log``, one JSON object per line, and written to the
-    TensorBoard folder ``tensorboard``. ``seconds`` has the times of previous steps; new ones are appended.
+    ``plan`` is the content of ``plan.json``. Records are appended to the file ``log``, one JSON object per line, written to the
+    TensorBoard folder ``tensorboard``, and to a run of the W&B project ``wandb``. ``seconds`` has the times of previous steps; new ones
+    are appended.
 
-    Raises ``ModuleNotFoundError``, which says what to install, for ``tensorboard`` without the package of this name.
+    Raises ``ModuleNotFoundError``, which says what to install, for ``tensorboard`` or ``wandb`` without the package of this name.
     """
 
     def __init__(
@@ -61,11 +63,14 @@ class Meter:
         plan: Mapping[str, Any],
         log: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        wandb: str | None = None,
+        *,
         seconds: list[float] | None = None,
     ) -> None:
         self._plan = plan
         self._log = None if log is None else Path(log).open("a", encoding="utf-8")  # noqa: SIM115  open until close
         self._board = None if tensorboard is None else _summary_writer(tensorboard)
+        self._run = None if wandb is None else _wandb_run(wandb, plan)
         self._seconds: list[float] = [] if seconds is None else seconds
         self._began, self._due = time.perf_counter(), False
 
@@ -92,14 +97,19 @@ class Meter:
         record["peak_memory_bytes"] = memory_bytes
         if self._plan["mfu"]:
             record["mfu"] = self._plan["mfu"] * predicted_s / seconds
-        record |= {name: value for name, value in more.items() if value is not None}
+        return self.write(record | {name: value for name, value in more.items() if value is not None})
+
+    def write(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Write and return a record, which has its ``step``."""
         if self._log is not None:
             self._log.write(as_json(record) + "\n")
             self._log.flush()
         if self._board is not None:
             for name, value in record.items():
                 if name != "step":
-                    self._board.add_scalar(name, value, step)
+                    self._board.add_scalar(name, value, record["step"])
+        if self._run is not None:
+            self._run.log(record, step=record["step"])
         return record
 
     def comparison(self, memory_bytes: int, predicted_bytes: int) -> str:
@@ -126,11 +136,13 @@ class Meter:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Close the file and the TensorBoard."""
+        """Close the file, the TensorBoard and the run."""
         if self._log is not None:
             self._log.close()
         if self._board is not None:
             self._board.close()
+        if self._run is not None:
+            self._run.finish()
 
 
 def _table_cells(predicted: float, measured: float, unit: float, name: str) -> tuple[str, str, str]:
@@ -147,13 +159,27 @@ def device_count(plan: Mapping[str, Any]) -> int:
 
 
 def _summary_writer(folder: str | os.PathLike[str]) -> Any:
+    return _optional(
+        "torch.utils.tensorboard", "tensorboard", f"writing TensorBoard events into {folder}"
+    ).SummaryWriter(str(folder))
+
+
+def _wandb_run(project: str, plan: Mapping[str, Any]) -> Any:
+    """Start a run of W&B; ``WANDB_MODE=offline`` writes it into the folder ``wandb`` without a network."""
+    described = {
+        name: plan.get(name) for name in ("model", "devices", "precision", "global_batch", "microbatches", "schedule")
+    }
+    return _optional("wandb", "wandb", f"the W&B project {project}").init(project=project, config=described)
+
+
+def _optional(module: str, package: str, what: str) -> Any:
+    """Import a module that needs a ``package``; raise ``ModuleNotFoundError``, which says what to install, without it."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return importlib.import_module(module)
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"writing TensorBoard events into {folder} needs a package: pip install tensorboard, or use log= (--log-file) instead"
+            f"{what} needs a package: pip install {package}, or use log= (--log-file) instead ({error})"
         ) from error
-    return SummaryWriter(str(folder))
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class ScheduledStage(nn.Module):
     A schedule passes each stage the inputs of all stages of the rank, so the names of a stage's inputs begin with its number. If the plan
     allows ``microbatch_statistics``, scalars are inputs; otherwise ``scalars`` has them. The stage may be an FSDP module, but this
     wrapper isn't: torch's schedule would keep gathered parameters and unsharded gradients in memory until the last microbatch.
+    In evaluation mode (``eval()``) the stage gets no key, so that nothing is random.
     """
 
     def __init__(self, index: int, stage: nn.Module, world: World, reductions: Reductions) -> None:
@@ -41,7 +42,10 @@ class ScheduledStage(nn.Module):
         named = {name.removeprefix(self.prefix): x for name, x in inputs.items() if name.startswith(self.prefix)}
         spec: StageSpec = self.stage.SPEC  # type: ignore[assignment]
         named.update({name: named[name].squeeze(0) for name in spec.scalars if name in named})
-        key = {"key": int(named.pop("key"))} if "key" in named else {}
+        key = {}
+        if "key" in named:
+            drawn = int(named.pop("key"))
+            key = {"key": drawn if self.training else None}
         with self.world.in_mesh():
             out = self.stage(*activations, **named, **key, **self.scalars)
         out = out if isinstance(out, Tensor) else tuple(tensor.contiguous() for tensor in out)
@@ -132,6 +136,16 @@ class Microbatches:
         term = loss / self.microbatches if self._per_microbatch else loss
         self._losses.append(term.detach())
         return term if self._scale is None else self._scale(term)
+
+    def evaluate(self, batch: Batch) -> list[Tensor]:
+        """Run ``forward`` in evaluation mode; return this rank's terms of the loss."""
+        for module in self._modules.values():
+            module.eval()
+        try:
+            return self.forward(batch, 0)
+        finally:
+            for module in self._modules.values():
+                module.train()
 
     def forward(self, batch: Batch, key: int) -> list[Tensor]:
         """Run only the forward passes, one microbatch after the other, without gradients; return this rank's terms of the loss."""

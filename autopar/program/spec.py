@@ -63,7 +63,9 @@ class StageSpec:
     scalars: tuple[str, ...] = ()  # results of the prelude that the stage reads
     sends: Mapping[str, TensorSpec] = field(default_factory=dict)  # this rank's part of one microbatch, by value name
     loss: Types = field(default_factory=dict)  # the types of the loss, in the last stage
-    random: bool = False  # whether a layer draws random numbers, seeded by the argument ``key``
+    random: bool = (
+        False  # whether a layer draws random numbers, seeded by the argument ``key`` (``None`` in evaluation mode)
+    )
     own: LayerSpec | None = None  # for parameters that several layers of the stage share
 
 
@@ -90,6 +92,7 @@ class ProgramSpec:
     prelude: Prelude | None = None
     ignored: Mapping[str, int] = field(default_factory=dict)  # by input: the label that the loss ignores
     flattened: tuple[tuple[str, ...], ...] = ()  # groups of axes over which one collective runs, outermost first
+    no_evaluation: str = ""  # why the program can't evaluate the model, if it can't
     late: int = 0  # the staleness of gradients, in updates
     apart: int = 0  # local SGD: the steps between two averages of the replicas' parameters; 0 without local SGD
     served: bool = (

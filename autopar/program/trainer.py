@@ -72,10 +72,10 @@ def set_tf32(allowed: bool) -> None:
 
 
 class ModeError(RuntimeError):
-    """Raised by ``evaluate`` if the model behaves differently in training mode."""
+    """Raised by ``evaluate`` if the program's evaluation mode isn't known to be the model's."""
 
-    def __init__(self, does: str) -> None:
-        self.message = f"the model was captured in training mode, where {does}, so the program's losses are not those of evaluation"
+    def __init__(self, why: str) -> None:
+        self.message = f"the program cannot evaluate the model: {why}"
         self.hint = "compile model.eval() into a program of its own, and give it the state dict of this one"
         super().__init__(f"{self.message}; {self.hint}")
 
@@ -140,7 +140,7 @@ class Trainer:
         # the epoch and the row after the last step, by ``Loader.key``
         self.positions: dict[str, tuple[int, int]] = {}
         self._from_checkpoint: tuple[str, ...] = ()  # the keys of the checkpoint's positions, until one is read
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; ``None`` without clipping
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; ``None`` if it was not computed
         self._unread: list[Tensor] = []  # this rank's terms of the losses of ``advance``
         self._background: checkpoint.Background | None = None
         if resume is not None:
@@ -174,7 +174,7 @@ class Trainer:
         Raises ``DataError`` on every rank if rows can't be read: the training state is unchanged, and training can continue.
         """
         rows, after = loader.read(self.position(loader))
-        loss = self.step(rows, on_nan)
+        loss = self.step(rows, on_nan, with_norm=True)
         self.positions[loader.key] = after
         return loss, loader.ends(after)
 
@@ -184,13 +184,14 @@ class Trainer:
         self.advance(rows)
         self.positions[loader.key] = after
 
-    def step(self, batch: Batch, on_nan: str = "") -> float:
+    def step(self, batch: Batch, on_nan: str = "", *, with_norm: bool = False) -> float:
         """Update once on the global ``batch`` (the full batch on every rank, or each rank's own rows); return the loss before the update,
         on every rank.
 
         ``on_nan`` says what happens if the loss is NaN or infinite: ``"stop"`` raises ``NonFiniteLossError`` on every rank before
         anything is updated, ``"skip"`` updates nothing and counts the step. A float16 program ignores this: its loss scale skips such
-        steps. With ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``.
+        steps. With ``on_nan`` the losses of ``advance`` are checked too, as by ``check_unread``. ``with_norm`` sets ``gradient_norm``, also
+        without clipping.
         """
         unread, self._unread = self._unread, []
         *before, loss = self._schedule.reduced(torch.stack((*unread, self._forward_backward(batch))))
@@ -202,6 +203,8 @@ class Trainer:
                 return float(value)
         if self.max_norm is not None:
             self.gradient_norm = self._clip(self.max_norm)
+        else:
+            self.gradient_norm = self._norm_of_gradients() if with_norm else None
         # the host waits for the device once per step: at its end, or before the update, to read whether it is skipped
         if self.loss_scale is None:
             self._update()
@@ -324,16 +327,21 @@ class Trainer:
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """Return the loss of a global batch by forward passes only; nothing is updated.
+        """Return the loss of a global batch by forward passes only, as in the model's evaluation mode; nothing is updated.
 
-        Raises ``ModeError`` if the model computes something else in evaluation mode, as with dropout or batch norm: the program always
-        runs in the mode in which the model was captured.
+        Dropout and other random numbers are replaced by their means, and batch norm uses its running statistics. Raises ``ModeError``
+        if that is not what ``model.eval()`` computes.
         """
-        if changes := training_only_behaviour(self.program):
-            raise ModeError(changes)
+        self.check_evaluation()
         self.finish_update()
         self._schedule.share.check(batch)
-        return float(self._schedule.sum(self._schedule.forward(batch, 0)))
+        with contextlib.nullcontext() if self._buffers is None else self._buffers.preserved():
+            return float(self._schedule.sum(self._schedule.evaluate(batch)))
+
+    def check_evaluation(self) -> None:
+        """Raise ``ModeError`` if the program can't evaluate the model."""
+        if why := self.program.spec.no_evaluation:
+            raise ModeError(why)
 
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their 2-norm over the whole model is at most ``max_norm``; returns the norm before scaling.
@@ -345,6 +353,14 @@ class Trainer:
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> Tensor:
+        norm = self._norm_of_gradients()
+        masters = [master for group in self._groups for master in group.masters]
+        nn.utils.clip_grads_with_norm_([master.holder for master in masters], max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def _norm_of_gradients(self) -> Tensor:
+        """Return the 2-norm that ``clip_`` describes."""
         if self._late is not None:
             self._late.use_due_gradients()
         masters = [master for group in self._groups for master in group.masters]
@@ -357,9 +373,7 @@ class Trainer:
             squares = self.loss_scale.reduce_overflow(squares)
         else:
             dist.all_reduce(squares, group=self.world.replica)
-        norm = squares.sqrt()
-        nn.utils.clip_grads_with_norm_([master.holder for master in masters], max_norm, norm)
-        return norm
+        return squares.sqrt()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the full gradients of trainable parameters, by original name, on the CPU of rank 0; nothing on other ranks."""
@@ -472,14 +486,6 @@ class Trainer:
         """Return the tensors that are saved and loaded."""
         self.finish_update()
         return TrainingTensors(self.program, self.world, self._groups, self._buffers, self._updates)
-
-
-def training_only_behaviour(program: LoadedProgram) -> str:
-    """Describe what the model does only in training mode, or return an empty string."""
-    if any(stage.SPEC.random for stage in program.spec.stages):
-        return "it draws random numbers, as dropout does"
-    written = sorted({record.original for record in program.buffers})
-    return f"it writes buffers, as batch norm does: {', '.join(written[:5])}" if written else ""
 
 
 def _norm(grad: Tensor) -> Tensor:

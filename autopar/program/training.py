@@ -3,6 +3,7 @@
 Training starts from ``initial.safetensors``, the values of the compiled model, or from ``--init PATH``.
 ``--dataset`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
 function that returns a map-style data set of dicts with these names; the module is in this folder, in the working folder, or installed.
+``--eval-data DATA --eval-every N`` prints the mean loss of held-out global batches, computed in evaluation mode.
 A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` generates rows of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` continues from the newest one, under this plan or any other.
 Standard output gets one JSON object per step, standard error a readable line. Steps count from 1 and continue after a resume.
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 
 from .expert_loads import Recorder
 from .guards import GuardError
+from .held_out import HeldOut
 from .loader import Loader, Order, Synthetic, Tensors
 from .metrics import Meter, as_json, explaining_out_of_memory, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
@@ -40,6 +42,7 @@ from .processes import StartError
 from .trainer import (
     CheckpointError,
     DataError,
+    ModeError,
     NonFiniteLossError,
     Trainer,
     has_checkpoint,
@@ -60,6 +63,7 @@ REFUSALS = (
     CheckpointError,
     DataError,
     IllTypedError,
+    ModeError,
     NonFiniteLossError,
     RefusedOptimizerError,
     StartError,
@@ -111,6 +115,10 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
         help="a file, MODULE:FUNCTION that returns a data set, or 'synthetic' (the default, with a message)",
     )
     parser.add_argument("--data", dest="old_data", help=argparse.SUPPRESS)
+    parser.add_argument("--eval-data", metavar="DATA", help="held-out data to evaluate, like --dataset")
+    parser.add_argument(
+        "--eval-every", type=count, metavar="N", help="steps from one evaluation to the next; default: only at the end"
+    )
     parser.add_argument(
         "--shuffle", action="store_true", help="read the rows in a random order, which --seed and the epoch determine"
     )
@@ -121,11 +129,7 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser.add_argument(
         "--on-nan", choices=("stop", "skip"), default="stop", help="what to do if a loss is NaN or infinite"
     )
-    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
-    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
-    parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
-    parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
-    parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
+    _add_logs(parser)
     parser.add_argument("--lr", type=rate, help="learning rate, if the recipe's optimizer doesn't set one")
     parser.add_argument("--clip", type=norm, default=recipe.max_norm, help="clip gradients to this 2-norm")
     parser.add_argument("--seed", type=int, default=recipe.seed)
@@ -166,6 +170,16 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    """Add the options for records of steps."""
+    late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
+    parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
+    parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
+    parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
+    parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
+    parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of W&B")
+
+
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the options for devices, time limits and the check of edits."""
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if the node has any")
@@ -196,6 +210,8 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
     for option in ("resume", "every", "keep", "async_save"):
         if getattr(args, option) and not args.checkpoint:
             parser.error(f"--{option.replace('_', '-')} needs --checkpoint DIR, the folder of the checkpoints")
+    if args.eval_every and not args.eval_data:
+        parser.error("--eval-every needs --eval-data DATA, the data to evaluate")
     for option in ("epochs", "shuffle"):
         if getattr(args, option) and args.dataset == "synthetic":
             parser.error(f"--{option} needs --dataset FILE: synthetic rows have no end")
@@ -247,26 +263,27 @@ def norm(text: str) -> float:
     return float(text)
 
 
-def dataset(args: argparse.Namespace, program: LoadedProgram) -> Any:
-    """Return the data set: synthetic rows, the result of a module's function, or the tensors of a file."""
-    if args.dataset == "synthetic":
-        return Synthetic(program.inputs, args.seed)
-    module, _, name = args.dataset.partition(":")
-    if name.isidentifier() and not Path(args.dataset).exists():
+def dataset(option: str, source: str, program: LoadedProgram, seed: int) -> Any:
+    """Return the data set that the command line's ``option`` names: synthetic rows, the result of a module's function, or the tensors of
+    a file."""
+    if source == "synthetic":
+        return Synthetic(program.inputs, seed)
+    module, _, name = source.partition(":")
+    if name.isidentifier() and not Path(source).exists():
         try:
             make = getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError) as error:
             raise DataError(
-                f"--dataset {args.dataset}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
+                f"{option} {source}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
             ) from error
         try:
             return make()
         except Exception as error:
             raise DataError(
-                f"--dataset {args.dataset} raised {type(error).__name__}: {error} ({line_of(error)})",
+                f"{option} {source} raised {type(error).__name__}: {error} ({line_of(error)})",
                 "every rank calls it",
             ) from error
-    return Tensors.read(args.dataset)
+    return Tensors.read(source)
 
 
 def line_of(error: Exception) -> str:
@@ -278,13 +295,28 @@ def line_of(error: Exception) -> str:
 def open_loader(args: argparse.Namespace, trainer: Trainer) -> Loader:
     """Return a loader of this rank's rows; exit if the checkpoint's positions are all in other data or orders."""
     order = Order(args.shuffle, args.seed, args.workers, last=args.last)
-    loader = trainer.loader(dataset(args, trainer.program), order)
+    loader = trainer.loader(dataset("--dataset", args.dataset, trainer.program, args.seed), order)
     if trainer.positions and not {loader.key, loader.order} & trainer.positions.keys():
         raise SystemExit(
             f"the checkpoint was trained with {', '.join(trainer.positions)}, and this data set is {loader.key}: resume with the same "
             "--dataset, --shuffle and --seed"
         )
     return loader
+
+
+def open_held_out(args: argparse.Namespace, trainer: Trainer, watch: Watch) -> HeldOut | None:
+    """Return the held-out data of ``--eval-data``, if there are any."""
+    if args.eval_data is None:
+        return None
+    if args.eval_data == "synthetic":
+        raise SystemExit("--eval-data synthetic: synthetic rows have no end; give a file, or MODULE:FUNCTION")
+    data = dataset("--eval-data", args.eval_data, trainer.program, args.seed)
+    loader = trainer.loader(data, Order(workers=args.workers, last=args.last))
+
+    def before_batch(number: int) -> None:
+        watch.enter("step", f"batch {number} of the evaluation after step {trainer.steps}")
+
+    return HeldOut(trainer, loader, args.eval_every, before_batch)
 
 
 def start_values(
@@ -384,9 +416,9 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
     loss ends the training before it changes parameters, save a checkpoint first."""
     trainer, _lock = open_trainer(recipe, args, watch)
     watch.follow(trainer.stages.values())
-    loader = open_loader(args, trainer)
+    loader, held_out = open_loader(args, trainer), open_held_out(args, trainer, watch)
     try:
-        stop = run_steps(args, trainer, loader, watch)
+        stop = run_steps(args, trainer, loader, watch, held_out)
     except (
         DataError,
         NonFiniteLossError,
@@ -420,10 +452,13 @@ def train(recipe: Recipe, args: argparse.Namespace, watch: Watch) -> None:
         trainer.save_weights(args.save_weights)
 
 
-def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch) -> str | None:
+def run_steps(
+    args: argparse.Namespace, trainer: Trainer, loader: Loader, watch: Watch, held_out: HeldOut | None = None
+) -> str | None:
     """Run the steps; return the name of the signal that stopped them early, if one did."""
     first, begun = dist.get_rank() == 0, trainer.steps
-    meter = Meter(trainer.program.plan, args.log_file if first else None, args.tensorboard if first else None)
+    logs = (args.log_file, args.tensorboard, args.wandb) if first else ()
+    meter = Meter(trainer.program.plan, *logs)
     # the first step is slower than the rest; with --epochs the number of steps is not known
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
@@ -447,6 +482,8 @@ def run_steps(args: argparse.Namespace, trainer: Trainer, loader: Loader, watch:
             logged = trainer.steps
         stop = watch.stop_asked(trainer.world.device)
         over = is_over(args, trainer, loader)
+        if held_out is not None and not stop and held_out.is_due(trainer.steps, over):
+            log_evaluation(trainer, meter, held_out.loss())
         saves = args.checkpoint and (stop or over or trainer.steps % args.every == 0)
         if saves or stop or over:
             trainer.check_unread()
@@ -472,11 +509,10 @@ def record_loads(recorder: Recorder, path: str, device: torch.device) -> None:
 
 def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
     """Return whether to read and print the loss of a step: the first, the last (without ``--epochs``), every ``--log-every``-th, and the
-    last before a periodic checkpoint, so that step times exclude saving."""
+    last before a periodic checkpoint or an evaluation, so that step times exclude these."""
     last = args.epochs is None and step + 1 == int(args.steps)
-    return (
-        step == begun or last or any((step + 1) % n == 0 for n in (args.log_every, args.checkpoint and args.every) if n)
-    )
+    periods = (args.log_every, args.checkpoint and args.every, args.eval_every)
+    return step == begun or last or any((step + 1) % period == 0 for period in periods if period)
 
 
 def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
@@ -490,6 +526,15 @@ def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
     say(f"step {record['step']:4d}  loss {loss:.4f}  {record['step_time_s']:.3f} s")
     if table := meter.comparison(peak_memory_bytes(), trainer.program.plan["stages"][0]["memory_bytes"]):
         say(table)
+
+
+def log_evaluation(trainer: Trainer, meter: Meter, loss: float) -> None:
+    """Print the record of an evaluation."""
+    record = meter.write({"step": trainer.steps, "eval_loss": loss})
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):
+            print(as_json(record), flush=True)
+    say(f"step {trainer.steps:4d}  evaluation loss {loss:.4f}")
 
 
 def is_over(args: argparse.Namespace, trainer: Trainer, loader: Loader) -> bool:
@@ -509,6 +554,11 @@ def main(recipe: Recipe) -> None:
                 train(recipe, args, watch)
             except REFUSALS as error:
                 raise SystemExit(f"{type(error).__name__}: {error}") from error
-    except (GuardError, MemoryError, OSError) as error:  # only on this rank: the watch has told the others
+    except (
+        GuardError,
+        MemoryError,
+        ModuleNotFoundError,
+        OSError,
+    ) as error:  # only on this rank: the watch has told the others
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     dist.destroy_process_group()

@@ -117,6 +117,7 @@ TABLE: dict[str, Entry] = {
     **dict.fromkeys(_POOLS, v.pool),
     **dict.fromkeys(aten_names("pixel_shuffle pixel_unshuffle"), v.pixel_shuffle),
     "kernels_rnn.recurrent": v.recurrent,
+    "kernels_random.bernoulli": v.elementwise(),
     "kernels_random.uniform": v.elementwise(),
     "kernels_random.normal": v.elementwise(),
     # indexing

@@ -361,12 +361,13 @@ def group_norm(node: fx.Node) -> str:
 
 
 def statistics(kernel: str) -> Callable[[fx.Node], str]:
-    """batch_statistics, step_statistics: channels; along the other dims a kernel combines the statistics of the shards."""
+    """batch_statistics, step_statistics: channels, also of the running statistics; along the other dims a kernel combines the statistics
+    of the shards."""
 
     def build(node: fx.Node) -> str:
         words = letters(len(source(node)))
         clauses = [f"{word} = {kernel} -> I" for i, word in enumerate(words) if i != 1]
-        return line([words], ["1", words[1]], *clauses)
+        return line([words, *([words[1]] for _ in operands(node)[1:])], ["1", words[1]], *clauses)
 
     return build
 

@@ -166,6 +166,7 @@ class Program:
         on_nan: str = "stop",
         log: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        wandb: str | None = None,
     ) -> list[float]:
         """Train ``steps`` steps and return their losses.
 
@@ -174,12 +175,13 @@ class Program:
             steps: the number of steps; by default one for each batch, or the rest of the data set's epoch.
             on_step: called with the number of the step (from 1), its loss and its record: ``step`` (counted from the start of training),
                 ``loss``, ``step_time_s`` (data loading included), ``rows_per_s``, ``tokens_per_s``, ``peak_memory_bytes`` (maximum over
-                ranks; on CPUs the resident set, with Python and torch), ``mfu`` if the plan has one, ``gradient_norm`` with ``max_norm``,
-                and in float16 ``loss_scale``.
+                ranks; on CPUs the resident set, with Python and torch), ``mfu`` if the plan has one, ``gradient_norm`` (before
+                clipping), and in float16 ``loss_scale``.
             on_nan: when the loss is NaN or infinite, ``"stop"`` raises ``NonFiniteLossError`` before the update, with the first layer
                 that produced such a value; ``"skip"`` skips the update.
             log: append the records to this file, one JSON object per line.
             tensorboard: a folder for TensorBoard.
+            wandb: a project of W&B; ``WANDB_MODE=offline`` logs without a network.
 
         After 20 steps, a table of predicted and measured figures is printed to standard error.
 
@@ -191,9 +193,9 @@ class Program:
         first = is_rank_0()
         plan = json.loads((self.folder / "plan.json").read_text())
         try:
-            opened = Meter(plan, log if first else None, tensorboard if first else None, self._seconds)
+            opened = Meter(plan, *((log, tensorboard, wandb) if first else ()), seconds=self._seconds)
         except (OSError, ImportError) as error:
-            raise UsageError(f"the log cannot be written: {error}", "leave log= or tensorboard= out") from error
+            raise UsageError(f"the log cannot be written: {error}", "leave log=, tensorboard= or wandb= out") from error
         with closing(opened) as meter:
             return train(batches, steps, lambda batch: self._train_step(batch, on_nan, meter), on_step)
 
@@ -211,9 +213,10 @@ class Program:
         return record, replies[0]["ends_epoch"]
 
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
-        """Return the losses of global batches, or of a data set's epoch, by forward passes without updates.
+        """Return the losses of global batches, or of a data set's epoch, as ``model.eval()`` computes them, without updates.
 
-        Raises ``UsageError`` if the model computes something else in evaluation mode, for example because of dropout or batch norm.
+        Dropout is off, and batch norm uses its running statistics. Raises ``UsageError`` if the comparison with ``model.eval()`` at capture
+        failed, or was not made.
         """
         if isinstance(batches, Data):
             losses: list[float] = self._results("evaluate", batches.number)[0]

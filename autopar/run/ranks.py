@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -146,15 +147,23 @@ def plan_of_rank_0(find: Callable[[], Plan]) -> Plan:
     """
     if not is_one_of_several():
         return find()
+    return Plan.from_json(answer_of_rank_0(lambda: find().to_json()))
+
+
+def answer_of_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return on all ranks the result of ``find()`` on rank 0, which JSON can express. Raises rank 0's ``AutoparError`` on all ranks."""
+    if not is_one_of_several():
+        return find()
     store = _new_store()
-    key = f"autopar/plan/{len(_stores)}"
+    key = f"autopar/answer/{len(_stores)}"
     if is_rank_0():
         try:
-            store.set(key, json.dumps({"plan": find().to_json()}))
+            store.set(key, json.dumps({"answer": find()}))
         except AutoparError as error:
             store.set(key, json.dumps({"error": error.message, "hint": error.hint}))
             raise
     answer = json.loads(_waited(store, key))
     if "error" in answer:
         raise AutoparError(f"rank 0 found no plan: {answer['error']}", answer["hint"])
-    return Plan.from_json(answer["plan"])
+    found: dict[str, Any] = answer["answer"]
+    return found

@@ -111,7 +111,7 @@ def _train_step(trainer: Any, batch: Any, on_nan: str) -> dict[str, Any]:
     if isinstance(batch, int):
         loss, ends_epoch = trainer.step_from(trainer.loaders[batch], on_nan)
     else:
-        loss, ends_epoch = trainer.step(batch, on_nan), False
+        loss, ends_epoch = trainer.step(batch, on_nan, with_norm=True), False
     norm, scale = trainer.gradient_norm, trainer.loss_scale
     return {
         "step": trainer.steps,

@@ -85,7 +85,7 @@ def make_subject(
         state = {n: tensor.detach().clone() for n, tensor in model.state_dict().items()}  # before statistics change
         loss, gradients, after = _eager(model, graph, loss_fn, tensors, state)
         rounding = _rounding(model, graph, loss_fn, tensors, state, gradients)
-    dropout = off.seen or copied.dropout or disabled
+    dropout = off.seen or disabled
     return Subject(graph, state, tensors, loss, gradients, dropout, after, rounding)
 
 

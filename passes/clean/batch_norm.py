@@ -32,21 +32,27 @@ def _batch_norm(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
         return add(node, kernels_norm.normalise, (x, running_mean, running_var, weight, bias, eps))
     if graph_meta(gm).get("local_batch_norm"):
         note(gm, "batch norm takes the statistics of each rank's part of each microbatch, as local_batch_norm allows")
+        normalised = add(node, kernels_norm.local_batch_norm, (x, weight, bias, eps, *_both(running_mean, running_var)))
         if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
             detached = add(node, aten.detach.default, (x,))
             _update_running(node, add(node, kernels_norm.step_statistics, (detached,)), running_mean, running_var)
-        return add(node, kernels_norm.local_batch_norm, (x, weight, bias, eps))
+        return normalised
     path = module_path(node)
     where = f", first in {path}" if path else ""
     graph_meta(gm).setdefault(
         "unmicrobatchable",
         f"batch norm couples the batch{where} (local_batch_norm=True, or --local-batch-norm, allows local statistics)",
     )
-    statistics = add(node, kernels_norm.batch_statistics, (x,))
+    statistics = add(node, kernels_norm.batch_statistics, (x, *_both(running_mean, running_var)))
     mean, var = (add(node, aten.select.int, (statistics, 0, row)) for row in (0, 1))
     if isinstance(running_mean, fx.Node) and isinstance(running_var, fx.Node):
         _update_running(node, add(node, aten.detach.default, (statistics,)), running_mean, running_var)
     return add(node, kernels_norm.normalise, (x, mean, var, weight, bias, eps))
+
+
+def _both(running_mean: object, running_var: object) -> tuple[fx.Node, ...]:
+    """Return the running statistics, which evaluation mode uses; nothing if they aren't tracked."""
+    return tuple(each for each in (running_mean, running_var) if isinstance(each, fx.Node))
 
 
 def _instance_norm(node: fx.Node) -> fx.Node:

@@ -1,5 +1,5 @@
-"""Makes every random number a function of a seed: random ops become ``kernels_random.uniform`` or ``normal``, which are seeded like
-dropout. An op whose numbers cannot be seeded is refused: ranks would disagree, and a recomputation would draw other numbers."""
+"""Makes every random number a function of a seed: random ops become ``kernels_random.uniform``, ``normal`` or ``bernoulli``, which are
+seeded like dropout. An op whose numbers cannot be seeded is refused: ranks would disagree, and a recomputation would draw other numbers."""
 
 from __future__ import annotations
 
@@ -94,9 +94,10 @@ def _exponential(node: fx.Node, rate: float) -> fx.Node:
 
 def _bernoulli(node: fx.Node, sizes: tuple[int, ...], dtype: torch.dtype, chance: Any) -> fx.Node:
     """Return numbers that are one with a probability of ``chance`` (a number or a node), else zero."""
+    if not isinstance(chance, fx.Node):
+        return add(node, kernels_random.bernoulli, (_template(node, sizes, dtype), float(chance)))
     numbers = _uniform(node, sizes, torch.promote_types(dtype, torch.float32))  # 16 bits would round the chance
-    below = aten.lt.Tensor if isinstance(chance, fx.Node) else aten.lt.Scalar
-    return add(node, aten.to.dtype, (add(node, below, (numbers, chance)), dtype))
+    return add(node, aten.to.dtype, (add(node, aten.lt.Tensor, (numbers, chance)), dtype))
 
 
 def _feature_dropout(node: fx.Node) -> fx.Node:

@@ -24,7 +24,7 @@ from autopar.torch_private import is_fake
 
 
 def checked(model: nn.Module, batch: Any, loss_fn: Any = None) -> str:
-    return check_capture(capture(model, batch, loss_fn), model, batch, loss_fn)
+    return check_capture(capture(model, batch, loss_fn), model, batch, loss_fn).note
 
 
 def rows(count: int = ROWS) -> Tensor:

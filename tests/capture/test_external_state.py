@@ -59,7 +59,7 @@ def rows() -> Tensor:
 
 
 def checked(model: nn.Module) -> str:
-    return check_capture(capture(model, rows()), model, rows(), None)
+    return check_capture(capture(model, rows()), model, rows(), None).note
 
 
 # -- what a later call reads -------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_another_answer_is_refused_by_name() -> None:
 
 def test_the_check_compares_rows_that_go_the_same_way() -> None:
     given = model(branch)
-    said = check_capture(capture(given, batch(), None), given, batch(), None)
+    said = check_capture(capture(given, batch(), None), given, batch(), None).note
     assert "equals the model over two steps of 2 rows and a step of 3 rows" in said
 
     def last(x: Tensor, labels: Tensor, h: Tensor) -> float:
@@ -112,7 +112,7 @@ def test_the_check_compares_rows_that_go_the_same_way() -> None:
     values = batch(ignored=0)
     values["labels"][-1] = -100
     given = model(last)
-    said = check_capture(capture(given, values, None), given, values, None)
+    said = check_capture(capture(given, values, None), given, values, None).note
     assert "of 8 rows (not compared on 9 rows: they take a different branch at" in said
     assert "labels[-1] < 0" in said
 

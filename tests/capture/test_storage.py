@@ -104,7 +104,7 @@ def test_parameters_over_the_same_memory_are_one_parameter() -> None:
     assert {entry.name: entry.alias for entry in graph.state}["again.weight"] == "first.weight"
     assert any("again.weight is first.weight, in the same memory: one parameter" in note for note in graph.notes)
     assert not any("does not depend" in note for note in graph.notes)
-    assert "equals the model over two steps" in check_capture(graph, model, rows(), None)
+    assert "equals the model over two steps" in check_capture(graph, model, rows(), None).note
     assert model.again.weight is not model.first.weight and model.again.weight.grad is None
     subject = make_subject(model, rows())
     assert attack(model, None, subject).tried["two steps in a row"].exact
@@ -132,7 +132,7 @@ def test_disjoint_views_of_one_memory_are_parameters_of_their_own() -> None:
         model.first.weight.data, model.again.weight.data = flat[:, ::2], flat[:, 1::2]
 
     model = Two(apart)
-    assert "equals the model over two steps" in check_capture(capture(model, rows()), model, rows(), None)
+    assert "equals the model over two steps" in check_capture(capture(model, rows()), model, rows(), None).note
 
 
 def test_copies_share_memory_and_casts_keep_it() -> None:

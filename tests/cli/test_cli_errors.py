@@ -75,6 +75,12 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("emit", "gpt2", "--devices", "4", "-o", __file__), "is a file"),
         (("run", "gpt2", "--devices", "4", "--steps", "0"), "--steps"),
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
+        (("run", "gpt2", "--devices", "4", "--shuffle"), "add --dataset DATA"),
+        (("run", "gpt2", "--devices", "4", "--eval-every", "2"), "add --eval-data DATA"),
+        (
+            ("run", "gpt2", "--devices", "4", "--elastic", "1:1", "--dataset", "x.pt"),
+            "--elastic trains on the example batch",
+        ),
         (("emit", "gpt2", "--devices", "4", "-o", f"{__file__}/program"), "is a file"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "/nowhere/at/all.png"), "no folder /nowhere/at"),
         (("sweep", "gpt2", "--devices", "8", "--plot", "all.txt"), "has no suffix of a picture format"),

@@ -301,7 +301,7 @@ def test_ranks_wait_for_a_search_longer_than_the_stores_limit(monkeypatch: pytes
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     found = threading.Timer(
-        0.4, store.set, (f"autopar/plan/{len(ranks._stores)}", json.dumps({"plan": plan.to_json()}))
+        0.4, store.set, (f"autopar/answer/{len(ranks._stores)}", json.dumps({"answer": plan.to_json()}))
     )
     found.start()
     assert ranks.plan_of_rank_0(lambda: pytest.fail("rank 1 searches")) == plan

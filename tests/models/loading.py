@@ -101,7 +101,7 @@ def compared(folder: str, state: str | dict[str, Tensor], data: dict[str, Tensor
                 found["same"].append(loss == again and all(torch.equal(a, b) for a, b in pairs) and len(wanted) > 0)
                 if loader is loaders[0]:
                     found["rows"].append(list(counting.read))
-            if not runtime.training_only_behaviour(program):
+            if not program.spec.no_evaluation:
                 found["evaluated"].append(abs(trainer.evaluate(rows) - loss) <= 1e-15 * abs(loss))
                 found["evaluated"].append(trainer.evaluate(whole) == trainer.evaluate(rows))
                 found["same"].append(trainer.forward_backward(rows) == loss)

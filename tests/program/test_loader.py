@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from autopar.emit.prelude import prelude_function, row_sums
 from autopar.errors import BatchError, NonFiniteLossError, UsageError
 from autopar.program.loader import Loader, Order, Synthetic, Tensors, first_key
 from autopar.program.metrics import Meter, as_json
-from autopar.program.spec import StageSpec, TensorSpec
-from autopar.program.trainer import DataError, training_only_behaviour
+from autopar.program.spec import TensorSpec
+from autopar.program.trainer import DataError
 from autopar.program.weights import write_file
 from autopar.run import Program
 from autopar.shard import annotate
@@ -173,6 +174,23 @@ def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
             Meter(plan, tensorboard=tmp_path / "board")
 
 
+def test_records_go_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"step_time_s": 1.0, "tokens_per_s_per_device": 1.0, "global_batch": 8, "mfu": 0, "model": "MLP"}
+    plan["stages"] = [{"devices": [0, 2]}]
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ModuleNotFoundError, match="the W&B project tests needs a package: pip install wandb"):
+        Meter(plan, wandb="tests")
+    said: list[Any] = []
+    run = SimpleNamespace(log=lambda record, step: said.append((step, record)), finish=lambda: said.append("end"))
+    fake = SimpleNamespace(init=lambda project, config: said.append((project, config["model"])) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    meter = Meter(plan, wandb="tests")
+    records = [meter.end(7, 1.5, 2000, {"gradient_norm": 2.0}), meter.write({"step": 7, "eval_loss": 1.0})]
+    meter.close()
+    assert said == [("tests", "MLP"), *((7, record) for record in records), "end"]
+    assert records[0]["gradient_norm"] == 2.0
+
+
 class Weighted(nn.Module):
     """Losses that need of the whole batch: an integer sum over rows, a sum of floating numbers, or the order of the rows."""
 
@@ -245,15 +263,6 @@ def test_a_sampler_that_does_not_read_each_row_once_is_refused(options: dict[str
     reader: Any = SimpleNamespace(batch=1, _order=Order(), _collate=None)
     with pytest.raises(DataError, match="num_samples or replacement"):
         Loader._adopt_loader(reader, loader)
-
-
-def test_evaluation_in_training_mode_is_refused() -> None:
-    quiet, random = (SimpleNamespace(SPEC=StageSpec(random=random)) for random in (False, True))
-    several, one = (SimpleNamespace(stages=stages) for stages in ((quiet, random), (quiet,)))
-    assert "as dropout does" in training_only_behaviour(SimpleNamespace(spec=several, buffers=()))  # type: ignore[arg-type]
-    written = (SimpleNamespace(original="norm.running_mean"),)
-    assert "norm.running_mean" in training_only_behaviour(SimpleNamespace(spec=one, buffers=written))  # type: ignore[arg-type]
-    assert not training_only_behaviour(SimpleNamespace(spec=one, buffers=()))  # type: ignore[arg-type]
 
 
 def changed(odd: str) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ class Net(nn.Module):
 def net() -> tuple[Graph, dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = Net().double().train()
-    x, y = (torch.randn(8, 4, 3, 3, dtype=torch.float64) for _ in range(2))
+    x, y = (torch.randn(128, 4, 3, 3, dtype=torch.float64) for _ in range(2))  # few rows would have equal masks
     graph = annotate(capture(model, (x, y), F.mse_loss, precision="float64"))
     return graph, {name: value.detach().clone() for name, value in model.state_dict().items()}, {"x": x, "targets": y}
 
@@ -75,14 +75,16 @@ def steps(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], seeds
         program = runtime.load(folder)
         world = runtime.start(program, device="cpu", timeout_s=60)
         drawn: list[list[Any]] = []
-        uniform = kernels.uniform
 
-        def spy(*args: Any, **kwargs: Any) -> Tensor:
-            out: Tensor = uniform(*args, **kwargs)
-            drawn.append(out.tolist())
-            return out
+        def spied(draw: Any) -> Any:
+            def spy(*args: Any, **kwargs: Any) -> Tensor:
+                out: Tensor = draw(*args, **kwargs)
+                drawn.append(out.tolist())
+                return out
 
-        kernels.uniform = spy
+            return spy
+
+        kernels.uniform, kernels.bernoulli = spied(kernels.uniform), spied(kernels.bernoulli)
         answers = []
         for seed in seeds:
             drawn.clear()

@@ -323,7 +323,7 @@ def test_a_flattened_conversion_takes_numbers_of_either_type(mesh):
 
 
 # Ops whose text does not run yet: those that draw take a seed, the others stand in bodies of mixtures alone, which run in a local region.
-DRAWING = {"aten.dropout", "kernels_random.normal", "kernels_random.uniform"}
+DRAWING = {"aten.dropout", "kernels_random.bernoulli", "kernels_random.normal", "kernels_random.uniform"}
 UNWRITTEN = {*DRAWING, "kernels_experts.grouped_linear", "kernels_experts.of_rows"}
 
 
@@ -392,7 +392,7 @@ def _emitted(name: str, node, candidate) -> list[str]:
     text = expression(call, {place: Text(o.name) for o, place in places.items()}).text
     parameters = ", ".join(o.name for o in places)
     body = [line.removeprefix("    ") for op in bodies for line in body_method(op, f"{name}_body")]
-    text = text.replace("self.expert_body", f"{name}_body")
+    text = text.replace("self.expert_body", f"{name}_body").replace("self.training", "True")
     return [
         *body[2:],  # not an empty line and "@staticmethod"
         f"def {name}({parameters}):",

@@ -19,7 +19,6 @@ from autopar.program.finite import NonFiniteLossError
 INSIDE = {
     "DamageError",  # reading a checkpoint makes a CheckpointError of it
     "UnequalStatesError",  # likewise writing one
-    "ModeError",  # of Program.evaluate, which train.py does not call
 }
 
 
@@ -70,7 +69,7 @@ def test_a_late_nan_waits_for_the_checkpoint_that_is_being_written(
     monkeypatch.setattr(training, "open_trainer", lambda *given: (trainer, None))
     monkeypatch.setattr(training, "open_loader", lambda *given: None)
     monkeypatch.setattr(training, "run_steps", steps)
-    args: Any = SimpleNamespace(checkpoint=str(tmp_path), dataset="data.pt")
+    args: Any = SimpleNamespace(checkpoint=str(tmp_path), dataset="data.pt", eval_data=None)
     watch: Any = SimpleNamespace(follow=lambda stages: None, enter=lambda *phase: None)
     with pytest.raises(SystemExit, match="the loss of step 101 is nan"):
         training.train(None, args, watch)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from vision_models import resnet
 import autopar
 from autopar import planning, workload
 from autopar.capture import NOT_COMPARED
+from autopar.capture.check import CaptureCheck
 
 RESULTS = EVIDENCE / "capture-check.jsonl"
 ROWS, SEQUENCE, VOCABULARY = 16, 128, 1024
@@ -90,7 +91,7 @@ def measured(name: str) -> dict[str, Any]:
         start_s = time.perf_counter()
         autopar.compile(model, 2, batch, loss_fn)
         whole_s = time.perf_counter() - start_s
-    words = next(each for each in said if isinstance(each, str))
+    words = next(each.note for each in said if isinstance(each, CaptureCheck))
     return {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -201,7 +201,7 @@ def _found(graph: Graph, made: Made, difference: Error, seconds: dict[str, float
     """A graph that is not the model: whether the comparison that stands before every plan refuses it."""
     try:
         with _timed(seconds, "check"):
-            said = check_capture(graph, made.model, made.batch, made.loss_fn)
+            said = check_capture(graph, made.model, made.batch, made.loss_fn).note
     except CaptureError as error:
         return Outcome("refused", "check", error.message, seconds=seconds)
     text = f"{difference.where} is off by {difference.value:.1e}; {said}"
