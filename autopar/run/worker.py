@@ -52,6 +52,7 @@ def _reply(call: dict[str, Any]) -> dict[str, Any]:
             "ok": False,
             "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
             "consequence": is_consequence(text),
+            "out_of_memory": isinstance(error, MemoryError | torch.OutOfMemoryError),
         }
     return {"ok": True}
 
