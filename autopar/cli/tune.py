@@ -58,7 +58,7 @@ def tune_command(
     for file, text in ((files[1], best.dumps() + "\n"), (files[2], result.calibration.dumps())):
         if file is not None:
             file.write_text(text)
-    sentences = [f"stopped: {result.stopped}", *([second] if (second := _runner_up(result)) else [])]
+    sentences = [*failures(result), *_runner_up(result), f"stopped: {result.stopped}"]
     show(as_json, result.to_json(), plans(result), "", corrections(result), "", *sentences)
 
 
@@ -81,7 +81,11 @@ def plans(result: TuneResult) -> Table:
     for trial in result.trials:
         measured = "" if trial.measured_s is None else seconds(trial.measured_s)
         interval = "" if trial.interval_s is None else " to ".join(map(seconds, trial.interval_s))
-        outcome = trial.failure or ("best" if trial is result.trials[0] else f"{len(trial.rounds_s)} rounds")
+        outcome = (
+            f"failed: {trial.failure.cause}"
+            if trial.failure
+            else ("best" if trial is result.trials[0] else f"{len(trial.rounds_s)} rounds")
+        )
         priced = seconds(trial.predicted_s), seconds(trial.corrected_s)
         table.add_row(trial.name, *priced, measured, interval, parallelism(trial.plan), outcome)
     return table
@@ -97,11 +101,17 @@ def corrections(result: TuneResult) -> Table:
     return table
 
 
-def _runner_up(result: TuneResult) -> str:
+def failures(result: TuneResult) -> list[str]:
+    """Return a line for every plan that failed, with the first line of its error."""
+    failed = ((trial.name, trial.failure) for trial in result.trials if trial.failure)
+    return [f"{name}: {failure.cause}: {failure.error.partition(chr(10))[0]}" for name, failure in failed]
+
+
+def _runner_up(result: TuneResult) -> list[str]:
     if (other := result.runner_up) is None:
-        return ""
+        return []
     low, high = other.interval
-    return (
+    return [
         f"{result.trials[0].name} over {other.name}, rounds paired: {other.ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}"
         + (": no difference was measured" if low <= 1 <= high else "")
-    )
+    ]

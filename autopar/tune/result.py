@@ -7,12 +7,13 @@ from typing import Any
 
 from autopar.devices.calibration import Calibration
 from autopar.plan import Plan
+from autopar.tune.log import Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A plan that was run: its step time as ``predicted_s`` by the base calibration, as ``corrected_s`` by the corrected one, and as
-    measured in ``rounds_s``, with the median and its 95 % interval. ``failure`` has the cause and the error of a plan that does not run."""
+    measured in ``rounds_s``, with the median and its 95 % interval. ``failure`` says why a plan does not run, if it doesn't."""
 
     name: str
     plan: Plan
@@ -21,7 +22,7 @@ class Trial:
     rounds_s: tuple[float, ...]
     measured_s: float | None
     interval_s: tuple[float, float] | None
-    failure: str = ""
+    failure: Failure | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"plan": self.plan.to_json()}

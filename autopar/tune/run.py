@@ -97,8 +97,8 @@ def tune(
     record = Log(log, _request(captured, cluster, options))
     if record.base is None:
         if base is None:
-            report(progress, "profile")
-            base = profile([cluster.count], cluster.kind, lambda text, *_: report(progress, "profile", text))
+            report(progress, "run", "measuring this machine")
+            base = profile([cluster.count], cluster.kind, lambda text, *_: report(progress, "run", text))
         record.set_base(base)
     assert record.base is not None
     cluster = calibrated(cluster, record.base, cluster.notes, "profile")
@@ -166,7 +166,7 @@ class Tuning:
             choice = self._most_promising(posterior)
             if choice is None and not widened:
                 widened = True
-                report(self.progress, "plan", "the best plan of each kind, under corrected prices")
+                report(self.progress, "search", "the best plan of each kind, under corrected prices")
                 self._pool += self._families(posterior.factors)
                 choice = self._most_promising(posterior)
             if choice is None:
@@ -178,7 +178,7 @@ class Tuning:
 
     def _measure_first(self, first: Plan) -> None:
         """Measure the first plan and the best plans of different kinds, under uncorrected prices."""
-        report(self.progress, "plan", "the best plan of each kind")
+        report(self.progress, "search", "the best plan of each kind")
         self._pool += self._families({})
         limit_s = SPREAD * first.prediction.step_time_s
         chosen: dict[object, Plan] = {}
@@ -203,7 +203,7 @@ class Tuning:
         learned = posterior.factors | self._memory()
         bound_s = 0.0
         for number, factors in enumerate([learned, *(posterior.draw(self._draws) for _ in range(DRAWS))]):
-            report(self.progress, "plan", "under corrected prices" if not number else "under other likely prices")
+            report(self.progress, "search", "under corrected prices" if not number else "under other likely prices")
             for tried in (factors, {name: f for name, f in factors.items() if name != MEMORY}):
                 try:
                     plan = self.prices.plan(tried, self._search_s())
@@ -262,7 +262,7 @@ class Tuning:
         for number in range(rounds):
             if self._left_s(final) < 0 and self._times():
                 return
-            report(self.progress, "measure", f"{' and '.join(live)}, round {number + 1} of {rounds}")
+            report(self.progress, "run", f"{' and '.join(live)}, round {number + 1} of {rounds}")
             found = {name: step_s for name in self._random.sample(live, len(live)) if (step_s := self._turn(name))}
             if not (found := {name: step_s for name, step_s in found.items() if self._has_right_loss(name)}):
                 return
@@ -296,9 +296,11 @@ class Tuning:
         return None
 
     def _has_right_loss(self, name: str) -> bool:
-        """Return whether the plan's first loss is that of the plan that was measured first; otherwise record the failure. In 16 bits,
-        losses differ by rounding."""
-        reference = next(iter(self.session.losses))
+        """Return whether the plan's first loss is that of the first plan that runs; otherwise record the failure. In 16 bits, losses
+        differ by rounding."""
+        reference = next(
+            other for other in self.log.plans if other in self.session.losses and other not in self.log.failures
+        )
         own, expected = self.session.losses[name][0], self.session.losses[reference][0]
         is_exact = self.log.plans[name].precision in ("float32", "float64") and not self.log.plans[name].allow
         if not is_exact or abs(own - expected) <= LOSS_TOLERANCE * abs(expected):
@@ -427,7 +429,7 @@ class Tuning:
                 rounds_s,
                 measured_s,
                 interval_s,
-                f"{failure.cause}: {failure.error}" if failure else "",
+                failure,
             )
 
 
