@@ -18,7 +18,7 @@ from autopar.tune.fit import program_of
 from autopar.tune.log import WRONG_LOSS, Failure, Log, Request, Round
 
 REQUEST = Request("decoder", 2, "cpu", "float32", 16, 2048, {}, [])
-QUICK = Effort(seconds=15, steps=1, rounds=1, final_rounds=2, first_plans=6, floor_s=2)
+QUICK = Effort(seconds=8, steps=1, rounds=1, final_rounds=2, first_plans=6, floor_s=2)
 FAULT = """
 
 def _with_fault(cls):
@@ -72,7 +72,7 @@ def test_failures_cost_their_turn_and_the_log_resumes(tmp_path: Path, monkeypatc
     assert causes == {"plan-2": OUT_OF_MEMORY, "plan-3": HANG, "plan-4": WRONG_LOSS}, outcome
     text = "\n".join(failures(found))
     assert "plan-2: out of memory: rank 1: " in text and "plan-3: hang: no answer from rank" in text
-    assert f"of {found.trials[0].name}" in text
+    assert "of plan-1" in text
     ran = [trial for trial in found.trials if not trial.failure]
     assert len(ran) >= 2 and ran[0] is found.trials[0] and found.trials[0].measured_s is not None
     programs = [program_of(trial.plan) for trial in found.trials]
