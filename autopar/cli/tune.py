@@ -32,7 +32,7 @@ def tune_command(
     """Measure, print the plans and the corrections, and write the requested files."""
     if is_one_of_several():
         raise UsageError(
-            "tune starts its own processes on one machine, and this is one of several that torchrun or SLURM started",
+            "tune starts its own processes on one machine, and this is one of several that a launcher started",
             "run it once, without a launcher, with --devices N for the devices of one node",
         )
     files = [output_file(name, option) if name else None for name, option in _files(log, output, save_calibration)]

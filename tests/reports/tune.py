@@ -195,10 +195,10 @@ Nodes are network namespaces with links of {rate} and processors of their own, a
 Their measured calibration is falsified: the times of all ops, launches and the optimizer are multiplied by 0.6, those of all collectives
 and sends by 0.5, or both. [`autopar tune`](../guide/tune.md) starts from the falsified calibration.
 
-Then all plans that the three tunings measured, the plan under the calibration as it was measured, and all hand-written programs take turns,
-in an order drawn anew each round; those twice slower than the best by hand are left out of the rounds that follow. Times are medians over
-rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap's 95 % interval. *The best other* is the fastest of all
-these programs but the tuned one, picked after the fact: that favours it.
+Then all plans that the three tunings measured, the plan under the calibration as it was measured, and all hand-written programs take
+turns, in an order drawn anew each round; those twice slower than the best by hand are left out of the rounds that follow. Times are medians
+over rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap's 95 % interval. *The best other* is the fastest
+of all these programs but the tuned one, picked after the fact: that favours it.
 """
 
 
