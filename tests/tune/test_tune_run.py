@@ -61,7 +61,7 @@ def run(log: Path | None, effort: Effort = QUICK) -> TuneResult:
     return tune(tuned.workload(), tuned.cluster(), tuned.OPTIONS, effort, base=tuned.base(), log=log)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_failures_cost_their_turn_and_the_log_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_faults(monkeypatch, FAULTS)
     monkeypatch.setattr("autopar.tune.run.FAMILIES_SHARE", 1.0)  # on a busy machine, too, there are four plans
