@@ -84,7 +84,7 @@ def plans(result: TuneResult) -> Table:
         outcome = (
             f"failed: {trial.failure.cause}"
             if trial.failure
-            else ("best" if trial is result.trials[0] else f"{len(trial.rounds_s)} rounds")
+            else ("best" if trial is result.trials[0] else f"{(n := len(trial.rounds_s))} round{'s' if n > 1 else ''}")
         )
         priced = seconds(trial.predicted_s), seconds(trial.corrected_s)
         table.add_row(trial.name, *priced, measured, interval, parallelism(trial.plan), outcome)

@@ -26,7 +26,7 @@ from autopar.progress import Progress, report
 from autopar.run.processes import NetworkNamespaces
 from autopar.search import SearchOptions
 from autopar.timing import TimingSession, median_interval, paired_ratio
-from autopar.timing.session import LOSS_TOLERANCE
+from autopar.timing.session import LOSS_TOLERANCE, TIMEOUT_S
 from autopar.tune.fit import Measured, Posterior, fit, program_of
 from autopar.tune.log import CRASH, WRONG_LOSS, Failure, Log, Request, Round
 from autopar.tune.memory import memory_factor
@@ -312,7 +312,9 @@ class Tuning:
 
     def _timeout_s(self, name: str) -> float:
         expected_s = max(self._times().get(name, 0.0), self.log.plans[name].prediction.step_time_s)
-        return max(self.effort.floor_s, PATIENCE * (self.effort.steps + 1) * expected_s)
+        # on a GPU the first step compiles the layers
+        floor_s = max(self.effort.floor_s, TIMEOUT_S if self.session.device == "cuda" else 0.0)
+        return max(floor_s, PATIENCE * (self.effort.steps + 1) * expected_s)
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
