@@ -108,4 +108,11 @@ class NonFiniteLossError(AutoparError):
 
 
 class LaunchError(AutoparError):
-    """Processes could not be started, or one of them died."""
+    """Processes could not be started, or one of them died. ``cause`` is ``OUT_OF_MEMORY``, ``HANG``, or empty for any other cause."""
+
+    def __init__(self, message: str, hint: str | None = None, cause: str = "") -> None:
+        super().__init__(message, hint)
+        self.cause = cause
+
+
+OUT_OF_MEMORY, HANG = "out of memory", "hang"

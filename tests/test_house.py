@@ -110,7 +110,9 @@ ALLOWED: dict[str, set[str]] = {
     "profile": {"devices", "program", "run"},
     "doctor": {"devices", "run"},
     "ui": set(),
-    "bench": {"compile", "devices", "planning", "run", "search", "validate", "workload"},
+    "bench": {"compile", "devices", "planning", "run", "search", "timing", "validate", "workload"},
+    "timing": {"compile", "run"},
+    "tune": {"devices", "explain", "planning", "price", "profile", "run", "search", "timing", "workload"},
     "cli": {
         "bench",
         "compile",
@@ -128,6 +130,7 @@ ALLOWED: dict[str, set[str]] = {
         "search",
         "sweep",
         "trainers",
+        "tune",
         "ui",
         "validate",
         "verify",

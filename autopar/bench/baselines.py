@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -255,6 +255,3 @@ def _stage_of(module: Stack, index: int, count: int) -> _Stage:
     first: list[tuple[str, nn.Module]] = [("embedding", module.embedding)] if index == 0 else []
     last: list[tuple[str, nn.Module]] = [("head", module.head)] if index == count - 1 else []
     return _Stage([*first, *blocks[start:end], *last])
-
-
-Step = Callable[[Tensor, Tensor], float | None]

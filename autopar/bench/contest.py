@@ -15,26 +15,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from autopar.bench.baselines import HandTunedRecipe, recipes
 from autopar.bench.models import MODELS, BenchModel
-from autopar.compile import emit_program
 from autopar.devices import Cluster
-from autopar.errors import LaunchError, ProgramError
-from autopar.graph import Graph
+from autopar.errors import LaunchError
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.run.processes import NetworkNamespaces, Processes
+from autopar.run.processes import NetworkNamespaces
 from autopar.search import SearchOptions
+from autopar.timing import TimingSession, paired_ratio
+from autopar.timing.session import LEARNING_RATE
 from autopar.workload import Workload
 
 AUTOMATIC = "automatic"
-LEARNING_RATE = 1e-4
-TIMEOUT_S = 300.0  # of one call of the workers, and of one collective
-LOSS_TOLERANCE = 2e-3
-"""Relative tolerance. Float32 sums in another order differ by about 1e-6, losses of another computation by far more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +139,9 @@ def contest(
         return _result(subject, plan, session, list(by_hand.values()), settings)
 
 
-class BenchmarkSession:
-    """The worker processes with all contenders: emitted programs, and hand-tuned programs under the names of their recipes.
-
-    All contenders start from the values of ``workload``'s model. By contender, ``rounds`` has the median seconds of the timed steps of each
-    measurement, and ``losses`` the losses of all steps. ``errors`` has the errors of hand-tuned contenders that failed. An error of an
-    emitted program is raised. ``remaining``: the contenders that are still measured.
-    """
+class BenchmarkSession(TimingSession):
+    """A session with the programs of a benchmark's model: emitted ones, and hand-tuned ones under the names of their recipes. They start
+    from the values of ``workload``'s model."""
 
     def __init__(
         self,
@@ -162,98 +153,24 @@ class BenchmarkSession:
         device: str = "cpu",
         precision: str | None = None,
     ) -> None:
-        self.subject, self.count, self.steps, self.folder, self.device = subject, processes, steps, folder, device
-        self.rounds: dict[str, list[float]] = {}
-        self.losses: dict[str, list[float]] = {}
-        self.errors: dict[str, str] = {}
-        self.remaining: list[str] = []
+        self.subject = subject
         torch.manual_seed(0)
         self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name, precision)
-        self._netns = netns
-        self._openers: dict[str, tuple[Any, ...]] = {}
-        self._emitted: set[str] = set()
-        self._processes = self._start()
+        super().__init__(self.workload.model.state_dict(), subject.batch(0), processes, steps, folder, netns, device)
 
     def __enter__(self) -> BenchmarkSession:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._processes.close()
-
-    def open_program(
-        self, name: str, graph: Graph, plan: Plan, change: Callable[[Path], None] = lambda folder: None
-    ) -> None:
-        """Emit the program of ``plan`` for ``graph`` (of ``workload``), and load it in the workers; ``change`` may edit its folder first.
-
-        Raises ``LaunchError`` if the program fails.
-        """
-        folder, state = self.folder / name, self.folder / "state.pt"
-        emit_program(graph, plan, folder)
-        change(folder)
-        torch.save(self.workload.model.state_dict(), state)
-        inputs = [value.name for value in graph.inputs]
-        self._emitted.add(name)
-        args = str(folder), inputs, LEARNING_RATE, str(state), self.device
-        self.open_other(name, "autopar.bench.remote:open_program", *args)
 
     def open_hand_tuned(self, recipe: HandTunedRecipe) -> None:
         """Load a hand-tuned program in the workers, or record its error in ``errors``."""
         args = self.subject.name, recipe.to_dict(), LEARNING_RATE, self.device
         self.open_other(recipe.name, "autopar.bench.remote:open_hand_tuned", *args)
 
-    def open_other(self, name: str, opener: str, *args: Any) -> None:
-        """Load another program in the workers by ``opener(name, *args)``, a ``"module:function"``, or record its error in ``errors``."""
-        self._openers[name] = (opener, *args)
-        self.rounds[name] = []
-        self.call(opener, name, *args)
-        if name not in self.errors:
-            self.remaining.append(name)
-
     def drop_slow(self, slower_than: float) -> None:
         """Drop contenders that failed, and hand-tuned ones that take more than ``slower_than`` times as long as the best hand-tuned one."""
         medians = {name: statistics.median(self.rounds[name]) for name in self.remaining if name not in self.errors}
-        limit_s = slower_than * min((s for name, s in medians.items() if name not in self._emitted), default=0.0)
-        self.remaining = [n for n, median_s in medians.items() if n in self._emitted or median_s <= limit_s]
-
-    def measure(self, name: str) -> None:
-        """Run one untimed step of a contender, then ``steps`` timed ones, and record their median and losses."""
-        answers = self.call("autopar.bench.remote:steps", name, self.subject.name, 0, self.steps + 1)
-        if answers is None:
-            return
-        self.rounds[name].append(statistics.median(answers[0]["seconds"][1:]))
-        for of_ranks in zip(*(answer["losses"] for answer in answers), strict=True):
-            # each replica has the mean loss of its rows; in a pipeline only the last stage has a loss
-            self.losses.setdefault(name, []).append(statistics.fmean(x for x in of_ranks if x is not None))
-
-    def check_losses(self, ours: str) -> None:
-        """Raise ``ProgramError`` if a contender's loss in the first step, from the same values and batch, differs from that of ``ours``."""
-        own = self.losses[ours][0]
-        for name, (theirs, *_) in self.losses.items():
-            if not abs(theirs - own) <= LOSS_TOLERANCE * abs(own):  # or NaN
-                raise ProgramError(
-                    f"{self.subject.name}: the first loss of {name} is {theirs:.6f}, that of {ours} {own:.6f}",
-                    "they would not be compared on the same work",
-                )
-
-    def call(self, target: str, name: str, *args: Any) -> list[Any] | None:
-        """Call ``"module:function"`` for the contender ``name`` on every rank; return the results by rank, or ``None`` if a hand-tuned
-        contender fails. Raises ``LaunchError`` if an emitted program fails."""
-        try:
-            return self._processes.call(target, name, *args, timeout_s=TIMEOUT_S)
-        except LaunchError as error:
-            if name in self._emitted:
-                raise LaunchError(f"{name}, a program of {self.subject.name}, fails: {error.message}") from error
-            self.errors[name] = error.message
-            self._processes = self._start()
-            for other, (opener, *rest) in self._openers.items():
-                if other not in self.errors:
-                    self._processes.call(opener, other, *rest, timeout_s=TIMEOUT_S)
-            return None
-
-    def _start(self) -> Processes:
-        processes = Processes(self.count, netns=self._netns)
-        processes.call("autopar.run.remote:join", self.device, TIMEOUT_S)
-        return processes
+        limit_s = slower_than * min((s for name, s in medians.items() if name not in self.required), default=0.0)
+        self.remaining = [n for n, median_s in medians.items() if n in self.required or median_s <= limit_s]
 
 
 def _result(
@@ -262,12 +179,12 @@ def _result(
     contenders = [Contender(AUTOMATIC, None, plan.prediction.step_time_s, tuple(session.rounds[AUTOMATIC]))]
     for recipe in choices:
         name = recipe.name
-        contenders.append(
-            Contender(name, recipe.to_dict(), None, tuple(session.rounds[name]), session.errors.get(name, ""))
-        )
+        contenders.append(Contender(name, recipe.to_dict(), None, tuple(session.rounds[name]), session.error_of(name)))
     running = [c for c in contenders[1:] if c.name in session.remaining]
     if not running:
-        raise LaunchError(f"no hand-tuned program of {subject.name} runs: {next(iter(session.errors.values()), '')}")
+        raise LaunchError(
+            f"no hand-tuned program of {subject.name} runs: {next(map(session.error_of, session.errors), '')}"
+        )
     best = min(running, key=lambda c: c.step_s)
     ratio, interval = paired_ratio(contenders[0].rounds_s, best.rounds_s, settings["seed"])
     return ContestResult(
@@ -284,11 +201,3 @@ def _result(
         best.name,
         settings,
     )
-
-
-def paired_ratio(ours: tuple[float, ...], theirs: tuple[float, ...], seed: int) -> tuple[float, tuple[float, float]]:
-    """Return the median over rounds of ours / theirs, and its 95 % interval (percentile bootstrap; Efron and Tibshirani 1993, ch. 13)."""
-    ratios = np.array(ours) / np.array(theirs)
-    draws = np.random.default_rng(seed).choice(ratios, size=(2000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), (float(low), float(high))

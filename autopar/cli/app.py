@@ -351,6 +351,33 @@ command(
 )
 
 command(
+    "tune",
+    """Measure plans on this machine, correct the prices, and plan again.
+
+    The best few different plans for MODEL train in local processes, in turns. What they take corrects the measured times of this machine by
+    factors; under the corrected prices autopar plans again and measures what could be faster, until no plan could be or --minutes are over.
+    The same command continues from --log."""
+    + MODEL_HELP,
+    (
+        "tune model.py:factory --devices 2 -o plan.json",
+        "tune model.py:factory --devices 4 --minutes 20 --save-calibration tuned.json",
+    ),
+    model_options,
+    pin_options,
+    option("--minutes", "M", "About how long to measure and plan.", type=click.FloatRange(0), default=5.0),
+    count_option("--rounds", 3, "How many times each plan is measured; the best two are measured more often."),
+    count_option("--steps", 3, "Timed steps in each round."),
+    count_option("--seed", 0, "Random seed of the order in which plans run.", least=0),
+    option("--log", "FILE", "The log, from which a later call continues.", default="tune.jsonl"),
+    plan_output_option,
+    option(
+        "--save-calibration",
+        "FILE",
+        "Also write the corrected measurements into this file: --calibration FILE then prices other plans by them.",
+    ),
+)
+
+command(
     "doctor",
     """Check what is installed and works on this machine.
 

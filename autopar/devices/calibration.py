@@ -30,6 +30,8 @@ from autopar.errors import DeviceError
 VERSION = 1
 VARIABLE = "AUTOPAR_CALIBRATION"
 _RERUN = "`autopar profile` measures this machine and writes the file again"
+MEMORY = "memory"
+"""The name of the figure that has the bytes that programs take over the predicted ones."""
 _MIN_COMPUTE_SHARE = 0.2  # minimum fraction of a measurement that counts as compute once the op's launch is subtracted
 
 
@@ -93,19 +95,24 @@ def read(path: Path) -> Calibration:
     """Read a calibration. Raises ``DeviceError`` if the file doesn't exist or isn't a calibration of this version."""
     try:
         data = read_json(path)
-        if not isinstance(data, dict):
-            raise MalformedFileError("it is not a JSON object")
-        if (version := data.get("version")) != VERSION:
+        if isinstance(data, dict) and (version := data.get("version")) != VERSION:
             raise DeviceError(f"{path} is a calibration of version {shown(version)}, this is version {VERSION}", _RERUN)
-        _check_content(data)
-        figures = tuple(Figure(**figure) for figure in data["figures"])
-        if not figures or not all(_is_valid(figure) for figure in figures):
-            raise MalformedFileError("figures that are not positive numbers")
-        _check_complete(figures)
+        return from_json(data)
     except OSError as error:
         raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _RERUN) from error
     except MalformedFileError as error:
         raise DeviceError(f"{path} holds no calibration ({error})", _RERUN) from error
+
+
+def from_json(data: Any) -> Calibration:
+    """Return the calibration in the untrusted JSON object ``data``. Raises ``MalformedFileError`` if it isn't one of this version."""
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        raise MalformedFileError(f"it is not a JSON object of version {VERSION}")
+    _check_content(data)
+    figures = tuple(Figure(**figure) for figure in data["figures"])
+    if not figures or not all(_is_valid(figure) for figure in figures):
+        raise MalformedFileError("figures that are not positive numbers")
+    _check_complete(figures)
     return Calibration(data["machine"], data["measured_at"], figures)
 
 
@@ -223,9 +230,10 @@ def apply_calibration(cluster: Cluster, path: Path | None) -> Cluster:
         if given:
             raise DeviceError(text, f"`autopar profile --processes {cluster.count}` measures this machine")
         return dataclasses.replace(cluster, notes=(*cluster.notes, f"prices are not calibrated: {text}"))
-    figures = [f for f in found.figures if f.device == cluster.kind and f.processes == cluster.count]
-    note = f"prices use measurements of this machine: {name}, {found.measured_at}"
-    return _calibrated(cluster, figures, (*cluster.notes, note), name)
+    learned = found.machine.get("corrected")
+    by_steps = ", corrected by measured steps" if isinstance(learned, dict) and learned else ""
+    note = f"prices use measurements of this machine: {name}, {found.measured_at}{by_steps}"
+    return calibrated(cluster, found, (*cluster.notes, note), name)
 
 
 def _for_same_kind(cluster: Cluster, found: Calibration, path: Path) -> Cluster:
@@ -256,16 +264,20 @@ def _tilde(path: Path) -> str:
         return str(path)
 
 
-def _calibrated(cluster: Cluster, figures: list[Figure], notes: tuple[str, ...], source: str) -> Cluster:
+def calibrated(cluster: Cluster, found: Calibration, notes: tuple[str, ...], source: str) -> Cluster:
+    """Return ``cluster``, calibrated or not, with the measurements of as many processes as it has devices; ``source`` names the file."""
+    figures = [f for f in found.figures if f.device == cluster.kind and f.processes == cluster.count]
     gpu = _measured_gpu(cluster, figures, source)
     collective_times = _collective_times(figures)
     link = collective_times.curves.get(("p2p", 2))
     p2p_link = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
     slow = [f.median for f in figures if f.name == "overlap"]
     call = [f.median for f in figures if f.name == "call"]
+    # memory that programs take beyond the prediction is not there for plans
+    beyond = max([1.0, *(f.median for f in figures if f.name == MEMORY)])
     return dataclasses.replace(
         cluster,
-        gpu=gpu,
+        gpu=dataclasses.replace(gpu, memory_bytes=int(gpu.memory_bytes / beyond)),
         intra=p2p_link,
         collective_times=collective_times,
         collective_s=call[0] if call else cluster.collective_s,

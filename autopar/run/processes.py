@@ -14,6 +14,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import LaunchError, UsageError
+from autopar.errors import HANG, OUT_OF_MEMORY, LaunchError, UsageError
 
 # seconds to wait for other ranks' reports after the first failure, to tell the cause from its consequences
 _GRACE_S = 0.5
@@ -237,7 +238,9 @@ class Processes:
         code = self._workers[rank].wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         last = _last_line(self._log(rank))
-        return {"ok": False, "error": how + (f" after printing: {last}" if last else ""), "consequence": False}
+        error = how + (f" after printing: {last}" if last else "")
+        # Linux kills the process that uses most when memory runs out; this process kills workers only after it read their replies
+        return {"ok": False, "error": error, "consequence": False, "out_of_memory": code == -signal.SIGKILL}
 
     def _failure(self, failures: dict[int, dict[str, Any]], silent: list[int]) -> LaunchError:
         logs = {rank: self._log(rank).read_text(errors="replace")[-4000:] for rank in failures or silent}
@@ -247,10 +250,13 @@ class Processes:
             return LaunchError(
                 f"no answer from rank {ranks} to {self._target}; all ranks were ended",
                 "probably a rank waits in a collective that another rank never enters",
+                HANG,
             )
         rank = min(failures, key=lambda rank: failures[rank]["consequence"])  # the first reported cause
         error = LaunchError(
-            f"rank {rank}: {failures[rank]['error']}", "all ranks were ended; fix the cause and run again"
+            f"rank {rank}: {failures[rank]['error']}",
+            "all ranks were ended; fix the cause and run again",
+            OUT_OF_MEMORY if failures[rank]["out_of_memory"] else "",
         )
         error.add_note(logs[rank])
         return error

@@ -52,8 +52,16 @@ def _reply(call: dict[str, Any]) -> dict[str, Any]:
             "ok": False,
             "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
             "consequence": is_consequence(text),
+            "out_of_memory": _is_out_of_memory(error),
         }
     return {"ok": True}
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether memory ran out. Torch's pipelines raise another error from the one of a stage."""
+    if error is None or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return error is not None
+    return _is_out_of_memory(error.__cause__ or error.__context__)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import bench_page
@@ -14,12 +15,13 @@ from tiers import in_short, slow
 from workers import WorkerPool
 
 from autopar.bench.baselines import PIPELINES, HandTuned, HandTunedRecipe, _stage_of, recipes
-from autopar.bench.contest import AUTOMATIC, BenchmarkSession, Contender, ContestResult, paired_ratio
+from autopar.bench.contest import AUTOMATIC, BenchmarkSession, Contender, ContestResult
 from autopar.bench.models import MODELS, BenchModel, _decoder, _wide
 from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
-from autopar.errors import ProgramError
+from autopar.errors import LaunchError, ProgramError
 from autopar.measure import EXACT, compare
+from autopar.timing import paired_ratio
 
 SMALL: dict[str, BenchModel] = {
     subject.name: subject
@@ -195,8 +197,8 @@ def test_ratio_is_paired():
 def test_who_stands_to_the_end_has_run_every_round():
     """Who is left out stays out, however the others' times go on: rounds would be paired with others' rounds."""
     session = object.__new__(BenchmarkSession)
-    session._emitted = {AUTOMATIC}
-    session.remaining, session.errors = [AUTOMATIC, "good", "slow", "broken"], {"broken": "it broke"}
+    session.required = {AUTOMATIC}
+    session.remaining, session.errors = [AUTOMATIC, "good", "slow", "broken"], {"broken": LaunchError("it broke")}
     session.rounds = {AUTOMATIC: [9.0], "good": [1.0], "slow": [2.1], "broken": []}
     session.drop_slow(slower_than=2.0)
     assert session.remaining == [AUTOMATIC, "good"]
@@ -215,9 +217,12 @@ def test_who_stands_to_the_end_has_run_every_round():
 
 def test_a_loss_that_is_nan_is_no_rank_without_a_loss():
     session = object.__new__(BenchmarkSession)
-    session.subject, session.steps, session.rounds, session.losses = SMALL["mlp-4"], 1, {"a": [], "b": []}, {}
+    session.batch_file, session.steps, session.rounds, session.losses = Path("batch.pt"), 1, {"a": [], "b": []}, {}
+    session._open, session._bytes, session._room_bytes, session.peak_bytes = ["a", "b"], {}, math.inf, {}
     of_ranks: list[list[float | None]] = [[None, None], [3.0, 1.0], [1.0, 1.0]]
-    session.call = lambda *_: [{"seconds": [1.0, 1.0], "losses": losses} for losses in of_ranks]  # type: ignore[method-assign]
+    session.call = lambda *_, **__: [  # type: ignore[method-assign]
+        {"seconds": [1.0, 1.0], "losses": losses, "peak_bytes": 0} for losses in of_ranks
+    ]
     session.measure("a")
     assert session.losses == {"a": [2.0, 1.0]}
     of_ranks[1][0] = float("nan")

@@ -187,6 +187,10 @@ REPORTS = {
         "predicted against measured timelines on limited nodes (root, a quiet machine, 15 minutes)",
         (program("timelines"),),
     ),
+    "tune": Report(
+        "plans that are tuned from wrong calibrations, against all others, on limited nodes (root, a quiet machine, two hours)",
+        (program("tune"),),
+    ),
     "ui": Report(
         "the page of `autopar ui` in a browser: checks and pictures (chromium; minutes)", (program("ui_page"),)
     ),

@@ -27,11 +27,13 @@ from overlap_page import links, plan_words
 from overlap_trace import communication_share, draw, hidden_share, traced
 from places import EVIDENCE
 
-from autopar.bench.contest import LEARNING_RATE, BenchmarkSession, paired_ratio
+from autopar.bench.contest import BenchmarkSession
 from autopar.devices import Cluster
 from autopar.errors import LaunchError, ProgramError
 from autopar.planning import plan_graph
 from autopar.search import SearchOptions
+from autopar.timing import paired_ratio
+from autopar.timing.session import LEARNING_RATE
 
 NODES, RATE = 4, FAST
 AUTOMATIC, WITHOUT, WITH = "no pin", "expert parallelism", "expert parallelism, overlapped"
@@ -57,16 +59,15 @@ def measure(cluster: Cluster, how: How) -> Line:
             options = SearchOptions(precision="float32", pin=pins)
             graph, plans[name] = plan_graph(captured, cluster, options, session.workload.resized)
             session.open_program(name, graph, plans[name])
-        state = Path(temporary) / "state.pt"  # written with the programs
         for variant in VARIANTS:
             opener = f"{open_by_hand.__module__}:{open_by_hand.__name__}"
-            session.open_other(variant.name, opener, variant.to_dict(), LEARNING_RATE, str(state))
+            session.open_other(variant.name, opener, variant.to_dict(), LEARNING_RATE, str(session.state_file))
         order = random.Random(how.seed)
         for _ in range(how.rounds):
             for name in order.sample(session.remaining, len(session.remaining)):
                 session.measure(name)
         for name, error in session.errors.items():
-            raise LaunchError(f"{name} fails: {error}")
+            raise LaunchError(f"{name} fails: {error.message}")
         kept = ("mesh", "pipeline", "microbatches", "schedule", "layers", "notes")
         return {
             "rounds_s": session.rounds,
@@ -76,7 +77,8 @@ def measure(cluster: Cluster, how: How) -> Line:
             },
             "losses": check_losses(session.losses),
             "traces": {
-                name: session.call(f"overlap_trace:{traced.__name__}", name, MODEL.name) for name in session.remaining
+                name: session.call(f"overlap_trace:{traced.__name__}", name, str(session.batch_file))
+                for name in session.remaining
             },
             "load": round(os.getloadavg()[0], 2),
             **how.settings,

@@ -21,8 +21,8 @@ from mixture import config
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.bench import remote
 from autopar.bench.models import token_loss
+from autopar.timing.remote import programs
 
 DDP, AFTER = "ddp", "after"
 GROUPED, LOOPED = "grouped", "looped"
@@ -276,4 +276,4 @@ def is_expert(name: str) -> bool:
 
 def open_by_hand(name: str, variant: dict[str, Any], lr: float, state: str) -> None:
     """In a worker: load the program of a variant, with the values in the file ``state``, as a contender of a benchmark."""
-    remote._contenders[name] = ByHand(Variant(**variant), config(), torch.load(state), lr).step
+    programs[name] = ByHand(Variant(**variant), config(), torch.load(state), lr).step

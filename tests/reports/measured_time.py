@@ -21,26 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from measured_plans import LARGE, time_kinds
 from places import EVIDENCE
 
+from autopar.bench.contest import AUTOMATIC, BenchmarkSession
 from autopar.bench.models import BenchModel
-from autopar.capture import capture
 from autopar.cli.pricing import price_plan
 from autopar.devices import Cluster, parse
-from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.run.processes import Processes
 from autopar.search import SearchOptions, search
-from autopar.shard import annotate
 
 RESULTS, PAGE = EVIDENCE / "measured-time.jsonl", EVIDENCE / "measured-time.md"
-AUTOMATIC = "automatic"
-TIMEOUT_S = 600.0
 
 
 def plans(graph: Graph, cluster: Cluster) -> dict[str, Plan]:
@@ -57,35 +51,19 @@ def plans(graph: Graph, cluster: Cluster) -> dict[str, Plan]:
 
 def measure(subject: BenchModel, processes: int, rounds: int, steps: int, seed: int) -> list[dict[str, Any]]:
     """One line for every plan of one model on so many processes."""
-    torch.manual_seed(seed)
-    module = subject.build()
-    graph = annotate(capture(module, subject.batch(0), subject.loss_fn, name=subject.name))
-    cluster = parse(processes)
-    made = plans(graph, cluster)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    losses: dict[str, float] = {}
-    workers = Processes(processes)
-    with tempfile.TemporaryDirectory() as home:
-        try:
-            workers.call("autopar.run.remote:join", "cpu", TIMEOUT_S)
-            state, names = Path(home) / "state.pt", [value.name for value in graph.inputs]
-            torch.save(module.state_dict(), state)
-            for i, (name, plan) in enumerate(made.items()):
-                emit(graph, plan, Path(home) / str(i))
-                arguments = (name, str(Path(home) / str(i)), names, 1e-4, str(state), "cpu")
-                workers.call("autopar.bench.remote:open_program", *arguments, timeout_s=TIMEOUT_S)
-            order = list(made)
-            for number in range(rounds):
-                random.Random(seed + number).shuffle(order)
-                for name in order:
-                    answer = workers.call("autopar.bench.remote:steps", name, subject.name, 0, steps + 1, timeout_s=600)
-                    times[name].append(statistics.median(answer[0]["seconds"][1:]))
-                    losses.setdefault(name, answer[0]["losses"][0])
-                print(f"{subject.name} on {processes}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-        finally:
-            workers.close()
-    spread = max(losses.values()) - min(losses.values())
-    assert spread < 1e-3 * abs(min(losses.values())), f"the programs do not compute the same: {losses}"
+    with tempfile.TemporaryDirectory() as home, BenchmarkSession(subject, processes, steps, Path(home)) as session:
+        graph, cluster = session.workload.capture(), parse(processes)
+        made = plans(graph, cluster)
+        for name, plan in made.items():
+            session.open_program(name, graph, plan)
+        order = list(made)
+        for number in range(rounds):
+            random.Random(seed + number).shuffle(order)
+            for name in order:
+                session.measure(name)
+            print(f"{subject.name} on {processes}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        session.check_losses(AUTOMATIC)
+        times = session.rounds
     return [
         {
             "model": subject.name,

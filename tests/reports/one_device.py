@@ -24,9 +24,10 @@ import torch
 from places import EVIDENCE
 
 from autopar.bench.baselines import HandTunedRecipe
-from autopar.bench.contest import BenchmarkSession, paired_ratio
+from autopar.bench.contest import BenchmarkSession
 from autopar.bench.models import LARGE, MODELS, BenchModel
 from autopar.search import manual_plan
+from autopar.timing import paired_ratio
 
 RESULTS, PAGE = EVIDENCE / "one-device.jsonl", EVIDENCE / "one-device.md"
 EMITTED = "emitted"
@@ -59,7 +60,7 @@ def run_pair(subject: BenchModel, compiled: bool, device: str, rounds: int, step
             for name in order.sample(session.remaining, len(session.remaining)):
                 session.measure(name)
         if session.errors:
-            raise RuntimeError(next(iter(session.errors.values())))
+            raise next(iter(session.errors.values()))
         session.check_losses(EMITTED)
         losses = {"emitted": session.losses[EMITTED], "by hand": session.losses[recipe.name]}
         if not all(math.isfinite(loss) for found in losses.values() for loss in found):

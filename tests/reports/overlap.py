@@ -125,10 +125,11 @@ def measure_feature(feature: Feature, cluster: Cluster, how: How) -> Line:
             for name in order.sample(session.remaining, len(session.remaining)):
                 session.measure(name)
         for name, error in session.errors.items():
-            raise LaunchError(f"{name} of {feature.name} fails: {error}")
+            raise LaunchError(f"{name} of {feature.name} fails: {error.message}")
         losses = check_losses(session, by_hand, in_bits=bool(feature.patch))
         traces = {
-            name: session.call(f"overlap_trace:{traced.__name__}", name, subject.name) for name in session.remaining
+            name: session.call(f"overlap_trace:{traced.__name__}", name, str(session.batch_file))
+            for name in session.remaining
         }
         return {
             "nodes": feature.nodes,

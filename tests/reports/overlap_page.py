@@ -12,7 +12,7 @@ from overlap_cases import FEATURES, Feature
 from overlap_trace import communication_share, draw, hidden_share
 from places import EVIDENCE
 
-from autopar.bench.contest import paired_ratio
+from autopar.timing import paired_ratio
 
 RESULTS, PAGE = EVIDENCE / "overlap.jsonl", EVIDENCE / "overlap.md"
 LINK, FEATURE, CLOCK, CONTEST = "link", "feature", "clock", "contest"

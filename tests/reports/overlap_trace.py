@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from autopar.bench import remote
 from autopar.picture import pyplot, save
+from autopar.timing import remote
 
 Spans = list[tuple[float, float]]
 """Starts and ends in seconds from the start of the step."""
@@ -26,10 +26,10 @@ GAP_S = 2e-4  # between two ops: the processor is busy with Python
 COLOURS = {"computation": "tab:blue", "communication": "tab:orange"}
 
 
-def traced(name: str, model: str) -> dict[str, Any]:
-    """In a worker: the trace of one step of an open contender of a contest."""
+def traced(name: str, batch: str) -> dict[str, Any]:
+    """In a worker: the trace of one step of an open program on the tensors in the file ``batch``."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        remote.steps(name, model, 0, 1)
+        remote.steps(name, batch, 1)
     return spans([(e.name, e.time_range.start / 1e6, e.time_range.end / 1e6) for e in found.events()])
 
 

@@ -26,7 +26,7 @@ from places import ROOT, TESTS
 
 Line = dict[str, Any]
 
-ELSEWHERE = ("bench", "explain", "profile", "report", "sweep", "trainers", "validate", "zoo")
+ELSEWHERE = ("bench", "explain", "profile", "report", "sweep", "timing", "trainers", "tune", "validate", "zoo")
 """Packages of autopar that neither make nor run a program of a given plan."""
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from workers import WorkerPool
 
-from autopar.errors import LaunchError
+from autopar.errors import HANG, OUT_OF_MEMORY, LaunchError
 from autopar.run.folder import import_runtime, program_modules
 from autopar.run.processes import Processes
 
@@ -29,6 +29,15 @@ def add_ranks(x: torch.Tensor, scale: float = 1.0) -> dict[str, object]:
     x = x * scale * (dist.get_rank() + 1)
     dist.all_reduce(x)
     return {"sum": x, "rank": dist.get_rank(), "pid": os.getpid()}
+
+
+def run_out_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise RuntimeError("a stage failed") from error
+    dist.all_reduce(torch.ones(1))
 
 
 def raise_on(rank: int) -> None:
@@ -65,27 +74,30 @@ def test_results_come_by_rank_from_warm_processes(workers2: WorkerPool) -> None:
     assert [r["pid"] for r in first] == [r["pid"] for r in second]
 
 
-def check_failure(target: str, cause: str, **options: float) -> None:
+def check_failure(target: str, cause: str, kind: str, **options: float) -> None:
     pool = WorkerPool(2)
     pids = [r["pid"] for r in pool.run("test_run_processes:add_ranks", torch.ones(1))]
     start = time.monotonic()
     with pytest.raises(LaunchError) as error:
         pool.run(f"test_run_processes:{target}", 1, **options)
-    assert error.value.message.startswith(cause)
+    assert error.value.message.startswith(cause) and error.value.cause == kind
     assert time.monotonic() - start < 5
     assert all(_gone(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(
-    ("target", "cause", "options"),
+    ("target", "cause", "kind", "options"),
     [
-        ("raise_on", "rank 1: ValueError: the batch is empty", {}),
-        ("die_on", "rank 1: was killed by signal 9", {}),
-        ("hang_on", "no answer from rank 1 ", {"timeout_s": 0.5}),
+        ("raise_on", "rank 1: ValueError: the batch is empty", "", {}),
+        ("run_out_on", "rank 1: RuntimeError: a stage failed", OUT_OF_MEMORY, {}),
+        ("die_on", "rank 1: was killed by signal 9", OUT_OF_MEMORY, {}),
+        ("hang_on", "no answer from rank 1 ", HANG, {"timeout_s": 0.5}),
     ],
 )
-def test_a_failing_rank_is_the_cause_and_ends_all(target: str, cause: str, options: dict[str, float]) -> None:
-    check_failure(target, cause, **options)
+def test_a_failing_rank_is_the_cause_and_ends_all(
+    target: str, cause: str, kind: str, options: dict[str, float]
+) -> None:
+    check_failure(target, cause, kind, **options)
 
 
 def test_after_a_failure_there_are_new_processes() -> None:
@@ -126,7 +138,7 @@ def test_a_call_that_only_some_ranks_have_got_ends_all(monkeypatch: pytest.Monke
 
 def test_processes_of_their_own_start_answer_and_end(processes_of_their_own: None) -> None:
     """As in use; the other tests' workers are forks of one process (``forked``)."""
-    check_failure("die_on", "rank 1: was killed by signal 9")
+    check_failure("die_on", "rank 1: was killed by signal 9", OUT_OF_MEMORY)
 
 
 def hashed() -> int:

@@ -1,0 +1,11 @@
+"""Measures the best few plans on this machine's devices, corrects the prices by what was measured, and plans again.
+
+``run`` has the loop, ``fit`` what is learned from measurements, ``prices`` the prices of a graph under corrected calibrations, ``log`` the
+file from which a tuning resumes.
+"""
+
+from autopar.tune.log import Log, Request
+from autopar.tune.result import TuneResult
+from autopar.tune.run import Effort, tune
+
+__all__ = ["Effort", "Log", "Request", "TuneResult", "tune"]

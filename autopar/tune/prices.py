@@ -1,0 +1,74 @@
+"""Prices and plans one graph under corrected calibrations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from autopar.devices import Cluster
+from autopar.devices.calibration import MEMORY, Calibration, calibrated
+from autopar.devices.corrections import corrected, groups
+from autopar.errors import InfeasibleError, UsageError
+from autopar.explain.families import definitions
+from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.planning import find_plan
+from autopar.precision import name_of
+from autopar.price import Pricer
+from autopar.search import SearchOptions, reprice
+from autopar.tune.fit import Floats
+
+
+class CorrectedPrices:
+    """Prices of ``graph`` on ``cluster``, with the figures of ``calibration`` multiplied by factors of ``groups``."""
+
+    def __init__(self, graph: Graph, cluster: Cluster, calibration: Calibration, options: SearchOptions) -> None:
+        self.graph, self.calibration, self.options = graph, calibration, options
+        # the factor of memory that the calibration has is applied again with the others
+        beyond = max([1.0, *(f.median for f in calibration.figures if f.name == MEMORY)])
+        gpu = dataclasses.replace(cluster.gpu, memory_bytes=int(cluster.gpu.memory_bytes * beyond))
+        self._cluster = dataclasses.replace(cluster, gpu=gpu)
+        self.groups = groups(calibration, cluster.kind, cluster.count)
+        self._pricer = Pricer(graph, cluster, name_of(graph.dtype))
+
+    def calibration_with(self, factors: Mapping[str, float], measured_steps: int = 0) -> Calibration:
+        """Return the calibration, corrected by ``factors``."""
+        return corrected(self.calibration, factors, self._cluster.kind, self._cluster.count, measured_steps)
+
+    def cluster(self, factors: Mapping[str, float]) -> Cluster:
+        """Return the devices with corrected measurements."""
+        return calibrated(self._cluster, self.calibration_with(factors), self._cluster.notes, "corrected")
+
+    def log_prices(self, plans: Sequence[Plan], theta: Floats) -> Floats:
+        """Return the logarithms of the step times of ``plans`` in seconds; ``theta`` has those of the factors of ``groups``."""
+        priced = self.repriced(plans, dict(zip(self.groups, np.exp(theta).tolist(), strict=True)))
+        return np.log([plan.prediction.step_time_s for plan in priced])
+
+    def repriced(self, plans: Sequence[Plan], factors: Mapping[str, float]) -> list[Plan]:
+        """Return ``plans`` with corrected predictions."""
+        cluster = self.cluster(factors)
+        pricer = self._pricer.on(cluster)
+        return [reprice(self.graph, cluster, pricer, plan, plan.precision) for plan in plans]
+
+    def plan(self, factors: Mapping[str, float], time_limit_s: float) -> Plan:
+        """Return the best plan under corrected prices, with its bound. Raises ``InfeasibleError``."""
+        return self._search(self.options, self.cluster(factors), time_limit_s)
+
+    def families(self, factors: Mapping[str, float], time_limit_s: float) -> Iterator[Plan | None]:
+        """Yield the best plan of each family that the user's pins admit, under corrected prices; ``None`` where there is none."""
+        cluster, count = self.cluster(factors), self._cluster.count
+        alone = [{name: count} for name in ("pipeline", "tensor", "expert", "ulysses", "ring")]
+        known = definitions(cluster.gpus_per_node, count, cluster.host is not None, cluster.has_nvme)
+        for pins in [*alone, *(pins for _, _, pins in known)]:
+            if any(self.options.pins.get(name, value) != value for name, value in pins.items()):
+                continue
+            try:
+                yield self._search(dataclasses.replace(self.options, **pins), cluster, time_limit_s)
+            except (InfeasibleError, UsageError):
+                yield None
+
+    def _search(self, options: SearchOptions, cluster: Cluster, time_limit_s: float) -> Plan:
+        limited = dataclasses.replace(options, time_limit_s=min(options.time_limit_s, time_limit_s), explained=False)
+        return find_plan(self.graph, cluster, limited, pricer=self._pricer.on(cluster))
