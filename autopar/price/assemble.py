@@ -58,6 +58,7 @@ def assemble(
         backward_exposed += exposed_copy_s(kept.copied_bytes, backward_compute_s, cluster)
     updated = replicas.sharded(zero)
     step_s = states.update_s(updated, sized.counts.count, zero, precision, cluster)
+    step_s += trainable * precision.prepared / cluster.gpu.bytes_per_s
     if zero < 2:
         step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, slowdown)
         if replicas.staleness:  # gradients are copied into the reduction's buffer, and the sums are copied back

@@ -29,6 +29,7 @@ class Precision:
     ``unscaled``     memory traffic of checking a gradient for overflow, and of dividing it by the loss scale
     ``converted``    memory traffic of an update besides reading and writing what is stored: the copies in float32 of gradients and
                      moments in 16 bits, and the rounding of moments (``program.chunked_updates``)
+    ``prepared``     memory traffic, once a step, of zeroing, checking and scaling an unsharded gradient before its reduction
     ===============  =================================================================================================
     """
 
@@ -44,6 +45,7 @@ class Precision:
     fresh: int = 0
     unscaled: int = 0
     converted: int = 0
+    prepared: int = 0
 
     @property
     def reduced(self) -> int:

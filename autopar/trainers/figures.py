@@ -50,6 +50,28 @@ PERMUTATION_PASSES = Constant(
     "published: permutations of tokens reach 0.50 of a B200's peak memory bandwidth (MooreThreads/SimuMax "
     "configs/system/b200_bf16_ceperm.json, permute_fwd and permute_bwd), copies 0.83 (MEMORY_EFFICIENCY)",
 )
+INTERNEVO_STEP_BYTES = Constant(
+    12,
+    "bytes per updated parameter",
+    "library: InternLM/InternEvo internlm/solver/optimizer/hybrid_zero_optim.py and fsdp_optimizer.py: the step converts gradients to "
+    "float32 (4), and AdamW of PyTorch 2.0 allocates the square root of a moment and its sum with eps (8)",
+)
+MEGATRON_PREPARED_BYTES = Constant(
+    8,
+    "bytes per gradient",
+    "library: NVIDIA/Megatron-LM megatron/core/distributed/param_and_grad_buffer.py: float32 sums are zeroed (4), and checked for NaN (4)",
+)
+MEGATRON_SCALED_BYTES = Constant(
+    8,
+    "bytes per gradient with data parallelism",
+    "library: NVIDIA/Megatron-LM megatron/core/distributed/param_and_grad_buffer.py: float32 sums are scaled before their reduction",
+)
+MEGATRON_UPDATE_BYTES = Constant(
+    14,
+    "bytes per updated parameter",
+    "library: NVIDIA/Megatron-LM megatron/core/optimizer/clip_grads.py: gradients are read for their norm (4), and scaled (8); "
+    "distrib_optimizer.py reads master weights again to copy them (2 more than a parameter's own width)",
+)
 INTERNEVO_GRADIENT_BYTES = Constant(
     2,
     "bytes per parameter",

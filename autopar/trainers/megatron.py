@@ -155,7 +155,10 @@ class Megatron(Trainer):
         return blackwell and s.precision == "float8" and _DISPATCH in s.facts
 
     def terms(self, s: Setting) -> dict[str, Any]:
-        terms = {"regather": True, "accumulation_fusion": True, "recomputes_modules": True}
+        terms: dict[str, Any] = {"regather": True, "accumulation_fusion": True, "recomputes_modules": True}
+        scaled = figures.MEGATRON_SCALED_BYTES.value if s.data * s.context > 1 else 0
+        terms["prepared_bytes"] = int(figures.MEGATRON_PREPARED_BYTES.value + scaled)
+        terms["update_bytes"] = int(figures.MEGATRON_UPDATE_BYTES.value)
         return terms | {"saves_float8": s.precision == FLOAT8, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
     def key(self, name: str) -> str:

@@ -41,6 +41,9 @@ class OtherTrainer(TrainerModel):
     ``gradient_bytes``        bytes per gradient of a 16-bit parameter, in all copies that persist between microbatches: 2 for a
                               single copy, 4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
     ``fresh_bytes``           bytes per gradient that one backward pass writes, and that are added to the sum once activations are freed
+    ``step_bytes``            bytes per updated parameter that the optimizer's step allocates, when activations are freed
+    ``prepared_bytes``        memory traffic per float32 gradient, before its reduction (``Precision.prepared``)
+    ``update_bytes``          memory traffic per float32 gradient's update, besides reading and writing what is stored
     ``fsdp``                  under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
     ``loss_copies``           tensors of the logits' size that the loss's backward allocates in addition to its result: 1 in
                               PyTorch's cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel, 0 if
@@ -61,6 +64,9 @@ class OtherTrainer(TrainerModel):
     flash: bool = True
     gradient_bytes: int = 2
     fresh_bytes: int = 0
+    step_bytes: int = 0
+    prepared_bytes: int = 0
+    update_bytes: int = 0
     fsdp: bool = False
     loss_copies: int = 0
     accumulation_fusion: bool = False
@@ -91,6 +97,7 @@ class OtherTrainer(TrainerModel):
             accumulated = 2 * reduced + 2 * emitted.width
         else:  # the product adds to a single wide sum, hidden under its arithmetic; a narrow sum takes a kernel with three tensors
             accumulated = 0 if reduced > emitted.width else 3 * reduced
+        wide = reduced > emitted.width
         return dataclasses.replace(
             emitted,
             gradient=gradient,
@@ -99,7 +106,8 @@ class OtherTrainer(TrainerModel):
             accumulated=accumulated,
             averaged=emitted.width if copies else reduced,  # DDP reduces the 16-bit copy
             unscaled=0,  # their optimizers divide by the loss scale as they read the gradient
-            converted=0,  # and convert as they read and write
+            converted=self.update_bytes if wide else 0,  # they convert as they read and write
+            prepared=self.prepared_bytes if wide else 0,
         )
 
     def trace(self, cls: LayerClass) -> Trace:
@@ -188,7 +196,9 @@ class OtherTrainer(TrainerModel):
         if zero >= 2:
             gathered = share.parameters * precision.width if zero == 3 else 0
             transient += 2 * share.trainable * precision.gradient + 2 * gathered
-        return gradients, transient
+        # the optimizer's step allocates when the layer's activations are free
+        step = self.step_bytes * precision.master * share.trainable / (data if zero else 1)
+        return gradients + max(0.0, step - share.kept.saved_bytes), transient
 
     def lasting_gradients(self, gradients: int, zero: int, microbatches: int) -> int:
         return gradients

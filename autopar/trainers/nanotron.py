@@ -27,6 +27,9 @@ class InternEvo(TrainerCosts):
     def gradient_bytes(self, s: Setting) -> float:
         return figures.INTERNEVO_GRADIENT_BYTES.value
 
+    def terms(self, s: Setting) -> dict[str, Any]:
+        return super().terms(s) | {"step_bytes": int(figures.INTERNEVO_STEP_BYTES.value)}
+
 
 class AutoModel(FullyShardedCosts):
     """FSDP2 with the kernels of Transformer Engine."""

@@ -105,6 +105,28 @@ def test_gathering_parameter_by_parameter_pays_every_latency():
     assert price(OtherTrainer(gathers_by_parameter=True), zero=1).step_s > price(PLAIN, zero=1).step_s
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_optimizer_step_allocates_when_activations_are_free(zero):
+    plain, stepping = (price(OtherTrainer(step_bytes=size), zero=zero) for size in (0, 400))
+    allocated = 400 * 2 * H * F / (8 if zero else 1)
+    assert stepping.gradients_bytes - plain.gradients_bytes == pytest.approx(allocated - plain.saved_bytes)
+    assert (
+        price(OtherTrainer(step_bytes=1), zero=zero).gradients_bytes == plain.gradients_bytes
+    )  # less than activations
+    assert stepping.transient_bytes == plain.transient_bytes
+
+
+def test_passes_over_float32_gradients_once_a_step():
+    plain, passes = (
+        price(OtherTrainer(gradient_bytes=4, prepared_bytes=before, update_bytes=after), zero=1)
+        for before, after in ((0, 0), (16, 14))
+    )
+    moved = 2 * H * F * (16 + 14 / 8)  # ZeRO-1 updates an eighth
+    assert passes.step_s - plain.step_s == pytest.approx(moved / H100.gpu.bytes_per_s)
+    narrow = OtherTrainer(prepared_bytes=16, update_bytes=14).precision("bfloat16")
+    assert (narrow.prepared, narrow.converted) == (0, 0)
+
+
 def test_nothing_is_allocated_at_stage_borders():
     assert price(PLAIN).boundary_bytes == 0 < price(EMITTED).boundary_bytes
 
