@@ -56,8 +56,8 @@ def assemble(
     if kept.copied_bytes:
         forward_exposed += exposed_copy_s(kept.copied_bytes, forward_compute_s, cluster)
         backward_exposed += exposed_copy_s(kept.copied_bytes, backward_compute_s, cluster)
-    prepared_s = trainable * precision.prepared / cluster.gpu.bytes_per_s
-    step_s = prepared_s + states.update_s(replicas.sharded(zero), sized.counts.count, zero, precision, cluster)
+    updated, prepared_s = replicas.sharded(zero), trainable * precision.prepared / cluster.gpu.bytes_per_s
+    step_s = prepared_s + states.update_s(updated, sized.counts.count, zero, precision, cluster)
     if zero < 2:
         step_s += replicas.step_s(zero, forward_compute_s, backward_compute_s, trainer, slowdown)
         if replicas.staleness:  # gradients are copied into the reduction's buffer, and the sums are copied back
