@@ -41,6 +41,17 @@ FP8_KERNELS = Constant(
     "kernels of one product",
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
 )
+DISPATCH_ROUNDING = Constant(
+    9.0,
+    "ratio of bytes",
+    "library: program/kernels_fp8.py: TiledRows: FP8_ROUNDING; 8-bit numbers are read and written beside their scales; the receiver reads "
+    "them, writes them in 16 bits, and reads and writes them scaled",
+)
+DISPATCH_KERNELS = Constant(
+    15.0,
+    "kernels of one dispatch",
+    "library: program/kernels_fp8.py: TiledRows: ten to round, one to pack, four to unpack",
+)
 USABLE_MEMORY_CPU = Constant(
     0.7,
     "fraction of the machine's memory",

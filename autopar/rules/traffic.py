@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.ops.experts import Experts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, operands, shape_of
+from autopar.program.kernels_fp8 import TILED_ROWS
 from autopar.types import Collective
 
 MICROBATCHABLE_KERNELS = frozenset(("step_statistics", "local_batch_norm"))
@@ -119,26 +120,37 @@ def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))
     router = Routing(node.target.count, shape_of(index)[-1])
-    rows = KernelCollective(
-        tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=float(router.choices), router=router
-    )
-    return (KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts), rows, rows)
+    counted = KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts)
+    rows = (replace(one, scale=one.scale * router.choices, router=router) for one in _dispatch_and_combine(node))
+    return (counted, *rows)
+
+
+def _dispatch_and_combine(node: fx.Node) -> tuple[KernelCollective, KernelCollective]:
+    """Return the all-to-alls of rows to their experts with those of the results' gradients, which have the same format, then the all-to-alls
+    of results with those of the rows' gradients."""
+    tokens = operands(node)[0]
+    assert isinstance(node.target, Experts)
+    combine = KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL)
+    width = shape_of(tokens)[-1]
+    narrow = replace(combine, scale=TILED_ROWS.row_bytes(width) / width, itemsize=1)
+    return narrow if node.target.fp8_dispatch else combine, combine
 
 
 def _expert_relay(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the all-to-alls of row counts, then of each token's row, choices and weights to the ranks with any of its experts, and of
     the results back."""
-    tokens, index, weights = operands(node)[:3]
+    _, index, weights = operands(node)[:3]
     assert isinstance(node.target, Experts)
     shape = shape_of(index)
     routing = Routing(node.target.count, shape[-1])
     both = Collective.ALL_TO_ALL, Collective.ALL_TO_ALL
+    dispatch, combine = (replace(one, routing=routing) for one in _dispatch_and_combine(node))
     return (
         KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=1 / math.prod(shape)),
-        KernelCollective(tokens, *both, routing=routing),
+        dispatch,
         KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, routing=routing),
         KernelCollective(weights, *both, routing=routing),
-        KernelCollective(tokens, *both, routing=routing),
+        combine,
     )
 
 
