@@ -51,7 +51,8 @@ class Candidates:
             Strategy(roles, zero, copies, options)
             for roles in self.roles
             for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins)
-            for options in dict.fromkeys(_admitted(options, roles) for options in self.options[zero])
+            for options in self.options[zero]
+            if not any(technique.refused_roles(value, roles) for technique, value in options.chosen)
         )
 
     @cached_property
@@ -69,12 +70,6 @@ class Candidates:
             for zero, under in ((1, low), (3, high))
             for options in under
         )
-
-
-def _admitted(options: Options, roles: tuple[Role, ...]) -> Options:
-    """Return the options with the default of the techniques that a layer with these roles can't have."""
-    refused = {t.name: t.default for t, value in options.chosen if t.refused_roles(value, roles)}
-    return options.replace(**refused) if refused else options
 
 
 def candidates(

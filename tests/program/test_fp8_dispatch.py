@@ -23,6 +23,7 @@ from autopar.checks.collectives import check_collectives
 from autopar.checks.sample_experts import gated_experts
 from autopar.checks.types import check_program
 from autopar.devices import constants
+from autopar.devices import parse
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -35,6 +36,7 @@ from autopar.program import halves, kernels_experts
 from autopar.program.kernels_fp8 import TILE, TILED_ROWS, tiled
 from autopar.program.mesh_axes import on_mesh
 from autopar.rules.traffic import kernel_traffic
+from autopar.search import SearchOptions
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
 from autopar.summary import describe
@@ -238,7 +240,9 @@ def test_only_plans_that_exchange_rows_have_it() -> None:
         manual_plan(mixture(), precision="bfloat16", expert=2, dispatch_format="fp8")
     with pytest.raises(UsageError, match="sends no rows to experts on other devices"):
         manual_plan(mixture(), precision="bfloat16", data=2, **pinned)
-    with pytest.raises(UsageError, match="computes in float32"):
+    (wide,) = {id(c): c for c in mixture("float32").classes.values() if c.mixtures}.values()
+    assert rewrite(wide) == "computes in float32, and only rows in bfloat16 are sent in 8 bits"
+    with pytest.raises(UsageError, match="8 bits need a mixture of experts in bfloat16"):
         manual_plan(mixture("float32"), expert=2, **pinned)
 
 

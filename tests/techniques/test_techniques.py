@@ -103,7 +103,8 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     ).every
     assert technique.default in {s.options[technique] for s in free}
     for value in samples(technique):
-        options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS)
+        expert = 2 if Role.EXPERT in having(technique, value).roles else None
+        options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS, expert=expert)
         known = context_of(options, several_microbatches=True, chain=8)
         found = {s.options[technique] for s in candidates(mesh, 8, 8, options, experts=8, context=known).every if s.zero == 3}
         assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
