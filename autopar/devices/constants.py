@@ -42,10 +42,10 @@ FP8_KERNELS = Constant(
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
 )
 DISPATCH_ROUNDING = Constant(
-    9.0,
-    "ratio of bytes",
-    "library: program/kernels_fp8.py: TiledRows: FP8_ROUNDING; 8-bit numbers are read and written beside their scales; the receiver reads "
-    "them, writes them in 16 bits, and reads and writes them scaled",
+    18.0,
+    "bytes moved in memory per byte sent",
+    "library: program/kernels_fp8.py: TiledRows: the sender moves 9 bytes to round a 16-bit number (FP8_ROUNDING), and reads and writes it "
+    "beside the scales; the receiver reads it, writes it in 16 bits, and reads and writes it scaled",
 )
 DISPATCH_KERNELS = Constant(
     15.0,

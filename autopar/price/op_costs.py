@@ -14,7 +14,7 @@ from autopar.ops import cost
 from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.ops.facts import OpKind, facts
 from autopar.ops.fused import FusedOp, Size, fused_op
-from autopar.ops.operands import operands, shape_of, val
+from autopar.ops.operands import operands, val
 from autopar.precision import FP8, FP8_BLOCKWISE, FP8_RECIPES, Fp8Recipe
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
@@ -103,7 +103,6 @@ def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: flo
     if fp8_passes != 1.0:
         _add_fp8_conversions(costs, fp8_passes)
     _set_fp8_bytes(costs)
-    _add_fp8_dispatch(costs)
     return costs
 
 
@@ -195,20 +194,6 @@ def _set_fp8_bytes(costs: OpCosts) -> None:
             writes = slot.operand != OUTPUT and costs.trace.requires_grad[slot.value]
             of_operand = rounding + 3 * narrow_pass + writes
             slot.backward = (of_gradient if slot.operand == OUTPUT else of_operand) * slot.bytes
-
-
-def _add_fp8_dispatch(costs: OpCosts) -> None:
-    """Add the costs of sending rows in 8 bits: each pass rounds, packs and unpacks one row for each token and choice. Rows that relays pass
-    on are counted once."""
-    for slot in costs.slots:
-        node = costs.ops[slot.op].node
-        if isinstance(node.target, Experts) and node.target.fp8_dispatch and slot.operand == 0:
-            choices = shape_of(operands(node)[1])[-1]
-            moved, kernels = constants.DISPATCH_ROUNDING.value * choices * slot.bytes, constants.DISPATCH_KERNELS.value
-            slot.forward += moved
-            slot.backward += moved * bool(slot.backward)
-            costs.forward_kernels[slot.op] += kernels
-            costs.backward_kernels[slot.op] += kernels * bool(slot.backward)
 
 
 def _products_in_float8(op: Experts) -> list[fx.Node]:

@@ -53,7 +53,7 @@ class KernelCollective:
     divides them by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With
     ``per_rank`` the bytes are each rank's contribution to an all-gather. With ``routing`` a row is sent to each rank that it reaches.
     ``router`` is set if ``value`` has a row for each token, which is sent to its experts or back. ``overlapped``: the kernel overlaps the
-    communication with its compute.
+    communication with its compute. ``rounded``: ``value`` is rounded to 8 bits before it is sent.
     """
 
     value: fx.Node
@@ -65,6 +65,7 @@ class KernelCollective:
     routing: Routing | None = None
     router: Routing | None = None
     overlapped: bool = False
+    rounded: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
         """Return the bytes at global size; ``element_bytes`` overrides the element size of ``value``, unless ``itemsize`` is set."""
@@ -132,7 +133,7 @@ def _dispatch_and_combine(node: fx.Node) -> tuple[KernelCollective, KernelCollec
     assert isinstance(node.target, Experts)
     combine = KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL)
     width = shape_of(tokens)[-1]
-    narrow = replace(combine, scale=TILED_ROWS.row_bytes(width) / width, itemsize=1)
+    narrow = replace(combine, scale=TILED_ROWS.row_bytes(width) / width, itemsize=1, rounded=True)
     return narrow if node.target.fp8_dispatch else combine, combine
 
 

@@ -16,6 +16,7 @@ from expert_models import mixtral
 from test_experts import values
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import MixtralConfig, MixtralForCausalLM
 from workers import WorkerPool
 
 from autopar.capture import capture, flatten_batch
@@ -29,9 +30,9 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.ops.experts import Experts
 from autopar.ops.operands import operands
-from autopar.plan import Plan
-from autopar.price.op_costs import op_costs
-from autopar.price.trace import trace
+from autopar.plan import Plan, Role, Strategy
+from autopar.planning import plan_model
+from autopar.price import Pricer
 from autopar.program import halves, kernels_experts
 from autopar.program.kernels_fp8 import TILE, TILED_ROWS, tiled
 from autopar.program.mesh_axes import on_mesh
@@ -41,6 +42,7 @@ from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate
 from autopar.summary import describe
 from autopar.techniques.dispatch import FP8_DISPATCH
+from autopar.workload import Workload
 from passes.dispatch import rewrite
 
 WIDTH, INNER, COUNT, ROWS = TILE + 72, 24, 8, 12  # the second tile of a row is padded
@@ -247,7 +249,7 @@ def test_only_plans_that_exchange_rows_have_it() -> None:
 
 
 def test_a_dispatch_has_a_byte_for_each_number_and_four_for_each_tile() -> None:
-    """In both passes; combines have two. Rounding and packing moves bytes of the device's memory."""
+    """In both passes; combines have two."""
     (cls,) = {id(c): c for c in mixture().classes.values() if c.mixtures}.values()
     changed = rewrite(cls)
     assert not isinstance(changed, str)
@@ -259,11 +261,44 @@ def test_a_dispatch_has_a_byte_for_each_number_and_four_for_each_tile() -> None:
             [c.bytes() for c in kernel_traffic(kernel, n) if c.value is operands(n)[0]] for n in (node, plain)
         )
         assert before == [2 * numbers * times] * 2 and rows == [numbers * times * (1 + 4 / 64), 2 * numbers * times]
-    moved = []
-    for which, n in ((changed, node), (cls, plain)):
-        nodes = [n for n in which.graph.graph.nodes if n.op == "call_function"]
-        costs = op_costs(nodes, trace(which), lambda tensor: tensor.nbytes)
-        op = costs.nodes.index(n)
-        slots = [(slot.forward, slot.backward) for slot in costs.slots if slot.op == op]
-        moved.append(torch.tensor([*zip(*slots, strict=True)]).sum(1))
-    assert torch.allclose(moved[0] - moved[1], torch.tensor(constants.DISPATCH_ROUNDING.value * numbers * 2 * 2))
+
+
+def test_rounding_takes_compute_time_and_sends_less() -> None:
+    """Per pass: what the all-to-all saves, and what rounding adds to the arithmetic, from the published figures of the device."""
+    cluster = parse("2x8xH100-80GB")
+    mesh, roles = make_mesh(("expert", 2)), (Role.EXPERT,)
+    (layer,) = {layer.cls: layer for layer in mixture().layers if mixture().classes[layer.cls].mixtures}.values()
+    pricer = Pricer(mixture(), cluster, "bfloat16")
+    plain, narrow = (
+        pricer._variant_for(strategy)._microbatch(layer.cls, mesh, strategy, 1)[0].passes  # type: ignore[index]
+        for strategy in (Strategy(roles), Strategy(roles, dispatch_format="fp8"))
+    )
+    numbers = 8 * 16 * 2 * 64 / 2  # rows, tokens, choices, width, on one of two devices
+    sent, moved = numbers * (1 + 4 / 64), cluster.gpu.bytes_per_s
+    rounding_s = constants.DISPATCH_ROUNDING.value * sent / moved + constants.DISPATCH_KERNELS.value * cluster.gpu.kernel_s
+    for side in ("forward", "backward"):
+        before, after = getattr(plain, side), getattr(narrow, side)
+        assert after.compute_s - before.compute_s == pytest.approx(rounding_s, rel=1e-6)
+        saved_s = (2 * numbers - sent) / 2 / cluster.intra.bytes_per_s  # half the rows stay on the device
+        assert before.exchange_s - after.exchange_s == pytest.approx(saved_s, rel=1e-6)
+        assert after.host_s - before.host_s == pytest.approx(constants.DISPATCH_KERNELS.value * cluster.gpu.op_floor_s)
+
+
+@pytest.mark.slow
+def test_the_search_takes_it_where_the_network_is_slower_than_rounding() -> None:
+    config = MixtralConfig(
+        hidden_size=4096, intermediate_size=4096, num_hidden_layers=2, vocab_size=1024, num_local_experts=16,
+        num_experts_per_tok=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = MixtralForCausalLM(config), torch.zeros(16, 4096, dtype=torch.long)
+    workload = Workload(model, {"input_ids": ids, "labels": ids}, precision="bfloat16")
+    pins: dict[str, Any] = {"expert": 16, "pipeline": 1, "tensor": 1, "time_limit_s": 20}
+    seconds = {}
+    for allow in ((), (FP8_DISPATCH,)):
+        plan = plan_model(workload, parse("2x8xH100-80GB"), SearchOptions(allow=allow, **pins), capture_check=False)[1]
+        seconds[allow] = plan.prediction.step_time_s
+        assert plan.allow == allow and bool(allow) == any(f"as {FP8_DISPATCH} allows" in note for note in plan.notes)
+    assert seconds[FP8_DISPATCH,] < 0.99 * seconds[()]
+    within = SearchOptions(allow=(FP8_DISPATCH,), **pins | {"expert": 8})
+    assert plan_model(workload, parse("8xH100-80GB"), within, capture_check=False)[1].allow == ()  # NVLink is fast
