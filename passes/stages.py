@@ -101,7 +101,9 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
         strategy = admitted(graph.classes[layer.cls], sharding, strategy)
         key = (layer.cls, strategy, tuple(id(types) for types in sharding.types), deferred)
         if key not in made:
-            made[key] = local_layer(rewritten_class(graph.classes[layer.cls], strategy.options), sharding, strategy, deferred)
+            made[key] = local_layer(
+                rewritten_class(graph.classes[layer.cls], strategy.options), sharding, strategy, deferred
+            )
         layers.append(made[key])
     _check_shared(graph, layers)
     _check_segments(graph, layers, segments(graph, strategies, bounds))

@@ -13,8 +13,9 @@ and each mesh axis may use a different one:
   has any of its experts, and its rank there (the relay) sends it to their owners over the fast axes, adds up what they return, and sends
   one row back (node-limited dispatch: DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 
-With ``dispatch`` rows are sent to the owners of their experts in a narrower format, and so are the gradients of the experts' results in the
-backward pass. Both combines, of results and of the rows' gradients, stay in the model's dtype (DeepSeek-V3, arXiv:2412.19437, section 3.3.3).
+With ``dispatch`` rows are sent to the owners of their experts in a narrower format, and so are the gradients of the experts' results in
+the backward pass. Both combines, of results and of the rows' gradients, stay in the model's dtype (DeepSeek-V3, arXiv:2412.19437, section
+3.3.3). Relays round a gradient once more after they have multiplied it by the router's weight.
 
 Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a layer (twice
 for two hops), and not at all if every rank has all experts, and the body calls neither ``looped_linear`` nor ``of_rows``.

@@ -127,8 +127,8 @@ def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
 
 
 def _dispatch_and_combine(node: fx.Node) -> tuple[KernelCollective, KernelCollective]:
-    """Return the all-to-alls of rows to their experts with those of the results' gradients, which have the same format, then the all-to-alls
-    of results with those of the rows' gradients."""
+    """Return the all-to-alls of rows to their experts with those of the results' gradients, which have the same format, then the
+    all-to-alls of results with those of the rows' gradients."""
     tokens = operands(node)[0]
     assert isinstance(node.target, Experts)
     combine = KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL)

@@ -1,7 +1,7 @@
 """The format in which expert parallelism sends rows to the owners of their experts: the model's, or 8 bits.
 
-8 bits are e4m3 with one scale for each tile of 1 x 128 (``program.kernels_fp8.TiledRows``), as DeepSeek-V3 trains (arXiv:2412.19437, section
-3.3.3). The backward pass sends gradients of the experts' results in the same format. What returns from the experts, results and gradients
+8 bits are e4m3 with one scale for each tile of 1 x 128 (``program.kernels_fp8.TiledRows``), as DeepSeek-V3 trains (arXiv:2412.19437,
+section 3.3.3). The backward pass sends gradients of the experts' results in the same format. What returns from the experts, results and gradients
 of rows, stays in 16 bits.
 """
 
@@ -25,14 +25,12 @@ class Dispatch(Technique):
             "dispatched in 8 bits",
             FP8,
             deviation=FP8_DISPATCH,
-            inexact="expert parallelism sends rows to their experts, and gradients of the experts' results, in e4m3 with one scale for each "
-            "128 numbers, in models in bfloat16",
+            inexact="expert parallelism sends rows to their experts, and gradients of the experts' results, in e4m3 with one scale for "
+            "each 128 numbers, in models in bfloat16",
         ),
     )
     subject = "rows"
-    meaning = (
-        "the format of the rows that expert parallelism sends to their experts: the model's, or 8 bits (if fp8_dispatch is allowed)"
-    )
+    meaning = "the format of the rows that expert parallelism sends to their experts: the model's, or 8 bits (if fp8_dispatch is allowed)"
     example = "dispatch_format=fp8"
     rewrite = "dispatch"
     advice = "leave dispatch_format out; 8 bits need a mixture of experts in bfloat16 whose rows are exchanged"
@@ -51,8 +49,8 @@ class Dispatch(Technique):
         if value == MODEL:
             return ""
         return (
-            f"not exact, as {FP8_DISPATCH} allows: {len(names)} of {total} layers send rows to their experts, and gradients of the experts' "
-            "results, in e4m3 (one scale for each 128 numbers); results and gradients of rows return in 16 bits"
+            f"not exact, as {FP8_DISPATCH} allows: {len(names)} of {total} layers send rows to their experts, and gradients of the "
+            "experts' results, in e4m3 (one scale for each 128 numbers); results and gradients of rows return in 16 bits"
         )
 
     def header(self, value: str, gives_loss: bool = False) -> str:

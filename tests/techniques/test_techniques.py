@@ -78,7 +78,9 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
         assert strategy.options[technique] == value and strategy.options is having(technique, value).options
         assert pickle.loads(pickle.dumps(strategy)) == strategy
         layers = tuple(
-            dataclasses.replace(layer, strategy=dataclasses.replace(layer.strategy, roles=strategy.roles, options=strategy.options))
+            dataclasses.replace(
+                layer, strategy=dataclasses.replace(layer.strategy, roles=strategy.roles, options=strategy.options)
+            )
             for layer in plan.layers
         )
         written = dataclasses.replace(plan, layers=layers, allow=deviations("all-reduce", (x.strategy for x in layers)))
@@ -106,7 +108,9 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
         expert = 2 if Role.EXPERT in having(technique, value).roles else None
         options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS, expert=expert)
         known = context_of(options, several_microbatches=True, chain=8)
-        found = {s.options[technique] for s in candidates(mesh, 8, 8, options, experts=8, context=known).every if s.zero == 3}
+        found = {
+            s.options[technique] for s in candidates(mesh, 8, 8, options, experts=8, context=known).every if s.zero == 3
+        }
         assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
         assert value in found
     for pin in technique.former_pins:
