@@ -1,8 +1,8 @@
 """The format in which expert parallelism sends rows to the owners of their experts: the model's, or 8 bits.
 
 8 bits are e4m3 with one scale for each tile of 1 x 128 (``program.kernels_fp8.TiledRows``), as DeepSeek-V3 trains (arXiv:2412.19437,
-section 3.3.3). The backward pass sends gradients of the experts' results in the same format. What returns from the experts, results and gradients
-of rows, stays in 16 bits.
+section 3.3.3). The backward pass sends gradients of the experts' results in the same format. What returns from the experts, results and
+gradients of rows, stays in 16 bits.
 """
 
 from __future__ import annotations
