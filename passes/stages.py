@@ -18,7 +18,7 @@ from autopar.techniques import not_splittable_error
 from autopar.types import I, R, S, SpmdType
 from passes.conversions import ConversionStep, conversion_steps
 from passes.layer import LocalLayer, local_layer, mesh_types
-from passes.rewrite import not_splittable_reason, rewritten_graph
+from passes.rewrite import not_splittable_reason, rewritten_class
 
 Types = tuple[SpmdType, ...]
 
@@ -92,7 +92,6 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
     if no program can run the plan."""
     check_parts(graph, plan, shardings)
     made: dict[object, LocalLayer] = {}
-    classes = rewritten_graph(graph, [layer.strategy for layer in plan.layers]).classes
     layers = []
     bounds = [0, *(stage.stop for stage in plan.stages)]
     schedule = plan.sized_schedule
@@ -102,7 +101,9 @@ def cut_stages(graph: Graph, plan: Plan, shardings: tuple[Sharding, ...]) -> Loc
         strategy = admitted(graph.classes[layer.cls], sharding, strategy)
         key = (layer.cls, strategy, tuple(id(types) for types in sharding.types), deferred)
         if key not in made:
-            made[key] = local_layer(classes[layer.cls], sharding, strategy, deferred)
+            made[key] = local_layer(
+                rewritten_class(graph.classes[layer.cls], strategy.options), sharding, strategy, deferred
+            )
         layers.append(made[key])
     _check_shared(graph, layers)
     _check_segments(graph, layers, segments(graph, strategies, bounds))

@@ -41,6 +41,17 @@ FP8_KERNELS = Constant(
     "kernels of one product",
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
 )
+DISPATCH_ROUNDING = Constant(
+    18.0,
+    "bytes moved in memory per byte sent",
+    "library: program/kernels_fp8.py: TiledRows: the sender moves 9 bytes to round a 16-bit number (FP8_ROUNDING), and reads and writes it "
+    "beside the scales; the receiver reads it, writes it in 16 bits, and reads and writes it scaled",
+)
+DISPATCH_KERNELS = Constant(
+    15.0,
+    "kernels of one dispatch",
+    "library: program/kernels_fp8.py: TiledRows: ten to round, one to pack, four to unpack",
+)
 USABLE_MEMORY_CPU = Constant(
     0.7,
     "fraction of the machine's memory",

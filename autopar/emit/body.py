@@ -104,7 +104,8 @@ def _experts_lines(node: fx.Node, name: str, texts: dict[fx.Node, Text]) -> list
     """Return the lines of a mixture of experts: a comment on where tokens' rows are sent, and the call, wrapped if it is long."""
     sent_over: list[Any] = [node.kwargs.get(key, ()) for key in ("relay", "exchange")]
     axes = " and ".join(str(axis) for each in sent_over for axis in each)
-    dispatch = f"dispatch tokens to their experts over {axes}, " if axes else ""
+    narrow = " in 8 bits" if getattr(node.target, "fp8_dispatch", False) else ""
+    dispatch = f"dispatch tokens to their experts{narrow} over {axes}, " if axes else ""
     comment = f"        # {dispatch}run {meta(node)['body']}, and combine the results with the router's weights"
     return [comment, *_wrapped(name, *experts_call(node, texts))]
 

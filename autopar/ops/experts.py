@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import operands
-from autopar.program import kernels_experts
+from autopar.program import kernels_experts, kernels_fp8
 
 FIRST_PARAMETER = 3
 """The index of a mixture's first operand that is a parameter of the experts, after tokens, choices and their weights."""
@@ -27,17 +27,29 @@ FIRST_PARAMETER = 3
 class Experts:
     """The op of a mixture. Two ops are equal if they have the same number of experts and bodies with equal graphs and shapes, and both
     weight a token's row either before its experts (``weights_first``) or after them. The last ``padding`` of ``count`` experts are zeros
-    that no token chooses, so that ranks have equally many."""
+    that no token chooses, so that ranks have equally many. With ``fp8_dispatch`` the rows, and the gradients of results, that are sent to
+    the owners of their experts are rounded to 8 bits."""
 
-    def __init__(self, body: fx.GraphModule, count: int, *, weights_first: bool = False, padding: int = 0) -> None:
+    def __init__(
+        self,
+        body: fx.GraphModule,
+        count: int,
+        *,
+        weights_first: bool = False,
+        padding: int = 0,
+        fp8_dispatch: bool = False,
+    ) -> None:
         self.__name__ = self.__qualname__ = "experts"  # fx names the node, and ``op_name`` the op, by these
         self.__module__ = kernels_experts.__name__
         self.body, self.count, self.weights_first, self.padding = body, count, weights_first, padding
+        self.fp8_dispatch = fp8_dispatch
         self._text = tuple(_node_descriptions(body))
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor, **axes: Any) -> Tensor:
         if self.weights_first:
             axes = axes | {"weights_first": True}
+        if self.fp8_dispatch:
+            axes = axes | {"dispatch": kernels_fp8.TILED_ROWS}
         return kernels_experts.experts(x, index, weights, parameters, self.body, self.count, **axes)
 
     def __eq__(self, other: object) -> bool:
@@ -48,16 +60,24 @@ class Experts:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.count, self.weights_first, self.padding, self._text
+        return self.count, self.weights_first, self.padding, self.fp8_dispatch, self._text
 
     def with_body(self, body: fx.GraphModule) -> Experts:
         """Return the mixture with another body."""
-        return Experts(body, self.count, weights_first=self.weights_first, padding=self.padding)
+        return self._with(body=body)
 
     def padded(self, count: int) -> Experts:
         """Return the mixture with ``count`` experts: those that it lacks are zeros."""
         padding = self.padding + count - self.count
-        return Experts(self.body, count, weights_first=self.weights_first, padding=padding)
+        return self._with(count=count, padding=padding)
+
+    def with_fp8_dispatch(self) -> Experts:
+        """Return the mixture with ``fp8_dispatch``."""
+        return self._with(fp8_dispatch=True)
+
+    def _with(self, **changes: Any) -> Experts:
+        names = ("body", "count", "weights_first", "padding", "fp8_dispatch")
+        return Experts(**({name: getattr(self, name) for name in names} | changes))
 
     def __deepcopy__(self, memo: Any) -> Experts:
         return self  # immutable

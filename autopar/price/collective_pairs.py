@@ -23,6 +23,7 @@ class CollectivePair:
 
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather; with ``routing``, each row is sent to all ranks that it reaches.
     ``router`` is that of rows that are sent to their experts or back, if ``dispatched`` by kernels that send a token once to each node.
+    ``rounded`` values are rounded to 8 bits before they are sent.
     ``overlapped_op`` is the op whose arithmetic overlaps the collectives, as in ring attention; empty if the layer waits for it. ``op`` is
     the op whose kernel runs the collectives; empty for a conversion between ops. ``overlapped_products`` are the products whose weight
     gradients are computed while the backward collective runs, if the strategy overlaps it. ``target`` are the types that the readers need,
@@ -39,6 +40,7 @@ class CollectivePair:
     routing: Routing | None = None
     router: Routing | None = None
     dispatched: bool = False
+    rounded: bool = False
     overlapped_op: str = ""
     op: str = ""
     overlapped_products: tuple[str, ...] = ()
@@ -92,6 +94,7 @@ def pairs_of_layer(
                 per_rank=collective.per_rank,
                 routing=collective.routing,
                 router=collective.router,
+                rounded=collective.rounded,
                 overlapped_op=exchange.op if collective.overlapped else "",
                 op=exchange.op,
             )

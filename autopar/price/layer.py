@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.devices import Cluster
+from autopar.devices import Cluster, constants
 from autopar.devices.measured import Floats
 from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.plan import Axis
@@ -147,17 +147,31 @@ class SizedClass:
         """Return the part of a pass that consists of ``ops`` (all ops by default) and the collectives of ``pairs``."""
         table, gpu = self.bound.table, self.cluster.gpu
         arithmetic_s = getattr(self, f"{side}_s")
-        kernels = getattr(table, f"{side}_kernels")
-        chosen = (arithmetic_s, kernels) if ops is None else (arithmetic_s[ops], kernels[ops])
+        by_op = getattr(table, f"{side}_kernels")
+        chosen = (arithmetic_s, by_op) if ops is None else (arithmetic_s[ops], by_op[ops])
         launches = len(self.group_sizes(pairs, side, True))
+        rounded = [moved for pair in pairs if (moved := self._rounding_bytes(pair, side))]
+        kernels = float(chosen[1].sum()) + len(rounded) * constants.DISPATCH_KERNELS.value
         return Pass(
-            compute_s=float(chosen[0].sum()),
+            compute_s=float(chosen[0].sum()) + self._rounding_s(rounded),
             wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not (pair.overlapped_op or pair.router)),
             exchange_s=sum(self.seconds_of(pair, side) for pair in pairs if pair.router),
             exposed_s=self._kernel_exposed_s(pairs, side, arithmetic_s),
-            host_s=float(chosen[1].sum()) * gpu.op_floor_s + launches * self.cluster.host_s,
+            host_s=kernels * gpu.op_floor_s + launches * self.cluster.host_s,
             group_sizes=self.group_sizes(pairs, side, False),
         )
+
+    def _rounding_bytes(self, pair: CollectivePair, side: str) -> float:
+        """Return the bytes that the device moves in its memory to round what a pair sends, and to restore what it receives."""
+        sizes = self.pair_sizes[pair.axes, pair.sharded]
+        if not (pair.rounded and getattr(pair, side).sends) or sizes.members.size == 1:
+            return 0.0
+        sent = self.imbalance_of(pair) * pair.bytes_of_group(sizes.parts, sizes.members.size) / sizes.members.size
+        return constants.DISPATCH_ROUNDING.value * sent
+
+    def _rounding_s(self, rounded: Collection[float]) -> float:
+        gpu = self.cluster.gpu
+        return sum(rounded) / gpu.bytes_per_s + len(rounded) * constants.DISPATCH_KERNELS.value * gpu.kernel_s
 
     def group_sizes(self, pairs: Collection[CollectivePair], side: str, overlapped: bool) -> tuple[int, ...]:
         """Return the group sizes of all collectives if ``overlapped``, otherwise of those that don't overlap an op's arithmetic."""

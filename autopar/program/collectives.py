@@ -95,3 +95,19 @@ class ShardedReduceScatter:
     ) -> Work | None:
         assert op == dist.ReduceOp.SUM, op  # FSDP2 is told to sum
         return reduce_scatter(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class RowFormat(Protocol):
+    """A format in which rows are sent: each row as some bytes."""
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return ``rows [n, h]`` as uint8 ``[n, bytes]``."""
+        ...
+
+    def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return the rounded rows ``[n, width]``."""
+        ...
+
+
+Formats = tuple[RowFormat | None, RowFormat | None]
+"""The formats of rows in the forward pass and of their gradients in the backward pass; ``None`` sends them unchanged."""

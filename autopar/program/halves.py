@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import flattened
-from .collectives import Work, all_gather, reduce_scatter
+from .collectives import Formats, RowFormat, Work, all_gather, reduce_scatter
 from .kernels import Axes, _nontrivial, dense_gradient
 from .mesh_axes import Axis, group_of
 from .spmd import spmd
@@ -276,20 +276,31 @@ def _after(work: Work | None, result: Finish) -> Finish:
 # -- mixtures of experts ------------------------------------------------------------------------------------------------
 
 
-def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Finish:
+def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int], formats: Formats) -> Finish:
     """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``."""
     group = group_of(*axes)
-    forward, backward = (lambda x: _exchange(x, group, sent, received)), (lambda x: _exchange(x, group, received, sent))
+    there, back = formats
+
+    def forward(x: Tensor) -> Finish:
+        return _exchange(x, group, sent, received, there)
+
+    def backward(grad: Tensor) -> Finish:
+        return _exchange(grad, group, received, sent, back)
+
     return begin(rows, forward, backward).wait
 
 
-def _exchange(rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Finish:
-    out, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
-    work = dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
+def _exchange(
+    rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int], sent_as: RowFormat | None
+) -> Finish:
+    width, dtype = rows.shape[-1], rows.dtype
+    packed = rows.contiguous() if sent_as is None else sent_as.pack(rows)
+    out = packed.new_empty(sum(received), *packed.shape[1:])
+    work = dist.all_to_all_single(out, packed, received, sent, group=group, async_op=True)
 
     def finish() -> Tensor:
-        assert work is not None and rows is not None  # ``rows`` must live until the wait
+        assert work is not None and packed is not None  # ``packed`` must live until the wait
         work.wait()
-        return out
+        return out if sent_as is None else sent_as.unpack(out, width, dtype)
 
     return finish

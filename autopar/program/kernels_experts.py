@@ -13,6 +13,10 @@ and each mesh axis may use a different one:
   has any of its experts, and its rank there (the relay) sends it to their owners over the fast axes, adds up what they return, and sends
   one row back (node-limited dispatch: DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 
+With ``dispatch`` rows are sent to the owners of their experts in a narrower format, and so are the gradients of the experts' results in
+the backward pass. Both combines, of results and of the rows' gradients, stay in the model's dtype (DeepSeek-V3, arXiv:2412.19437, section
+3.3.3). Relays round a gradient once more after they have multiplied it by the router's weight.
+
 Only the device knows how many rows each rank and expert has. The host waits for these numbers once in each forward pass of a layer (twice
 for two hops), and not at all if every rank has all experts, and the body calls neither ``looped_linear`` nor ``of_rows``.
 """
@@ -30,13 +34,14 @@ from spmd_types import P, V
 from torch import Tensor
 
 from . import expert_loads
+from .collectives import Formats, RowFormat
 from .kernels import _as_partial, _declare, _require, _sharding, _size, _slice_start
 from .mesh_axes import Axis, group_of
 from .spmd import spmd
 
-Send = Callable[[Tensor, Sequence[Axis], list[int], list[int]], Callable[[], Tensor]]
-"""``send(rows, axes, sent, received)`` starts to send the next ``sent[i]`` rows to rank ``i`` of the axes, and to receive ``received[i]``
-rows from it; returns a function that waits for the received rows and returns them."""
+Send = Callable[[Tensor, Sequence[Axis], list[int], list[int], Formats], Callable[[], Tensor]]
+"""``send(rows, axes, sent, received, formats)`` starts to send the next ``sent[i]`` rows to rank ``i`` of the axes, and to receive
+``received[i]`` rows from it; returns a function that waits for the received rows and returns them."""
 
 Body = Callable[..., Tensor]
 """``body(rows, counts, *parameters)`` runs the experts on ``rows [n, h]``, sorted by expert; expert ``i`` has the next ``counts[i]`` of
@@ -144,6 +149,7 @@ def experts(
     relay: Sequence[Axis] = (),
     partial_axes: Sequence[Axis] = (),
     weights_first: bool = False,
+    dispatch: RowFormat | None = None,
 ) -> Tensor:
     """Return ``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x [..., h]`` and ``index``, ``weights`` ``[..., k]``: ``[..., h]``.
     With ``weights_first`` the rows are weighted before their experts: ``sum_j expert[index[..., j]](weights[..., j] * x)``.
@@ -151,10 +157,10 @@ def experts(
     ``parameters`` have the experts as dim 0, ``count`` of them globally. ``owners`` are the axes that shard the experts, outermost first.
     ``exchange`` and ``relay`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them, over ``relay`` in
     a hop of its own. ``partial_axes`` are the axes on which the result is a partial sum (P): the other ``owners``, and the axes that shard
-    another dim of the parameters.
+    another dim of the parameters. ``dispatch`` is the format in which rows, and gradients of results, are sent to the experts' owners.
     """
     axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
-    steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, weights_first, **axes)
+    steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, weights_first, dispatch, **axes)
     while True:
         try:
             next(steps)
@@ -171,6 +177,7 @@ def in_steps(
     body: Body,
     count: int,
     weights_first: bool = False,
+    dispatch: RowFormat | None = None,
     **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
     """Run ``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else.
@@ -181,7 +188,8 @@ def in_steps(
     )
     if spmd.is_type_checking():
         if send is not _send_and_wait:  # at a yield, the caller's ops would be checked under ``spmd.local``
-            return experts(x, index, weights, parameters, body, count, weights_first=weights_first, **axes)
+            options: dict[str, Any] = {"weights_first": weights_first, "dispatch": dispatch, **axes}
+            return experts(x, index, weights, parameters, body, count, **options)
         sharding = _check(x, index, weights, parameters, owners)
     owners = [axis for axis in owners if _size(axis) > 1]
     exchange = [axis for axis in exchange if _size(axis) > 1]
@@ -190,7 +198,7 @@ def in_steps(
         expert_loads.count(index, count, parameters[0])
         if relay:
             place = _coordinates(count, owners, exchange, relay, ids_on=index.device)
-            (x, index, weights), sent_back = yield from _send_to_relays(tokens, place, relay, send)
+            (x, index, weights), sent_back = yield from _send_to_relays(tokens, place, relay, send, dispatch)
         choices = index.shape[-1]
         ids = index.reshape(-1)
         ids, counts = _local_expert_ids(ids, count, owners, exchange)
@@ -205,7 +213,7 @@ def in_steps(
         if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
-            rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send)
+            rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send, dispatch)
         rows = _Restore.apply(rows, order, len(ids)).view(*index.shape, x.shape[-1])
         out = (rows.sum(-2) if weights_first else _weighted_sum(rows, weights)).to(x.dtype)
         if relay:
@@ -288,7 +296,11 @@ def _coordinates(
 
 
 def _send_to_relays(
-    tokens: tuple[Tensor, Tensor, Tensor], place: Tensor, relay: Sequence[Axis], send: Send
+    tokens: tuple[Tensor, Tensor, Tensor],
+    place: Tensor,
+    relay: Sequence[Axis],
+    send: Send,
+    dispatch: RowFormat | None,
 ) -> Generator[None, None, tuple[tuple[Tensor, Tensor, Tensor], Callable[[Tensor], Generator[None, None, Tensor]]]]:
     """Send each token once to every rank of ``relay`` that has any of its experts (``place [count]``, their ranks).
 
@@ -300,12 +312,12 @@ def _send_to_relays(
     sent, received, _, _ = _exchange_counts(reached.sum(1), relay, len(index) * min(n, index.shape[1]))
     order = reached.flatten().argsort(descending=True, stable=True)[: sum(sent)]  # by rank, then by token
     token = order % len(index)
-    arrived = send(x[token], relay, sent, received)
+    arrived = send(x[token], relay, sent, received, (dispatch, None))
     index, weights = (_RowExchange.apply(t[token], relay, sent, received) for t in (index, weights))
     yield
 
     def sent_back(rows: Tensor) -> Generator[None, None, Tensor]:
-        returned = send(rows, relay, received, sent)
+        returned = send(rows, relay, received, sent, (None, dispatch))
         yield
         return _Restore.apply(returned(), order, n * len(x)).view(n, *shape).sum(0)
 
@@ -337,23 +349,31 @@ def _exchange_counts(counts: Tensor, exchange: Sequence[Axis], total: int) -> Ro
 
 
 def _dispatch_and_combine(
-    rows: Tensor, row_counts: RowCounts, body: Body, parameters: Sequence[Tensor], exchange: Sequence[Axis], send: Send
+    rows: Tensor,
+    row_counts: RowCounts,
+    body: Body,
+    parameters: Sequence[Tensor],
+    exchange: Sequence[Axis],
+    send: Send,
+    dispatch: RowFormat | None,
 ) -> Generator[None, None, Tensor]:
     """Send ``rows``, sorted by expert, to the experts' owners, and return the body's results for them; yield while rows are in flight."""
     sent, received, by_expert, counts = row_counts
-    arrived = send(rows, exchange, sent, received)
+    arrived = send(rows, exchange, sent, received, (dispatch, None))
     yield
     here = arrived()
     expert = torch.arange(by_expert.shape[1], device=rows.device).repeat(len(by_expert))
     order = expert.repeat_interleave(by_expert.flatten(), output_size=len(here)).argsort(stable=True)
     done = body(_Gather.apply(here, order, 1), counts, *parameters)
-    returned = send(_Restore.apply(done, order, len(here)), exchange, received, sent)
+    returned = send(_Restore.apply(done, order, len(here)), exchange, received, sent, (None, dispatch))
     yield
     return returned()
 
 
-def _send_and_wait(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int]) -> Callable[[], Tensor]:
-    here: Tensor = _RowExchange.apply(rows, axes, sent, received)
+def _send_and_wait(
+    rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int], formats: Formats
+) -> Callable[[], Tensor]:
+    here: Tensor = _RowExchange.apply(rows, axes, sent, received, formats)
     return lambda: here
 
 
@@ -361,25 +381,29 @@ class _RowExchange(torch.autograd.Function):
     """Sends rows to every rank of the axes (flattened, if there are several), in order; the backward sends their gradients back."""
 
     @staticmethod
-    def forward(ctx, rows, axes, sent, received):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, axes, sent, received, formats=(None, None)):  # type: ignore[no-untyped-def]
         # looked up here: on a GPU the backward runs in a thread that has no current mesh
         group = None if rows.is_meta else group_of(*axes)
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _all_to_all(rows, group, sent, received)
+        ctx.group, ctx.sent, ctx.received, ctx.format = group, sent, received, formats[1]
+        return _all_to_all(rows, group, sent, received, formats[0])
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent, ctx.format), None, None, None, None
 
 
 spmd.register_local_autograd_function(_RowExchange)
 
 
-def _all_to_all(rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], received: list[int]) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    if group is not None:  # the meta device has no group
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
+def _all_to_all(
+    rows: Tensor, group: dist.ProcessGroup | None, sent: list[int], received: list[int], sent_as: RowFormat | None
+) -> Tensor:
+    if group is None:  # the meta device has no group
+        return rows.new_empty(sum(received), *rows.shape[1:])
+    packed = rows.contiguous() if sent_as is None else sent_as.pack(rows)
+    out = packed.new_empty(sum(received), *packed.shape[1:])
+    dist.all_to_all_single(out, packed, received, sent, group=group)
+    return out if sent_as is None else sent_as.unpack(out, rows.shape[-1], rows.dtype)
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:

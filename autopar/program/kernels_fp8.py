@@ -139,7 +139,8 @@ class Tiled(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the rounded matrix in ``dtype``: without a further error in bfloat16 and in float32."""
         units = self.units.repeat_interleave(self.height, -2)[..., : self.values.shape[-2], :].to(dtype)
-        return self.values.to(dtype) * units.repeat_interleave(TILE, -1)
+        tiles = self.values.to(dtype).unflatten(-1, (units.shape[-1], TILE))
+        return (tiles * units.unsqueeze(-1)).flatten(-2)
 
     def matrices(self) -> list[Tiled]:
         """Return the matrices of a batch."""
@@ -156,6 +157,31 @@ def tiled(x: Tensor, height: int) -> Tiled:
     scale = _largest_scale(largest, FORWARD)
     values = (tiles * scale.to(x.dtype)).to(FORWARD, memory_format=torch.contiguous_format)
     return Tiled(values.view(padded.shape)[..., :rows, :], scale.reciprocal().squeeze((-3, -1)), height)
+
+
+class TiledRows:
+    """The format of dispatched rows (``kernels_experts.RowFormat``): e4m3, with one scale for each tile of 1 x ``TILE``. A row's values are
+    followed by its scales, so that one all-to-all sends both; padding of the last tile is not sent."""
+
+    @staticmethod
+    def row_bytes(width: int) -> int:
+        """Return the bytes of a row: one for each element, and four for each tile."""
+        return width + 4 * -(-width // TILE)
+
+    @staticmethod
+    def pack(rows: Tensor) -> Tensor:
+        values, units, _ = tiled(rows, 1)
+        return torch.cat((values[:, : rows.shape[1]].view(torch.uint8), units.view(torch.uint8)), 1)
+
+    @staticmethod
+    def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        values, units = packed.split((width, packed.shape[1] - width), 1)
+        values = F.pad(values, (0, -width % TILE)) if width % TILE else values
+        units = units.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        return Tiled(values.view(FORWARD), units, 1).dequantized(dtype)[:, :width]
+
+
+TILED_ROWS = TiledRows()
 
 
 def tiled_product(a: Tiled, b: Tiled) -> Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.ops.experts import Experts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, operands, shape_of
+from autopar.program.kernels_fp8 import TILED_ROWS
 from autopar.types import Collective
 
 MICROBATCHABLE_KERNELS = frozenset(("step_statistics", "local_batch_norm"))
@@ -52,7 +53,7 @@ class KernelCollective:
     divides them by the other axes that shard ``value``. ``forward`` and ``backward`` are the collectives of the two passes. With
     ``per_rank`` the bytes are each rank's contribution to an all-gather. With ``routing`` a row is sent to each rank that it reaches.
     ``router`` is set if ``value`` has a row for each token, which is sent to its experts or back. ``overlapped``: the kernel overlaps the
-    communication with its compute.
+    communication with its compute. ``rounded``: ``value`` is rounded to 8 bits before it is sent.
     """
 
     value: fx.Node
@@ -64,6 +65,7 @@ class KernelCollective:
     routing: Routing | None = None
     router: Routing | None = None
     overlapped: bool = False
+    rounded: bool = False
 
     def bytes(self, element_bytes: float | None = None) -> float:
         """Return the bytes at global size; ``element_bytes`` overrides the element size of ``value``, unless ``itemsize`` is set."""
@@ -119,26 +121,37 @@ def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     assert isinstance(node.target, Experts)
     counts = node.target.count / math.prod(shape_of(index))
     router = Routing(node.target.count, shape_of(index)[-1])
-    rows = KernelCollective(
-        tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL, scale=float(router.choices), router=router
-    )
-    return (KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts), rows, rows)
+    counted = KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts)
+    rows = (replace(one, scale=one.scale * router.choices, router=router) for one in _dispatch_and_combine(node))
+    return (counted, *rows)
+
+
+def _dispatch_and_combine(node: fx.Node) -> tuple[KernelCollective, KernelCollective]:
+    """Return the all-to-alls of rows to their experts with those of the results' gradients, which have the same format, then the
+    all-to-alls of results with those of the rows' gradients."""
+    tokens = operands(node)[0]
+    assert isinstance(node.target, Experts)
+    combine = KernelCollective(tokens, Collective.ALL_TO_ALL, Collective.ALL_TO_ALL)
+    width = shape_of(tokens)[-1]
+    narrow = replace(combine, scale=TILED_ROWS.row_bytes(width) / width, itemsize=1, rounded=True)
+    return narrow if node.target.fp8_dispatch else combine, combine
 
 
 def _expert_relay(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the all-to-alls of row counts, then of each token's row, choices and weights to the ranks with any of its experts, and of
     the results back."""
-    tokens, index, weights = operands(node)[:3]
+    _, index, weights = operands(node)[:3]
     assert isinstance(node.target, Experts)
     shape = shape_of(index)
     routing = Routing(node.target.count, shape[-1])
     both = Collective.ALL_TO_ALL, Collective.ALL_TO_ALL
+    dispatch, combine = (replace(one, routing=routing) for one in _dispatch_and_combine(node))
     return (
         KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=1 / math.prod(shape)),
-        KernelCollective(tokens, *both, routing=routing),
+        dispatch,
         KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, routing=routing),
         KernelCollective(weights, *both, routing=routing),
-        KernelCollective(tokens, *both, routing=routing),
+        combine,
     )
 
 

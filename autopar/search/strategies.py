@@ -52,6 +52,7 @@ class Candidates:
             for roles in self.roles
             for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins)
             for options in self.options[zero]
+            if not any(technique.refused_roles(value, roles) for technique, value in options.chosen)
         )
 
     @cached_property

@@ -16,6 +16,7 @@ from autopar.errors import UsageError
 from autopar.schedules import SPLIT
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.compilation import COMPILATION
+from autopar.techniques.dispatch import DISPATCH
 from autopar.techniques.logits import LOGITS
 from autopar.techniques.overlap import OVERLAP
 from autopar.techniques.reduce import REDUCE
@@ -23,7 +24,7 @@ from autopar.techniques.states import STATES
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import Call, Case, Conflict, Facts, Technique
 
-LAYER: tuple[Technique, ...] = (LOGITS, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
+LAYER: tuple[Technique, ...] = (LOGITS, DISPATCH, REDUCE, ACTIVATIONS, STATES, OVERLAP, COMPILATION)
 """Every technique of a layer. A search enumerates their values with the last technique varying fastest."""
 
 PLAN: tuple[Technique, ...] = (SYNC,)

@@ -48,7 +48,8 @@ def samples(technique: Technique) -> list[str]:
 
 
 def having(technique: Technique, value: str) -> Strategy:
-    return Strategy((Role.DATA,), technique.mode(value).min_zero, options=Options(**{technique.name: value}))
+    roles = next(r for r in ((Role.DATA,), (Role.EXPERT,)) if not technique.refused_roles(value, r))
+    return Strategy(roles, technique.mode(value).min_zero, options=Options(**{technique.name: value}))
 
 
 @pytest.mark.parametrize("technique", ALL, ids=lambda technique: technique.name)
@@ -77,7 +78,9 @@ def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> No
         assert strategy.options[technique] == value and strategy.options is having(technique, value).options
         assert pickle.loads(pickle.dumps(strategy)) == strategy
         layers = tuple(
-            dataclasses.replace(layer, strategy=layer.strategy.with_options(**{technique.name: value}))
+            dataclasses.replace(
+                layer, strategy=dataclasses.replace(layer.strategy, roles=strategy.roles, options=strategy.options)
+            )
             for layer in plan.layers
         )
         written = dataclasses.replace(plan, layers=layers, allow=deviations("all-reduce", (x.strategy for x in layers)))
@@ -102,9 +105,12 @@ def test_a_pin_leaves_its_value_alone(technique: Technique) -> None:
     ).every
     assert technique.default in {s.options[technique] for s in free}
     for value in samples(technique):
-        options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS)
+        expert = 2 if Role.EXPERT in having(technique, value).roles else None
+        options = SearchOptions(**{technique.name: value}, allow=DEVIATIONS, expert=expert)
         known = context_of(options, several_microbatches=True, chain=8)
-        found = {s.options[technique] for s in candidates(mesh, 8, 8, options, context=known).every if s.zero == 3}
+        found = {
+            s.options[technique] for s in candidates(mesh, 8, 8, options, experts=8, context=known).every if s.zero == 3
+        }
         assert found and all(technique.admits(v, {technique.name: value}.get) for v in found), (value, found)
         assert value in found
     for pin in technique.former_pins:
@@ -130,7 +136,8 @@ def test_only_what_layers_give_up_is_searched_with_and_without() -> None:
     pinned = SearchOptions(sync="local-steps:2", allow={"local_steps"})
     assert [each.narrow for each in allowed_numerics(graph, pinned)] == [()]
     both = SearchOptions(allow=DEVIATIONS)
-    assert {each.narrow for each in allowed_numerics(graph, both)} == {(), LAYER_DEVIATIONS}
+    found = [some for n in range(len(LAYER_DEVIATIONS) + 1) for some in itertools.combinations(LAYER_DEVIATIONS, n)]
+    assert [each.narrow for each in allowed_numerics(graph, both)] == found
 
 
 def test_values_that_exclude_each_other_are_never_together() -> None:
