@@ -76,9 +76,16 @@ class Complexity:
 
     def difference(self, simpler: Complexity) -> str:
         """Return in words what this plan has more of than a simpler one."""
-        names = "strategies of single layers", "distinct strategies", "axes of parallelism", "techniques"
+        names = (
+            ("strategy of single layers", "strategies of single layers"),
+            ("distinct strategy", "distinct strategies"),
+            ("axis of parallelism", "axes of parallelism"),
+            ("technique", "techniques"),
+        )
         pairs = zip(names, dataclasses.astuple(self), dataclasses.astuple(simpler), strict=True)
-        return ", ".join(f"{mine} {name} instead of {other}" for name, mine, other in pairs if mine > other)
+        return ", ".join(
+            f"{mine} {words[mine != 1]} instead of {other}" for words, mine, other in pairs if mine > other
+        )
 
 
 def least_complexity(config: Configuration) -> Complexity:
