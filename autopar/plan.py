@@ -347,7 +347,7 @@ class Sensitivity:
     """What becomes of a plan if its prices are wrong by ``error`` (a share), and what a wider margin of memory costs.
 
     - ``slower_compute`` and ``slower_links``: the share by which the step gets longer if FLOP/s and memory bandwidth, or the bandwidths of
-      all links, are lower by ``error``.
+      the links between devices, are lower by ``error``.
     - ``regret``: the largest share of its step by which another plan found is faster if both are off by ``error`` in opposite directions.
     - ``margin_bytes``: what the fullest device leaves free of its memory limit.
     - ``wider_margin_bytes`` and ``wider_margin_cost``: a margin, and the share by which it makes the step longer, at most; ``None`` if no

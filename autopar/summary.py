@@ -54,19 +54,19 @@ def describe(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-LEGEND = {
+_MEANINGS = {
     "PP": "pipeline stages",
     "VPP": "virtual stages per device",
     "DP": "data parallelism",
     "CP": "context parallelism (ring attention)",
     "Ulysses": "sequence parallelism with all-to-alls around attention",
+    "2D or 3D TP": "tensor parallelism that shards activations, too",
     "TP": "tensor parallelism",
     "EP": "expert parallelism",
     "ZeRO 1": "optimizer states are sharded",
     "ZeRO 2": "optimizer states and gradients are sharded",
     "ZeRO 3": "parameters, gradients and optimizer states are sharded (FSDP)",
 }
-"""The abbreviations of ``degrees``."""
 
 
 def parallelism(plan: Plan) -> str:
@@ -79,23 +79,41 @@ def parallelism(plan: Plan) -> str:
 def degrees(plan: Plan, strategy: Strategy | None = None) -> str:
     """Return the degrees of most layers, or of ``strategy``, in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3,
     microbatch size 1"."""
-    common = strategy or Counter(layer.strategy for layer in plan.layers).most_common(1)[0][0]
-    mesh, virtual = plan.mesh, f" x VPP {plan.chunks}" * (plan.chunks > 1)
-    data = [role for role in Role if role.dense is Role.DATA]
-    found = {"DP": common.degree(mesh, *data), "CP": common.degree(mesh, *DEGREES["ring"])}
-    found["Ulysses"] = common.degree(mesh, *DEGREES["ulysses"])
-    found["2D or 3D TP"] = common.degree(mesh, *(role for role in Role if role.gathers_parameters))
-    found["TP"] = common.degree(mesh, *DEGREES["tensor"])
-    words = [f"{name} {degree}" for name, degree in found.items() if degree > 1]
+    common, mesh = strategy or _most_common(plan), plan.mesh
+    words = {name: f"{name} {degree}" for name, degree in _degrees(plan, common).items()}
     if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
-        words[-1] += " with sequence parallelism"
-    if (experts := common.degree(mesh, *DEGREES["expert"])) > 1:
-        words.append(f"EP {experts}")
-    pipeline = [f"PP {plan.pipeline}{virtual}"] if plan.pipeline > 1 else []
+        words["TP"] += " with sequence parallelism"
     rows = plan.global_batch // (plan.microbatches * common.degree(mesh, *BATCHES))
     details = [f"ZeRO {common.zero}"] if common.degree(mesh, *REPLICATING) > 1 else []
     details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
-    return ", ".join([" x ".join([*pipeline, *words]) or "none", *details, f"microbatch size {rows}"])
+    return ", ".join([" x ".join(words.values()) or "none", *details, f"microbatch size {rows}"])
+
+
+def legend(plan: Plan) -> list[str]:
+    """Return what each abbreviation of ``degrees`` means."""
+    common = _most_common(plan)
+    zero = [f"ZeRO {common.zero}"] if common.zero and common.degree(plan.mesh, *REPLICATING) > 1 else []
+    return [f"{name} {_MEANINGS[name]}" for name in (*_degrees(plan, common), *zero)]
+
+
+def _most_common(plan: Plan) -> Strategy:
+    return Counter(layer.strategy for layer in plan.layers).most_common(1)[0][0]
+
+
+def _degrees(plan: Plan, strategy: Strategy) -> dict[str, int]:
+    """Return the degrees above 1 by their abbreviation."""
+    mesh = plan.mesh
+    found = {
+        "PP": plan.pipeline,
+        "VPP": plan.chunks,
+        "DP": strategy.degree(mesh, *(role for role in Role if role.dense is Role.DATA)),
+        "CP": strategy.degree(mesh, *DEGREES["ring"]),
+        "Ulysses": strategy.degree(mesh, *DEGREES["ulysses"]),
+        "2D or 3D TP": strategy.degree(mesh, *(role for role in Role if role.gathers_parameters)),
+        "TP": strategy.degree(mesh, *DEGREES["tensor"]),
+        "EP": strategy.degree(mesh, *DEGREES["expert"]),
+    }
+    return {name: degree for name, degree in found.items() if degree > 1}
 
 
 def _techniques(plan: Plan) -> list[str]:

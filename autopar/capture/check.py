@@ -236,9 +236,6 @@ class _Comparison:
     ) -> str:
         """Return why programs can't evaluate the model: in evaluation mode, the graph computes something else on these rows with the
         parameters of ``copied`` and these ``buffers``, or the model's evaluation isn't a function of them."""
-        if _draws(self.graph):
-            with self.float64():
-                graph = self._captured(tensors)  # the given one was captured in ``modes``
         copied.set_buffers(buffers)
         chances = set[float]()
         try:
@@ -250,15 +247,25 @@ class _Comparison:
             return f"the model writes the buffer {written[0]} in evaluation mode, too"
         if chances - {0.0}:
             return "the model applies dropout in evaluation mode, too"
-        batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
-        kept = {name: buffers[name] for name in graph.buffers if name in buffers}
-        with torch.no_grad(), self.external_state.restored(), self.float64():
-            mine = float(reference.run(graph, copied.parameters, batch, buffers=kept, training=False))
+        try:
+            mine = self._evaluated(graph, copied, tensors, buffers)
+        except Exception as error:  # only evaluation is refused, not the plan
+            return f"the captured graph does not run in evaluation mode: {_error_text(error)}"
         if abs(mine - loss) <= self.tolerance * abs(loss):
             return ""
         return (
             f"with dropout off and running statistics, its loss is not that of model.eval(), {loss:.6g}, but {mine:.6g}"
         )
+
+    def _evaluated(self, graph: Graph, copied: EagerModel, tensors: list[Tensor], buffers: dict[str, Tensor]) -> float:
+        """Return the loss of the graph in the evaluation mode of programs."""
+        if _draws(self.graph):
+            with self.float64():
+                graph = self._captured(tensors)  # the given one was captured in ``modes``
+        batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
+        kept = {name: buffers[name] for name in graph.buffers if name in buffers}
+        with torch.no_grad(), self.external_state.restored(), self.float64():
+            return float(reference.run(graph, copied.parameters, batch, buffers=kept, training=False))
 
     def _mismatch(self, where: str, step: int, small: Graph, tensors: list[Tensor]) -> CaptureError:
         for sentence, hint in (*self.graph.assumed, *small.assumed):

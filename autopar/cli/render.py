@@ -22,7 +22,7 @@ from autopar.plan import (
     Strategy,
 )
 from autopar.schedules import V_SHAPED
-from autopar.summary import LEGEND, parallelism
+from autopar.summary import legend, parallelism
 from autopar.techniques import LAYER
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds, size
@@ -60,10 +60,7 @@ def _sections(plan: Plan, hint: str) -> Iterable[RenderableType]:
         yield _pins(plan)
     for note in plan.notes:
         yield Text(f"note: {note}", "dim")
-    used = [
-        f"{name} {words}" for name, words in LEGEND.items() if f"{name} " in f"{parallelism(plan)},".replace(",", " ")
-    ]
-    if used:
+    if used := legend(plan):
         yield Text(f"legend: {'; '.join(used)}", "dim")
     if hint:
         yield Text.assemble(("hint: ", "cyan"), hint)

@@ -108,10 +108,10 @@ def _train(
             nonlocal done
             done = record["step"]
             show("loss", loss)
+            checkpoints.save(program, done, steps)
             if held_out is not None and not stop.asked and data.evaluates_after(done, steps):
                 losses = program.evaluate(held_out)
                 show("eval loss", sum(losses) / len(losses))
-            checkpoints.save(program, done, steps)
 
         while done < steps and not stop.asked:
             program.train(batches(), on_step=after)  # with a data set, one epoch

@@ -273,11 +273,11 @@ def calibrated(cluster: Cluster, found: Calibration, notes: tuple[str, ...], sou
     p2p_link = Link(link.y[0], link.x[-1] / link.y[-1], source) if link is not None else cluster.intra
     slow = [f.median for f in figures if f.name == "overlap"]
     call = [f.median for f in figures if f.name == "call"]
-    # memory that programs take beyond the prediction is not there for plans
-    beyond = max([1.0, *(f.median for f in figures if f.name == MEMORY)])
     return dataclasses.replace(
         cluster,
-        gpu=dataclasses.replace(gpu, memory_bytes=int(gpu.memory_bytes / beyond)),
+        gpu=gpu,
+        # memory that programs take beyond the prediction is not there for plans
+        memory_beyond=max([1.0, *(f.median for f in figures if f.name == MEMORY)]),
         intra=p2p_link,
         collective_times=collective_times,
         collective_s=call[0] if call else cluster.collective_s,

@@ -192,6 +192,7 @@ class Cluster:
     local: bool = False
     devices: tuple[str, ...] = ()
     memory_override_bytes: int | None = None
+    memory_beyond: float = 1.0  # the measured bytes of programs over the predicted ones; limits are divided by it
     collective_s: float = constants.COLLECTIVE_BASE_S.value
     host_s: float = constants.HOST_S.value
     network: Network | None = None
@@ -237,11 +238,11 @@ class Cluster:
     def memory_limit_bytes(self) -> int:
         """The memory of a device that a plan may use: the user's limit, or the usable fraction of the device's memory."""
         if self.memory_override_bytes is not None:
-            return self.memory_override_bytes
+            return int(self.memory_override_bytes / self.memory_beyond)
         if self.parts:
             return min(part.memory_limit_bytes for part in self.parts)
         usable = constants.USABLE_MEMORY if self.kind == "cuda" else constants.USABLE_MEMORY_CPU
-        return int(self.gpu.memory_bytes * usable.value)
+        return int(self.gpu.memory_bytes * usable.value / self.memory_beyond)
 
     @property
     def host_limit_bytes(self) -> int:

@@ -48,6 +48,8 @@ def corrected(
         factor = factors.get(group_of(figure), 1.0)
         if (figure.device, figure.processes) != (device, processes) or factor == 1.0:
             return figure
+        if figure.name == MEMORY:  # the factor is the whole ratio, not a correction of the one before
+            return dataclasses.replace(figure, median=factor, low=factor, high=factor)
         values = {name: getattr(figure, name) * factor for name in ("median", "low", "high")}
         return dataclasses.replace(figure, **values)
 

@@ -164,6 +164,6 @@ def answer_of_rank_0(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             raise
     answer = json.loads(_waited(store, key))
     if "error" in answer:
-        raise AutoparError(f"rank 0 found no plan: {answer['error']}", answer["hint"])
+        raise AutoparError(f"rank 0 failed: {answer['error']}", answer["hint"])
     found: dict[str, Any] = answer["answer"]
     return found

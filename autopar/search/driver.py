@@ -492,13 +492,11 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         limits, precision = one.instance.placement.limit, state.options.precision
         return make_plan(graph, cluster, state.pricer, one.plan, precision=precision, limits=limits, proof=proof)
 
-    plan = planned(found, proof)
-    alternatives = {degrees(other): other for one in reversed(others) if (other := planned(one, Proof(0.0, 1.0, "")))}
-    nearest = [
-        Alternative(words, other.prediction.step_time_s)
-        for words, other in reversed(alternatives.items())
-        if words != degrees(plan)
-    ]
+    plan, alternatives = planned(found, proof), dict[str, float]()
+    for other in sorted((planned(one, Proof(0.0, 1.0, "")) for one in others), key=lambda p: p.prediction.step_time_s):
+        if (words := degrees(other)) != degrees(plan):
+            alternatives.setdefault(words, other.prediction.step_time_s)
+    nearest = [Alternative(*pair) for pair in alternatives.items()]
     return replace(plan, faster_s=state.step_s, sensitivity=sensitivity, alternatives=tuple(nearest[:ALTERNATIVES]))
 
 

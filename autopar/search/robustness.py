@@ -20,7 +20,7 @@ from autopar.search.construct.drafts import construct
 from autopar.search.evaluation import PricedPlan, by_stage, device_memories, layer_prices, step_cost
 from autopar.search.problem import Devices
 from autopar.search.simplicity import Simplest, completed
-from autopar.search.state import State
+from autopar.search.state import KEPT, State
 from autopar.search.tables import Instance
 from autopar.units import gigabytes
 
@@ -91,7 +91,7 @@ def hardened(graph: Graph, cluster: Devices, state: State, found: Simplest) -> H
         chosen = min(near, key=lambda i: plans[i].cost.step_time_s, default=0)
     best = pool[chosen]
     if chosen:
-        why = f"is {regrets[0]:.1%} slower than another one if compute and links are {ERROR:.0%} off"
+        why = f"a simpler plan was not taken: another one is {regrets[0]:.1%} faster if compute and links are {ERROR:.0%} off"
         best = dataclasses.replace(best, reason=why)
 
     def holds(plan: PricedPlan) -> bool:
@@ -113,7 +113,8 @@ def _regret(steps_s: Sequence[float], of_pool: Sequence[Sequence[float]]) -> flo
 
 def _others(graph: Graph, state: State, found: Simplest) -> list[Simplest]:
     """Return the fastest plans of ``POOL`` configurations, the fastest first."""
-    offers = sorted(state.offers.values(), key=lambda offer: offer[0])[:POOL]
+    near = [offer for offer in state.offers.values() if offer[0] <= (1 + KEPT) * state.step_s]
+    offers = sorted(near, key=lambda offer: offer[0])[:POOL]
     return [
         dataclasses.replace(found, plan=completed(graph, instance, solution), instance=instance)
         for _, instance, solution in offers
@@ -142,9 +143,10 @@ def _with_margin(
     search = dataclasses.replace(found.search, deadline=time.monotonic() + time_s)
     simple = search.simplest_here(graph, tighter, lean)
     if simple is not None and search.is_as_simple(simple, found.plan) and holds(simple):
-        reason = f"leaves {gigabytes(spare)} of the memory limit free, not {gigabytes(_spare(instance, simple))}"
+        gain, margin = 1 - step_s / simple.cost.step_time_s, gigabytes(_spare(instance, simple))
+        reason = f"a margin of {margin} instead of {gigabytes(spare)} below the memory limit makes the step {max(gain, 0.0):.2%} longer"
         reasons = [found.reason, reason] if found.reason else [reason]
-        chosen = dataclasses.replace(found, plan=simple, reason=" and ".join(reasons))
+        chosen = dataclasses.replace(found, plan=simple, reason="; ".join(reasons))
         return chosen, (_spare(instance, simple), wider, 0.0)
     return found, (spare, wider, max(0.0, lean.cost.step_time_s / step_s - 1))
 

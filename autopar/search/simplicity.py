@@ -147,8 +147,8 @@ class Simplifier:
     def simplest_here(self, graph: Graph, instance: Instance, plan: PricedPlan) -> PricedPlan | None:
         """Return the simplest plan found in the configuration of ``plan``; ``None`` if it is not within the tolerance."""
         tried = [self._polished(instance, each) for each in (plan, *self._uniform(instance))]
-        complete = _complete(graph, instance, min(tried, key=self._key))
-        return complete if complete.cost.step_time_s <= self.limit_s else None
+        complete = [_complete(graph, instance, each) for each in tried]
+        return min((c for c in complete if c.cost.step_time_s <= self.limit_s), key=self._key, default=None)
 
     def is_as_simple(self, plan: PricedPlan, other: PricedPlan) -> bool:
         """Return whether a plan is no more complex than another."""
@@ -360,7 +360,8 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Simplest:
-    """The simplest plan, the instance of its configuration, and the fastest plan found; a further ``reason`` not to take that one."""
+    """The simplest plan, the instance of its configuration, and the fastest plan found; why another plan was
+    not taken, as a sentence, or an empty string."""
 
     plan: PricedPlan
     instance: Instance
@@ -374,16 +375,15 @@ class Simplest:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the fastest plan gains, and what it costs, if this is another one."""
+        """What the fastest plan gains, and what it costs, if this is another one; and ``reason``."""
         gain = 1 - self.fastest.cost.step_time_s / self.plan.cost.step_time_s
+        reasons = (self.reason,) if self.reason else ()
         if gain <= 0:
-            return ()
+            return reasons
         before, after = (self.search.complexity(each.config, each.strategies) for each in (self.fastest, self.plan))
-        reasons = [f"has {more}"] if (more := before.difference(after)) else []
-        reasons += [self.reason] if self.reason else []
-        fast = f"the fastest plan found takes {gain:.2%} less ({seconds(self.fastest.cost.step_time_s)})"
-        why = f", but {' and '.join(reasons)}" if reasons else ""
-        return (f"{fast}{why}: {_shape(self.fastest)}; --within 0% (within=0) selects it",)
+        why = f", but has {more}" if (more := before.difference(after)) else ""
+        fast = f"the fastest plan found takes {gain:.2%} less ({seconds(self.fastest.cost.step_time_s)}){why}"
+        return (f"{fast}: {_shape(self.fastest)}; --within 0% (within=0) selects it", *reasons)
 
 
 def simplest(graph: Graph, state: State) -> Simplest:

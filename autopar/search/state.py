@@ -88,7 +88,7 @@ class State:
     step_s: float = np.inf
     best: tuple[Instance, Solution] | None = None
     offers: dict[Configuration, tuple[float, Instance, Solution]] = field(default_factory=dict)
-    """The fastest solution of each configuration with its step time, as far as that is at most ``KEPT`` longer than the best one's."""
+    """The fastest solution of each configuration with its step time, as far as that was at most ``KEPT`` longer than the best one's."""
     counter: itertools.count[int] = field(default_factory=itertools.count)
     to_improve: list[tuple[float, int, Instance]] = field(default_factory=list)
     """A heap of early solutions (``steps``) that can be improved: seconds, number, and configuration."""

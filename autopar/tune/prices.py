@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from autopar.devices import Cluster
-from autopar.devices.calibration import MEMORY, Calibration, calibrated
+from autopar.devices.calibration import Calibration, calibrated
 from autopar.devices.corrections import corrected, groups
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.families import definitions
@@ -26,10 +26,7 @@ class CorrectedPrices:
 
     def __init__(self, graph: Graph, cluster: Cluster, calibration: Calibration, options: SearchOptions) -> None:
         self.graph, self.calibration, self.options = graph, calibration, options
-        # the factor of memory that the calibration has is applied again with the others
-        beyond = max([1.0, *(f.median for f in calibration.figures if f.name == MEMORY)])
-        gpu = dataclasses.replace(cluster.gpu, memory_bytes=int(cluster.gpu.memory_bytes * beyond))
-        self._cluster = dataclasses.replace(cluster, gpu=gpu)
+        self._cluster = cluster
         self.groups = groups(calibration, cluster.kind, cluster.count)
         self._pricer = Pricer(graph, cluster, name_of(graph.dtype))
 

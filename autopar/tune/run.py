@@ -202,9 +202,12 @@ class Tuning:
         """Plan under the corrected prices and under prices drawn from the posterior; return the bound under the corrected ones."""
         learned = posterior.factors | self._memory()
         bound_s = 0.0
-        for number, factors in enumerate([learned, *(posterior.draw(self._draws) for _ in range(DRAWS))]):
+        for number, factors in enumerate(
+            [learned, *(posterior.draw(self._draws) | self._memory() for _ in range(DRAWS))]
+        ):
             report(self.progress, "search", "under corrected prices" if not number else "under other likely prices")
-            for tried in (factors, {name: f for name, f in factors.items() if name != MEMORY}):
+            without = {name: f for name, f in factors.items() if name != MEMORY}
+            for tried in [factors, *([without] if MEMORY in factors else [])]:
                 try:
                     plan = self.prices.plan(tried, self._search_s())
                 except InfeasibleError:
@@ -238,7 +241,8 @@ class Tuning:
 
     def _compare_best(self) -> tuple[str, RunnerUp | None]:
         """Measure the best two plans in shared rounds until they have ``final_rounds``; return the winner, and how the other compares."""
-        times = self._times()
+        if not (times := self._times()):
+            raise self._none_runs()
         best, *others = sorted(times, key=times.__getitem__)[:2]
         if not others:
             return best, None
@@ -303,7 +307,8 @@ class Tuning:
         )
         own, expected = self.session.losses[name][0], self.session.losses[reference][0]
         is_exact = self.log.plans[name].precision in ("float32", "float64") and not self.log.plans[name].allow
-        if not is_exact or abs(own - expected) <= LOSS_TOLERANCE * abs(expected):
+        is_close = abs(own - expected) <= LOSS_TOLERANCE * abs(expected)
+        if is_close if is_exact else math.isfinite(own):
             return True
         self.log.add_failure(
             name, Failure(WRONG_LOSS, f"its first loss is {own:.6f}, that of {reference} {expected:.6f}")
@@ -400,6 +405,8 @@ class Tuning:
             bound_s=min(bound_s, step_s),
             gap=1 - min(bound_s, step_s) / step_s,
             notes=(*best.notes, note),
+            sensitivity=None,  # of other prices
+            alternatives=(),
         )
         return TuneResult(
             best=best,

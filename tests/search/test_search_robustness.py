@@ -64,7 +64,7 @@ def test_a_margin_that_costs_little_is_left() -> None:
     assert full.sensitivity is None and spare < WIDER_MARGIN_BYTES <= found.margin_bytes
     assert found.margin_bytes == min(stage.memory_limit_bytes - stage.memory.total for stage in plan.stages)
     assert plan.prediction.step_time_s <= 1.01 * full.prediction.step_time_s
-    assert any("of the memory limit free, not" in note for note in plan.notes)
+    assert any(note.startswith("a margin of ") for note in plan.notes)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def test_a_plan_that_falls_apart_loses_to_one_that_holds(monkeypatch: pytest.Mon
                 regret[plan] = max(regret[plan], 1 - min(steps.values()) / step_s)
         before, after = regret[id(found.plan)], regret[id(chosen.plan)]
         assert sensitivity.regret == pytest.approx(after, abs=1e-9), seed
-        if chosen.reason.startswith("is "):
+        if chosen.reason.startswith("a simpler plan was not taken"):
             changed += 1
             assert before > options.within + TOLERANCE >= after, seed
     assert changed >= 3

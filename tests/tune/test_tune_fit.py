@@ -104,10 +104,12 @@ def test_a_corrected_calibration_is_a_calibration(tmp_path: Path):
     cluster = parse(2, calibration=path)
     assert any("corrected by measured steps" in note for note in cluster.notes)
     assert read(path).machine["corrected"]["2 cpu"]["measured_steps"] == 40
-    assert cluster.gpu.memory_bytes == pytest.approx(parse(2).gpu.memory_bytes / 1.25)
-    # once more: memory is not corrected twice
+    assert cluster.memory_limit_bytes == pytest.approx(parse(2).memory_limit_bytes / 1.25, rel=1e-6)
+    limited = parse(2, memory_limit_bytes=1_000_000_000, calibration=path)
+    assert limited.memory_limit_bytes == 800_000_000
+    # memory's factor is the whole ratio of measured to predicted bytes: a later one replaces it
     again = corrected(from_json(json.loads(found.dumps())), {MEMORY: 1.1}, "cpu", 2, 10)
-    assert [f.median for f in again.figures if f.name == MEMORY] == [pytest.approx(1.375)]
+    assert [f.median for f in again.figures if f.name == MEMORY] == [1.1]
 
 
 def log_of(plan: Plan, share: float) -> Log:
