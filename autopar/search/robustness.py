@@ -101,7 +101,7 @@ def hardened(graph: Graph, cluster: Devices, state: State, found: Simplest) -> H
     best, margin = _with_margin(graph, state, best, holds)
     speeds = ((1.0, 1.0), (_SLOWER, 1.0), (1.0, _SLOWER), *_CORNERS)
     nominal_s, compute_s, links_s, *off = (repricer.step_s([best.plan], *each)[0] for each in speeds)
-    slower_compute, slower_links = compute_s / nominal_s - 1, links_s / nominal_s - 1
+    slower_compute, slower_links = (max(0.0, slow_s / nominal_s - 1) for slow_s in (compute_s, links_s))
     sensitivity = Sensitivity(ERROR, slower_compute, slower_links, _regret(off, corners), *margin)
     return Hardened(best, sensitivity, tuple(pool[1:]))
 
