@@ -39,9 +39,11 @@ class StageBuffers:
     def preserved(self) -> Iterator[None]:
         """A context whose forward passes leave no new values over."""
         before = {stage: list(self._updates(stage)) for stage in self._writing_stages()}
-        yield
-        for stage, values in before.items():
-            self._updates(stage)[:] = values
+        try:
+            yield
+        finally:
+            for stage, values in before.items():
+                self._updates(stage)[:] = values
 
     @torch.no_grad()
     def write(self) -> None:

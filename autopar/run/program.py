@@ -216,7 +216,7 @@ class Program:
         """Return the losses of global batches, or of a data set's epoch, as ``model.eval()`` computes them, without updates.
 
         Dropout is off, and batch norm uses its running statistics. Raises ``UsageError`` if the comparison with ``model.eval()`` at capture
-        failed, or was not made.
+        failed; or was not made, and the model draws random numbers or has buffers.
         """
         if isinstance(batches, Data):
             losses: list[float] = self._results("evaluate", batches.number)[0]

@@ -19,6 +19,7 @@ from autopar.errors import LaunchError, ProgramError
 from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.run.processes import NetworkNamespaces, Processes
+from autopar.summary import memory_bytes
 
 LEARNING_RATE = 1e-4
 TIMEOUT_S = 300.0  # of one call of the workers, and of one collective
@@ -86,7 +87,7 @@ class TimingSession:
         change(folder)
         if required:
             self.required.add(name)
-        self._bytes[name] = max(stage.memory.total for stage in plan.stages)
+        self._bytes[name] = memory_bytes(plan)
         inputs = [value.name for value in graph.inputs]
         args = str(folder), inputs, LEARNING_RATE, str(self.state_file), self.device
         self.open_other(name, "autopar.timing.remote:open_program", *args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autopar.errors import OUT_OF_MEMORY
-from autopar.plan import Plan
+from autopar.summary import memory_bytes
 from autopar.tune.log import Log
 from autopar.units import Constant
 
@@ -18,11 +18,6 @@ _PLAUSIBLE = 3 * MEMORY_SD.value
 _BEYOND = 1.01  # a plan that ran out of memory is to be over the limit, not at it
 
 
-def peak_bytes(plan: Plan) -> int:
-    """Return the predicted peak bytes on the fullest device."""
-    return max(stage.memory.total for stage in plan.stages)
-
-
 def memory_factor(log: Log) -> float | None:
     """Return the measured over the predicted peak bytes: the mean over plans that ran on GPUs, or more if a plan ran out of memory that the
     mean would not explain. ``None`` if nothing was measured.
@@ -30,7 +25,7 @@ def memory_factor(log: Log) -> float | None:
     A plan that ran out of memory far below the limit is no evidence: other programs took the memory, or something else failed.
     """
     ratios = [
-        math.log(peak / peak_bytes(log.plans[name])) for one in log.rounds for name, peak in one.peak_bytes.items()
+        math.log(peak / memory_bytes(log.plans[name])) for one in log.rounds for name, peak in one.peak_bytes.items()
     ]
     factor = math.exp(sum(ratios) / len(ratios)) if ratios else None
     for name, failure in log.failures.items():

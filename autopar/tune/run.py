@@ -301,7 +301,7 @@ class Tuning:
 
     def _has_right_loss(self, name: str) -> bool:
         """Return whether the plan's first loss is that of the first plan that runs; otherwise record the failure. In 16 bits, losses
-        differ by rounding."""
+        differ by rounding, and a finite one is enough."""
         reference = next(
             other for other in self.log.plans if other in self.session.losses and other not in self.log.failures
         )
