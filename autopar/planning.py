@@ -308,7 +308,7 @@ def _search_device_subsets(
     graph: Graph, cluster: Cluster, options: SearchOptions, pricer: PriceSource, shared: Shared, may_be_idle: bool
 ) -> tuple[Plan, Cluster]:
     """Return the fastest plan on the cluster or on a part of it, and the devices that it uses. Its bound holds for all of these."""
-    deadline = time.monotonic() + options.time_limit_s
+    deadline = time.thread_time() + options.time_limit_s
     full_plan: Plan | None = None
     refused: InfeasibleError | None = None
     try:
@@ -319,7 +319,7 @@ def _search_device_subsets(
     bounds = [] if full_plan is None else [full_plan.bound_s]
     late: list[str] = []
     for fewer in cluster.smaller_clusters() if may_be_idle else ():
-        left_s = deadline - time.monotonic()
+        left_s = deadline - time.thread_time()
         if best is None:  # find any plan, even beyond the time limit
             left_s = max(left_s, options.time_limit_s / 4)
         elif left_s <= 0:

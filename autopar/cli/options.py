@@ -256,7 +256,10 @@ pin_options = joined(
         "Let batch norm use the statistics of each device's part of the batch, not of the whole batch.",
     ),
     option(
-        "--time-limit", "SECONDS", f"Time limit of the search. Default: {TIME_LIMIT_S:g}.", type=click.FloatRange(0)
+        "--time-limit",
+        "SECONDS",
+        f"Processor time that the search may take. Default: {TIME_LIMIT_S:g}.",
+        type=click.FloatRange(0),
     ),
     option(
         "--within",

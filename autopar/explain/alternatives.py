@@ -54,7 +54,7 @@ class Alternatives:
 
 def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
     """Return the best plans of the ``count`` fastest configurations; ``plan`` itself stands for its configuration."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.thread_time() + limit_s
     order, complete = _by_bound(study, deadline)
     found: list[Plan] = [plan]
     for schedule, bound_s in order:
@@ -63,7 +63,7 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
         found.sort(key=lambda p: p.prediction.step_time_s)
         if len(found) >= count and bound_s >= found[count - 1].prediction.step_time_s:
             break
-        if time.monotonic() > deadline:
+        if time.thread_time() > deadline:
             complete = False
             break
         sizes = {name: getattr(schedule, name) for name in ("pipeline", "microbatches", "chunks")}
@@ -84,7 +84,7 @@ def _by_bound(study: Study, deadline: float) -> tuple[list[tuple[Schedule, float
     bounds: dict[Schedule, float] = {}
     complete = True
     for config in configurations(study.graph, study.cluster.count, options, prices.pins):
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             complete = False
             break
         if (instance := prices.instance(config)) is not None:

@@ -58,7 +58,7 @@ def suggest(
 
     The search for changes stops after ``limit_s`` CPU seconds.
     """
-    deadline = time.process_time() + limit_s
+    deadline = time.thread_time() + limit_s
     kinds: list[tuple[str, Callable[[Study, float], Iterator[Change]]]] = [
         ("without a pin", _without_pins),
         ("with the host's memory", _offload),
@@ -70,7 +70,7 @@ def suggest(
     ]
     found: list[Change] = []
     for words, kind in kinds:
-        if time.process_time() > deadline:
+        if time.thread_time() > deadline:
             break
         progress(f"nothing fits; looking for a plan {words}")
         found += kind(study, deadline)
@@ -80,7 +80,7 @@ def suggest(
 def feasible(study: Study, deadline: float = math.inf, **changes: Any) -> Plan | None:
     """Return any feasible plan with ``changes`` (arguments of ``Study.solve``), or ``None`` if the search finds none before ``deadline``
     (CPU time) or rejects them."""
-    left_s = deadline - time.process_time()
+    left_s = deadline - time.thread_time()
     if left_s <= 0:
         return None
     try:
@@ -144,7 +144,7 @@ def _offload(study: Study, deadline: float) -> Iterator[Change]:
     together = " and ".join(title for title, _ in parts), {k: v for _, pins in parts for k, v in pins.items()}
     sufficient = 0
     for title, pins in (*parts, *([together] if len(parts) > 1 else [])):
-        if (len(pins) > 1 and sufficient) or time.process_time() > deadline:
+        if (len(pins) > 1 and sufficient) or time.thread_time() > deadline:
             break
         plan = feasible(study, deadline, **pins)
         if plan is not None:
@@ -185,7 +185,7 @@ def _sequence(study: Study, deadline: float) -> Iterator[Change]:
 
 
 def _resized(study: Study, deadline: float, **sizes: Any) -> Plan | None:
-    if time.process_time() > deadline:
+    if time.thread_time() > deadline:
         return None
     try:
         return feasible(study, deadline, graph=study.sized(**sizes))
@@ -272,7 +272,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
         return
     larger = [n for n in hardware.gpu_names() if hardware.gpu(n).memory_bytes > cluster.gpu.memory_bytes]
     for name in sorted(larger, key=lambda n: hardware.gpu(n).memory_bytes):
-        if time.process_time() > deadline:
+        if time.thread_time() > deadline:
             return
         node = min(cluster.gpus_per_node, hardware.gpus_per_node(name))
         if cluster.count % node:
@@ -291,10 +291,10 @@ def _smallest(most: int, deadline: float, attempt: Callable[[int], Plan | None])
         plan = attempt(n)
         if plan is not None:
             break
-        if n >= most or time.process_time() > deadline:
+        if n >= most or time.thread_time() > deadline:
             return None
         below, n = n, min(2 * n, most)
-    while n - below > 1 and time.process_time() < deadline:
+    while n - below > 1 and time.thread_time() < deadline:
         middle = (n + below) // 2
         found = attempt(middle)
         if found is None:

@@ -149,10 +149,10 @@ def price_pins(
     """
     shared = Shared() if shared is None else shared
     priced: list[PinPrice] = []
-    deadline = time.monotonic() + time_limit_s
+    deadline = time.thread_time() + time_limit_s
     pins = {key: value for key, value in options.pins.items() if value != ANY}  # ANY decides nothing
     for number, (key, value) in enumerate(pins.items()):
-        left = max(deadline - time.monotonic(), 0.0) / (len(pins) - number)
+        left = max(deadline - time.thread_time(), 0.0) / (len(pins) - number)
         if options.progress is not None:
             options.progress(f"the price of {key}={value}")
         trial = replace(options.without(key), time_limit_s=left, progress=None)
@@ -176,7 +176,7 @@ def explore(
     """Run the search and return its final state. ``known_s`` is the step time of a known plan: only faster plans are searched for."""
     if cluster.count < 1:
         raise UsageError(f"a plan needs at least one device, not {cluster.count}")
-    deadline = time.monotonic() + options.time_limit_s
+    deadline = time.thread_time() + options.time_limit_s
     pricer, options = _resolved(cluster, pricer, options)
     state = State(options, Prices(graph, cluster, pricer, options, shared), pricer, deadline, step_s=known_s)
     opened = _open_all(graph, cluster, state)

@@ -122,7 +122,7 @@ class _Labels:
         for layer in range(self.first, stop):
             if layer > self.first:
                 more = self._columns(layer)
-                if len(label) * len(more) > 50 * LABELS or time.monotonic() > deadline:
+                if len(label) * len(more) > 50 * LABELS or time.thread_time() > deadline:
                     raise TooManyLabelsError
                 label, joinable = self._extended(label, picks[:, -1], joinable, layer, more)
                 new = np.tile(np.arange(len(more), dtype=np.int32), len(picks))[:, None]
@@ -216,7 +216,7 @@ class _Enumeration:
             send = None if last else instance.p2p(j - 1, s)
             for stage_label, chosen in zip(front.labels, front.picks, strict=True):
                 self.visited += 1
-                if self.visited > NODES or (self.visited % 1000 == 0 and time.monotonic() > self.deadline):
+                if self.visited > NODES or (self.visited % 1000 == 0 and time.thread_time() > self.deadline):
                     raise TooManyLabelsError
                 label = self.labels[s] = stage_label.copy()
                 if s:

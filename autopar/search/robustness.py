@@ -136,11 +136,11 @@ def _with_margin(
     fresh: dict[str, Any] = {"matrices": {}, "known": {}, "cuts": []}
     tighter: Instance = dataclasses.replace(instance, placement=placement, **fresh)
     time_s = TIME_SHARE * state.options.time_limit_s
-    constructed = construct(tighter, time.monotonic() + time_s, moves=False)
+    constructed = construct(tighter, time.thread_time() + time_s, moves=False)
     if constructed is None:
         return found, (spare, wider, None)
     lean = completed(graph, tighter, constructed[1])
-    search = dataclasses.replace(found.search, deadline=time.monotonic() + time_s)
+    search = dataclasses.replace(found.search, deadline=time.thread_time() + time_s)
     simple = search.simplest_here(graph, tighter, lean)
     if simple is not None and search.is_as_simple(simple, found.plan) and holds(simple):
         gain, margin = 1 - step_s / simple.cost.step_time_s, gigabytes(_spare(instance, simple))

@@ -134,7 +134,7 @@ class Simplifier:
         best = self._polished(instance, fastest), instance
         key = self._key(best[0])
         for config, known in self._configurations(key[0]):
-            if time.monotonic() >= self.deadline or least_complexity(config) >= key[0]:
+            if time.thread_time() >= self.deadline or least_complexity(config) >= key[0]:
                 break
             priced = known or self.state.prices.instance(config)
             for plan in self._uniform(priced) if priced is not None else ():
@@ -172,7 +172,7 @@ class Simplifier:
         modes = modes_of(instance)
         for mode in modes[1:] or modes:
             for pick in self._picks(instance, mode):
-                if time.monotonic() >= self.deadline:
+                if time.thread_time() >= self.deadline:
                     return
                 if (plan := self._cut(instance, pick)) is not None:
                     yield plan
@@ -244,7 +244,7 @@ class Simplifier:
         known = [_PricesOf(instance, kind) for kind in range(len(instance.kinds))]
         key = self.complexity(plan.config, plan.strategies)
         for _ in range(ROUNDS):
-            if time.monotonic() >= self.deadline:
+            if time.thread_time() >= self.deadline:
                 break
             trials = [
                 (self.complexity(plan.config, changed), changed) for changed in self._changes(instance, plan, known)
@@ -393,7 +393,7 @@ def simplest(graph: Graph, state: State) -> Simplest:
     instance, solution = state.best
     fastest = completed(graph, instance, solution)
     limit_s = (1 + state.options.within) * fastest.cost.step_time_s
-    deadline = time.monotonic() + TIME_SHARE * state.options.time_limit_s
+    deadline = time.thread_time() + TIME_SHARE * state.options.time_limit_s
     search = Simplifier(state, tuple(layer.cls for layer in graph.layers), limit_s, deadline)
     if state.options.within <= 0:
         return Simplest(fastest, instance, fastest, search)

@@ -226,7 +226,7 @@ class State:
             self.options.progress(text)
 
     def left_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - time.thread_time()
 
     def undecided(self, config: Configuration) -> int | None:
         """Return the first group of tied layers that the configuration leaves open; ``None`` if all are decided."""

@@ -148,10 +148,10 @@ def _textbook(state: State, node: SearchNode) -> None:
     far = bound_s < (1 - MARGIN) * known_s
     close = bound_s < state.cutoff_s and any(s < (1 + PROMISING) * known_s for s in tried_s)
     if (far or close) and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
-        started = time.monotonic()
+        started = time.thread_time()
         step_s = _find_solution(state, node.instance, early=True)
         state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = step_s
-        state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.monotonic() - started
+        state.wasted_s = 0.0 if state.step_s < known_s else state.wasted_s + time.thread_time() - started
     _raise_bound(state, node, bound_s)
 
 
@@ -240,7 +240,7 @@ def _close(state: State, node: SearchNode) -> None:
 def _labels(state: State, node: SearchNode) -> bool:
     """Run label setting; return whether it solved the configuration."""
     instance, several = node.instance, node.instance.schedule.multi_stage
-    deadline = time.monotonic() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
+    deadline = time.thread_time() + min(state.left_s(), LABELS_S / 2 ** (state.too_large * several))
     try:
         value, solution = solve_labels(instance, state.step_s, deadline)
     except TooManyLabelsError:

@@ -66,13 +66,13 @@ def work(case: dict[str, Any], limit_s: float) -> dict[str, Any]:
     cluster = parse(case["devices"])
     graph = captured(case["model"], ROWS * cluster.count)
     options = SearchOptions(precision="bfloat16", time_limit_s=LIMIT_S, within=WITHIN)
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         state = explore(graph, cluster, Pricer(graph, cluster, "bfloat16"), options)
     except InfeasibleError as error:
         return case | {"error": error.message}
     assert state.best is not None
-    searched_s = time.monotonic() - started
+    searched_s = time.thread_time() - started
     found = simplest(graph, state)
     names = Simplifier(state, tuple(layer.cls for layer in graph.layers), 0.0, 0.0)
     before, after = (names.complexity(plan.config, plan.strategies) for plan in (found.fastest, found.plan))
@@ -82,7 +82,7 @@ def work(case: dict[str, Any], limit_s: float) -> dict[str, Any]:
         "fastest_s": found.fastest_s,
         "simplest_s": found.plan.cost.step_time_s,
         "search_s": round(searched_s, 2),
-        "simplify_s": round(time.monotonic() - started - searched_s, 2),
+        "simplify_s": round(time.thread_time() - started - searched_s, 2),
     }
 
 

@@ -84,7 +84,7 @@ def test_an_early_solution_is_improved_once():
         pricer = RandomPricer(graph, seed, 0.6, 0.3)
         prices = Prices(graph, Devices(2, 1500), pricer, options)
         for instance in filter(None, map(prices.instance, configurations(graph, 2, options, prices.pins))):
-            state = State(options, prices, pricer, time.monotonic() + 60)
+            state = State(options, prices, pricer, time.thread_time() + 60)
             _find_solution(state, instance, early=True)
             if state.best is None:
                 continue

@@ -215,7 +215,7 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
         return best
     model, paths = _Program(lagrangian, best, whole), None
     values: list[float] = []
-    deadline = time.monotonic() + SECONDS[whole is not None]
+    deadline = time.thread_time() + SECONDS[whole is not None]
     for _ in range(ROUNDS // lagrangian.stages):
         if (solved := model.solve()) is None:
             break
@@ -226,7 +226,7 @@ def _best(instance: Instance, cutoff_s: float, whole: WholeLayers | None) -> flo
         stalled = len(values) > rounds and values[-1] < values[-1 - rounds] * (1 + rise)
         if best >= cutoff_s or (stalled and whole is None):
             break
-        if time.monotonic() > deadline and paths is not None:  # with cuts from which a solution can start
+        if time.thread_time() > deadline and paths is not None:  # with cuts from which a solution can start
             break
         wider = value < solved.step_s * (1 - PRECISION) and model.admit(pick)
         paths = paths or _Paths(lagrangian, pick)

@@ -78,7 +78,7 @@ def construct(
         modes = sorted(modes, key=lambda mode: steps[mode.layout])[:MODES]
     few = tries.solution is not None and instance.schedule.multi_stage  # cuts of many stages take long
     for draft in _drafts(instance, picks)[: FEW if few else REFINED]:
-        if tries.solution is None or time.monotonic() < deadline:
+        if tries.solution is None or time.thread_time() < deadline:
             tries.cut(draft.bounds, draft.mode)
     if tries.solution is None:
         need, solution = least_memory(instance)

@@ -109,7 +109,7 @@ def change_candidates(instance: Instance, solution: Solution, deadline: float = 
     step_s = cost(instance, solution).step_time_s
     for _ in range(min(ROUNDS, ROUNDS_TIMES_ACTIONS // actions) if schedule.copies == 1 else 0):
         better = _better(instance, solution, step_s, ROUND_ACTIONS // actions)
-        if better is None or time.monotonic() > deadline:
+        if better is None or time.thread_time() > deadline:
             break
         solution, step_s = better
     return solution
@@ -152,7 +152,7 @@ def move_layers(instance: Instance, solution: Solution, refine: Refine, deadline
         moves = [b for b in moved(solution.bounds, itertools.permutations(stages, 2)) if b not in seen]
         steps = _steps(instance, solution, moves[: ROUND_ACTIONS // actions]) if moves else np.zeros(0)
         for number in np.argsort(steps)[:MOVES_TRIED]:
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 return solution
             seen.add(moves[number])
             trial = refine(moves[number])
