@@ -13,12 +13,15 @@ from autopar.tune.log import Failure
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A plan that was run: its step time as ``predicted_s`` by the base calibration, as ``corrected_s`` by the corrected one, and as
-    measured in ``rounds_s``, with the median and its 95 % interval. ``failure`` says why a plan does not run, if it doesn't."""
+    measured in ``rounds_s``, with the median and its 95 % interval. ``expected_s`` is the step time to expect in the next run: the corrected
+    price and the error that measurements of this plan and of similar ones show (``fit.Posterior.predict``). ``failure`` says why a plan
+    does not run, if it doesn't."""
 
     name: str
     plan: Plan
     predicted_s: float
     corrected_s: float
+    expected_s: float
     rounds_s: tuple[float, ...]
     measured_s: float | None
     interval_s: tuple[float, float] | None

@@ -435,6 +435,7 @@ class Tuning:
                 plan,
                 predicted.prediction.step_time_s,
                 corrected.prediction.step_time_s,
+                posterior.predict(plan)[0],
                 rounds_s,
                 measured_s,
                 interval_s,

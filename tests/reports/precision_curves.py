@@ -40,6 +40,7 @@ from autopar.picture import pyplot, save
 from autopar.plan import NARROW, NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.precision import FP8, FP8_RECIPES
 from autopar.techniques.activations import INT8_ACTIVATIONS as INT8
+from autopar.techniques.dispatch import FP8_DISPATCH
 
 WINDOW = 20
 """Steps over which a curve is smoothed: each point is the mean of the last ones."""
@@ -75,7 +76,7 @@ MIXTURE, WIDE_MIXTURE = Size(64, 2, 64, 16), Size(128, 3, 64, 8)
 @dataclass(frozen=True, slots=True)
 class Way:
     """One curve: its precision, what the plan allows itself, whether it gains or not, how it stores saved activations, and the size of the
-    mixture of experts, if it trains one, with its microbatches."""
+    mixture of experts, if it trains one, with its microbatches and its expert parallelism."""
 
     name: str
     precision: str
@@ -83,6 +84,8 @@ class Way:
     saved: str = "exact"
     mixture: Size | None = None
     microbatches: int = 1
+    experts_over: int = 1
+    """The processes over which experts are distributed."""
 
 
 REFERENCE = "float32"
@@ -113,6 +116,8 @@ FP8_WAYS = (
     Way(FP8_REFERENCE, "float32", mixture=WIDE_MIXTURE),
     Way("mixture in bfloat16", "bfloat16", mixture=WIDE_MIXTURE),
     *(Way(f"mixture in {name}", "bfloat16", (name,), mixture=WIDE_MIXTURE) for name in FP8_RECIPES),
+    Way("mixture in bfloat16, expert parallelism of 2", "bfloat16", mixture=WIDE_MIXTURE, experts_over=2),
+    Way("the same with fp8_dispatch", "bfloat16", (FP8_DISPATCH,), mixture=WIDE_MIXTURE, experts_over=2),
 )
 """The curves of the mixture that is wide enough for several tiles of 128."""
 CURVES = {"precision": WAYS, "precision-states": STATES, "precision-fp8": FP8_WAYS}
@@ -138,7 +143,8 @@ def batches(size: Size, steps: int, seed: int = 0) -> Iterator[tuple[Tensor, Ten
 
 def train(way: Way, steps: int, seed: int = 0) -> dict[str, Any]:
     """One curve, trained in this process."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # this process is the program's one rank
+    if way.experts_over == 1:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # this process is the program's one rank
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = way.mixture or SIZES[device]
     torch.manual_seed(seed)
@@ -157,8 +163,12 @@ def train(way: Way, steps: int, seed: int = 0) -> dict[str, Any]:
     if way.mixture:  # it shifts the labels itself
         data = [{"input_ids": inputs, "labels": inputs} for inputs, _ in data]
         options |= {"microbatches": way.microbatches, "lr": 1e-3}
-    program = autopar.compile(model, 1, data[0], loss_fn, **options)
-    if way.allow:
+    if way.experts_over > 1:
+        options["expert"] = way.experts_over
+    if FP8_DISPATCH in way.allow:
+        options |= {"dispatch_format": "fp8", "allow": {FP8_DISPATCH}}
+    program = autopar.compile(model, way.experts_over, data[0], loss_fn, **options)
+    if way.allow and not options.get("allow"):
         for pin in ("compile", "microbatches"):  # the plan has them
             options.pop(pin, None)
         plan = dataclasses.replace(program.plan, allow=way.allow)
@@ -265,7 +275,8 @@ def fp8_page(lines: list[dict[str, Any]]) -> str:
         f"same text: {len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
         f"({reference['device']}, torch {reference['torch']}, Python {reference['python']}). fp8 has one scale for each tensor, and its "
         "experts stay in bfloat16;",
-        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, in the experts, too.\n",
+        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, in the experts, too. With fp8_dispatch, experts are",
+        "distributed over two processes, and rows are sent to them in 8 bits with one scale for each 128 numbers.\n",
         "![loss by step](precision-fp8.svg)\n",
     ]
     return "\n".join([*parts, *last_losses("precision", lines, FP8_REFERENCE)]) + "\n"
