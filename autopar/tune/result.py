@@ -13,7 +13,7 @@ from autopar.tune.log import Failure
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A plan that was run: its step time as ``predicted_s`` by the base calibration, as ``corrected_s`` by the corrected one, and as
-    measured in ``rounds_s``, with the median and its 95 % interval. ``expected_s`` is the step time to expect in the next run: the corrected
+    measured in ``rounds_s``, with the median and its 95 % interval. ``expected_s`` is the step time to expect next: the corrected
     price and the error that measurements of this plan and of similar ones show (``fit.Posterior.predict``). ``failure`` says why a plan
     does not run, if it doesn't."""
 
