@@ -484,6 +484,8 @@ def run_steps(
         over = is_over(args, trainer, loader)
         if held_out is not None and not stop and held_out.is_due(trainer.steps, over):
             log_evaluation(trainer, meter, held_out.loss())
+            if recorder is not None:
+                recorder.discard()
         saves = args.checkpoint and (stop or over or trainer.steps % args.every == 0)
         if saves or stop or over:
             trainer.check_unread()
