@@ -25,6 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -470,9 +471,9 @@ def run_steps(
             meter.begin()
         read = is_read(args, trainer.steps, begun)
         if trainer.steps == traced_step:
-            loss, _ = trainer.traced(lambda: trainer.step_from(loader, args.on_nan), args.trace)
+            loss, _ = trainer.traced(partial(trainer.step_from, loader, args.on_nan, with_norm=read), args.trace)
         elif read or args.on_nan == "skip":
-            loss, _ = trainer.step_from(loader, args.on_nan)
+            loss, _ = trainer.step_from(loader, args.on_nan, with_norm=read)
         else:
             trainer.advance_from(loader)
         if recorder is not None:
