@@ -151,21 +151,21 @@ def write_plan(
 
 def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``: return the graph of layers."""
-    return _captured(workload, progress)[1]
+    return _captured(workload, progress)[-1]
 
 
-def _captured(workload: Workload, progress: Progress | None) -> tuple[Graph, Graph]:
-    """Return the graph of the workload's model as it is built, perhaps with few blocks, and the graph with all blocks."""
+def _captured(workload: Workload, progress: Progress | None) -> tuple[Workload, Graph, Graph]:
+    """Report the capture, and return ``workload.with_all_blocks()``."""
     report(progress, "capture")
-    built = workload.captured_as_built()
-    graph = workload.with_all_blocks(built)
+    captured = workload.with_all_blocks()
+    graph = captured[-1]
     report(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
-    return built, graph
+    return captured
 
 
 def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``; compare the graph with the model on rank 0 (unless ``compare`` is false), and note the result."""
-    built, graph = _captured(workload, progress)
+    workload, built, graph = _captured(workload, progress)
     note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
     note = "; ".join((note, *(sentence for sentence, _ in graph.assumed)))
     if not compare:
