@@ -224,8 +224,9 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
             parser.error(
                 f"--{option.replace('_', '-')} {given} cannot be written: {there} is no folder that can be written to"
             )
-    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        parser.error("--tensorboard needs a package: pip install tensorboard, or use --log-file")
+    for package in ("tensorboard", "wandb"):
+        if getattr(args, package) and importlib.util.find_spec(package) is None:
+            parser.error(f"--{package} needs a package: pip install {package}, or use --log-file")
     args.every, args.keep = args.every or recipe.every, args.keep or recipe.keep
     return args
 
