@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.capture import NOT_COMPARED, check_capture
+from autopar.capture import check_capture, without_check
 from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.expert_loads import EVEN, UNEVEN
@@ -166,14 +166,12 @@ def _captured(workload: Workload, progress: Progress | None) -> tuple[Workload, 
 def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``; compare the graph with the model on rank 0 (unless ``compare`` is false), and note the result."""
     workload, built, graph = _captured(workload, progress)
-    note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
-    note = "; ".join((note, *(sentence for sentence, _ in graph.assumed)))
-    if not compare:
-        return dataclasses.replace(graph, notes=(*graph.notes, note))
+    model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
 
-    def check() -> dict[str, str | None]:
+    def check() -> dict[str, str]:
+        if not compare:
+            return without_check(built, model, loss_fn)._asdict()
         report(progress, "capture", "comparing the graph with the model")
-        model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
         return check_capture(built, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)._asdict()
 
     checked = ranks.answer_of_rank_0(check)
