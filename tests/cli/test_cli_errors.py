@@ -134,7 +134,7 @@ def test_without_a_command_the_help_is_shown(capsys):
 def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
     status, out, err = invoke(capsys, *argv)
     assert (status, out) == (2, "")
-    assert words in err and err.startswith("error: ") or "\nerror: " in err
+    assert words in err and (err.startswith("error: ") or "\nerror: " in err)
     assert "hint: " in err
 
 
