@@ -212,7 +212,7 @@ class Graph:
     - ``possibly_unused``: the parameters of experts that eager PyTorch skips, and gives no gradient, in a step in which no token chooses
       them. The graph gives them a gradient of zeros.
     - ``refused``: why a class can't be rewritten, or an empty string, by technique and class.
-    - ``no_evaluation``: why programs can't evaluate the model, or an empty string; ``None`` if the graph wasn't compared with the model.
+    - ``no_evaluation``: why programs can't evaluate the model, or an empty string.
     """
 
     name: str
@@ -241,7 +241,7 @@ class Graph:
     assumed: tuple[tuple[str, str], ...] = ()
     possibly_unused: frozenset[str] = frozenset()
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
-    no_evaluation: str | None = None
+    no_evaluation: str = "the captured graph was not compared with the model in evaluation mode"
 
     @property
     def batch_size(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from autopar.errors import UsageError
 from autopar.pins import PINS
 
 if TYPE_CHECKING:
@@ -64,15 +65,18 @@ def _types(name: str) -> list[str]:
 
 
 def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, dict[str, Any]]:
-    """Split keywords into ``Request``, ``Training`` and pins. Raises ``TypeError`` for an unknown keyword."""
+    """Split keywords into ``Request``, ``Training`` and pins. Raises ``TypeError`` for an unknown keyword, and ``UsageError`` for ``True``
+    or ``False`` where the keyword's type has no ``bool``."""
     known = keywords()
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise TypeError(
                 f"compile() got an unexpected keyword argument {name!r}"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
+        if isinstance(value, bool) and "bool" not in str(known[name][0]) and name not in PINS:
+            raise UsageError(f"{name} is {value}, but its type is {known[name][0]}", f"{known[name][1]} is the default")
     return _record(Request, given), _record(Training, given), {k: given[k] for k in given if k in PINS}
 
 

@@ -365,10 +365,11 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another plan that the search found, in one line (``autopar.summary.degrees``), and its step time."""
+    """Another plan that the search found, in one line (``autopar.summary.degrees``), its step time, and the line's abbreviations."""
 
     summary: str
     step_time_s: float
+    abbreviations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,7 +585,10 @@ class Plan:
             nvme_path=data.get("nvme_path", ""),
             gpus_per_node=data.get("gpus_per_node", 0),
             sensitivity=Sensitivity(**known) if (known := data.get("sensitivity")) else None,
-            alternatives=tuple(Alternative(**other) for other in data.get("alternatives", ())),
+            alternatives=tuple(
+                Alternative(**other | {"abbreviations": tuple(other.get("abbreviations", ()))})
+                for other in data.get("alternatives", ())
+            ),
             tokens_per_row=data.get("tokens_per_row", 0),
             request=data.get("request", {}),
         )

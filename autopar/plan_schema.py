@@ -272,6 +272,11 @@ _SENSITIVITY = Fields(
     }
 )
 
+_ALTERNATIVE = Fields(
+    {"summary": TextField(), "step_time_s": _SECONDS, "abbreviations": Items(TextField(40), 0, 20)},
+    frozenset({"abbreviations"}),
+)
+
 _PLAN = Fields(
     {
         "feasible": Flag(),
@@ -299,7 +304,7 @@ _PLAN = Fields(
         "nvme_path": TextField(4096),
         "gpus_per_node": Whole(0, MAX_DEVICES),
         "sensitivity": Optional(_SENSITIVITY),
-        "alternatives": Items(Fields({"summary": TextField(), "step_time_s": _SECONDS}), 0, 100),
+        "alternatives": Items(_ALTERNATIVE, 0, 100),
         "tokens_per_row": Whole(0, MAX_ROWS),
         "wall_time_s": _SECONDS,
         "planning_memory_bytes": _SIZE,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.capture import NOT_COMPARED, check_capture
+from autopar.capture import check_capture, without_check
 from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.expert_loads import EVEN, UNEVEN
@@ -151,29 +151,27 @@ def write_plan(
 
 def capture_model(workload: Workload, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``: return the graph of layers."""
-    return _captured(workload, progress)[1]
+    return _captured(workload, progress)[-1]
 
 
-def _captured(workload: Workload, progress: Progress | None) -> tuple[Graph, Graph]:
-    """Return the graph of the workload's model as it is built, perhaps with few blocks, and the graph with all blocks."""
+def _captured(workload: Workload, progress: Progress | None) -> tuple[Workload, Graph, Graph]:
+    """Report the capture, and return ``workload.with_all_blocks()``."""
     report(progress, "capture")
-    built = workload.captured_as_built()
-    graph = workload.with_all_blocks(built)
+    captured = workload.with_all_blocks()
+    graph = captured[-1]
     report(progress, "capture", f"{len(graph.layers)} layers of {len(graph.classes)} classes")
-    return built, graph
+    return captured
 
 
 def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
     """Run stage ``capture``; compare the graph with the model on rank 0 (unless ``compare`` is false), and note the result."""
-    built, graph = _captured(workload, progress)
-    note = f"{NOT_COMPARED}: the comparison is switched off (--no-capture-check, capture_check=False)"
-    note = "; ".join((note, *(sentence for sentence, _ in graph.assumed)))
-    if not compare:
-        return dataclasses.replace(graph, notes=(*graph.notes, note))
+    workload, built, graph = _captured(workload, progress)
+    model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
 
-    def check() -> dict[str, str | None]:
+    def check() -> dict[str, str]:
+        if not compare:
+            return without_check(built, model, loss_fn)._asdict()
         report(progress, "capture", "comparing the graph with the model")
-        model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
         return check_capture(built, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)._asdict()
 
     checked = ranks.answer_of_rank_0(check)

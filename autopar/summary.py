@@ -89,11 +89,17 @@ def degrees(plan: Plan, strategy: Strategy | None = None) -> str:
     return ", ".join([" x ".join(words.values()) or "none", *details, f"microbatch size {rows}"])
 
 
-def legend(plan: Plan) -> list[str]:
-    """Return what each abbreviation of ``degrees`` means."""
+def abbreviations(plan: Plan) -> tuple[str, ...]:
+    """Return the abbreviations in ``degrees``."""
     common = _most_common(plan)
     zero = [f"ZeRO {common.zero}"] if common.zero and common.degree(plan.mesh, *REPLICATING) > 1 else []
-    return [f"{name} {_MEANINGS[name]}" for name in (*_degrees(plan, common), *zero)]
+    return *_degrees(plan, common), *zero
+
+
+def legend(plan: Plan) -> list[str]:
+    """Return what each abbreviation of the plan and of its alternatives means."""
+    used = {*abbreviations(plan), *(name for other in plan.alternatives for name in other.abbreviations)}
+    return [f"{name} {meaning}" for name, meaning in _MEANINGS.items() if name in used]
 
 
 def _most_common(plan: Plan) -> Strategy:

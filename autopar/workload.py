@@ -54,16 +54,18 @@ class Workload:
 
     def capture(self) -> Graph:
         """Return the graph of layers, completed by ``shard.annotate``. Raises as ``captured_as_built`` does."""
-        return self.with_all_blocks(self.captured_as_built())
+        return self.with_all_blocks()[-1]
 
-    def with_all_blocks(self, graph: Graph) -> Graph:
-        """Return the graph of ``captured_as_built`` with the blocks that the model lacks (``few_blocks``), and with ``expert_loads``."""
+    def with_all_blocks(self) -> tuple[Workload, Graph, Graph]:
+        """Return the graph of ``captured_as_built``, and that graph with the blocks that the model lacks (``few_blocks``) and with
+        ``expert_loads``; also the workload of both, which is ``few_blocks.full`` if its block can't be repeated."""
+        built = graph = self.captured_as_built()
         if self.few_blocks is not None:
-            deeper = deepen(graph, self.few_blocks.number, self.few_blocks.more)
+            deeper = deepen(built, self.few_blocks.number, self.few_blocks.more)
             if deeper is None:
-                return self.few_blocks.full().capture()
+                return self.few_blocks.full().with_all_blocks()
             graph = deeper
-        return graph if self.expert_loads is None else self.expert_loads.on(graph)
+        return self, built, graph if self.expert_loads is None else self.expert_loads.on(graph)
 
     def captured_as_built(self) -> Graph:
         """Return the graph of the model as it is, even if it has few blocks.

@@ -1,7 +1,7 @@
 """Captures a model and an example batch as a graph of layers."""
 
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
-from autopar.capture.check import NOT_COMPARED, check_capture
+from autopar.capture.check import NOT_COMPARED, check_capture, without_check
 from autopar.capture.deepen import deepen
 from autopar.capture.float8 import in_float8
 from autopar.capture.float64 import Float64Everywhere
@@ -13,7 +13,6 @@ __all__ = [
     "NOT_COMPARED",
     "BatchStructure",
     "Float64Everywhere",
-    "separate_microbatches",
     "capture",
     "check_capture",
     "deepen",
@@ -21,4 +20,6 @@ __all__ = [
     "in_float8",
     "opaque",
     "rebuild_batch",
+    "separate_microbatches",
+    "without_check",
 ]

@@ -6,7 +6,8 @@ tensor's values reordered. This reveals values that were baked into the graph: a
 captures the model for its few rows, and ``same_structure`` compares this graph with the planned one: only batch sizes may differ.
 
 Programs evaluate by the same graph, in which every random number is its mean and batch norm uses running statistics. Whether that is what
-``model.eval()`` computes is compared, too; if it is not, only evaluation is refused.
+``model.eval()`` computes is compared, too; if it is not, only evaluation is refused. If the model can't run here, the graph is compared
+with a capture of the model in evaluation mode.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,16 @@ from torch import Tensor, fx, nn
 
 from autopar.capture import reference
 from autopar.capture.batch import BatchStructure, flatten_batch, rebuild_batch
-from autopar.capture.eager import DeterministicDraws, EagerModel, EagerStep, gradients, update, with_zeros
+from autopar.capture.eager import (
+    DeterministicDraws,
+    EagerModel,
+    EagerStep,
+    gradients,
+    in_evaluation_mode,
+    roots,
+    update,
+    with_zeros,
+)
 from autopar.capture.external_state import ExternalState
 from autopar.capture.float64 import Float64Everywhere
 from autopar.capture.pipeline import capture
@@ -63,13 +74,14 @@ CANNOT_RUN_HINT = (
     "comparison"
 )
 NOT_COMPARED = "the captured graph was not compared with the model"
+SWITCHED_OFF = "the comparison is switched off (--no-capture-check, capture_check=False)"
 
 
 class CaptureCheck(NamedTuple):
     """``note`` says for the plan what was compared and how long it took; ``no_evaluation`` as in ``Graph``."""
 
     note: str
-    no_evaluation: str | None
+    no_evaluation: str
 
 
 def check_capture(
@@ -83,8 +95,9 @@ def check_capture(
     structure = graph.structure
     assert isinstance(structure, BatchStructure)
     tensors = list(flatten_batch(structure, batch).values())
+    without_comparison = partial(_without_comparison, graph, model, batch, loss_fn, local_batch_norm)
     if why := _not_compared(graph, model, tensors):
-        return _without_comparison(graph, why)
+        return without_comparison(why)
     drawn = any(tensor.is_meta for tensor in (*tensors, *model.parameters()))
     tensors = _with_values(tensors)
     comparison = _Comparison(graph, model, loss_fn, structure, local_batch_norm)
@@ -98,9 +111,9 @@ def check_capture(
     if first is None:
         why = f"on {rows} rows of the batch {comparison.failure_reason}"
         if drawn:
-            return _without_comparison(graph, f"{why}, with random values")
+            return without_comparison(f"{why}, with random values")
         if rows < total and not affordable:
-            return _without_comparison(graph, f"{why}, and {total} rows take too long")
+            return without_comparison(f"{why}, and {total} rows take too long")
         raise CaptureError(f"the captured graph cannot be compared with the model: {why}", CANNOT_RUN_HINT)
     second = comparison.check(_reordered([tensor[torch.arange(rows + 1) % total] for tensor in tensors]), steps=1)
     failed = f"(not compared on {rows + 1} rows: {comparison.failure_reason})"
@@ -113,7 +126,24 @@ def check_capture(
     return CaptureCheck(note, comparison.no_evaluation)
 
 
-def _without_comparison(graph: Graph, why: str) -> CaptureCheck:
+def without_check(graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None) -> CaptureCheck:
+    """Return the result if the comparison is switched off: programs evaluate only models that were captured in evaluation mode."""
+    note = "; ".join((f"{NOT_COMPARED}: {SWITCHED_OFF}", *(sentence for sentence, _ in graph.assumed)))
+    if any(module.training for root in roots(model, loss_fn) for module in root.modules()):
+        return CaptureCheck(note, f"it was not compared with the model in evaluation mode: {SWITCHED_OFF}")
+    return CaptureCheck(note, _writes_or_draws(graph))
+
+
+def _writes_or_draws(graph: Graph) -> str:
+    """Return why programs can't evaluate by this ``graph`` of the model in evaluation mode, or an empty string."""
+    if graph.buffers:
+        return f"the model writes the buffer {next(iter(graph.buffers))} in evaluation mode, too"
+    return "the model draws random numbers in evaluation mode, too" if _draws(graph) else ""
+
+
+def _without_comparison(
+    graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, local_batch_norm: bool, why: str
+) -> CaptureCheck:
     """Return the result for a graph that isn't compared.
 
     Raises ``CaptureError`` if the graph rests on an assumption that only a comparison can confirm.
@@ -123,7 +153,16 @@ def _without_comparison(graph: Graph, why: str) -> CaptureCheck:
             f"{sentence}, and the graph cannot be compared with the model: {why}",
             f"{hint}; --no-capture-check (capture_check=False) plans anyway",
         )
-    return CaptureCheck(f"{NOT_COMPARED}: {why}", None)
+    try:
+        with in_evaluation_mode(model, loss_fn):
+            evaluated = capture(model, batch, loss_fn, local_batch_norm=local_batch_norm)
+    except AutoparError as error:  # only evaluation is refused, not the plan
+        no_evaluation = f"the model can't be captured in evaluation mode: {error.message}"
+    else:
+        no_evaluation = _writes_or_draws(evaluated)
+        if not no_evaluation and (difference := same_structure(graph, evaluated)):
+            no_evaluation = f"the model's graph in evaluation mode is another one: {difference}"
+    return CaptureCheck(f"{NOT_COMPARED}: {why}", no_evaluation)
 
 
 def _not_compared(graph: Graph, model: nn.Module, tensors: Sequence[Tensor]) -> str:

@@ -6,9 +6,10 @@ their mode (``train`` or ``eval``).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,17 +190,9 @@ class EagerModel:
 
     def evaluate(self, tensors: Sequence[Tensor]) -> tuple[float, list[str]]:
         """Return the loss in evaluation mode, and the names of the buffers that its forward pass changes."""
-        modules = [self.model, *([self.loss_fn] if isinstance(self.loss_fn, nn.Module) else [])]
-        modes = [(each, each.training) for module in modules for each in module.modules()]
         before = self.buffers
-        try:
-            for module in modules:
-                module.eval()
-            with torch.no_grad():
-                loss = float(self.loss(tensors))
-        finally:
-            for each, mode in modes:
-                each.training = mode
+        with in_evaluation_mode(self.model, self.loss_fn), torch.no_grad():
+            loss = float(self.loss(tensors))
         return loss, [name for name, value in self.buffers.items() if not torch.equal(value, before[name])]
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
@@ -208,6 +201,24 @@ class EagerModel:
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers(remove_duplicate=False)):
                 if name in values and (name in self.written or not isinstance(tensor, nn.Parameter)):
                     tensor.copy_(values[name])
+
+
+def roots(model: nn.Module, loss_fn: Any) -> list[nn.Module]:
+    """Return the model, and the loss function if it is a module, too."""
+    return [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module, loss_fn: Any) -> Iterator[None]:
+    """Set the model and its loss to evaluation mode, and restore the mode of each module at the end."""
+    modes = [(module, module.training) for root in roots(model, loss_fn) for module in root.modules()]
+    try:
+        for root in roots(model, loss_fn):
+            root.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def update(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

@@ -32,6 +32,7 @@ from autopar.run.processes import check_count
 from autopar.run.ranks import is_one_of_several
 
 if TYPE_CHECKING:
+    from autopar.graph import Graph
     from autopar.run import Program
     from autopar.run.data import Data
 
@@ -78,6 +79,7 @@ def _train(
     torch.manual_seed(training.seed)
     init = init_of(request)
     workload, cluster, graph, plan = make_plan(request, device="meta" if init else "cpu")
+    data.check_evaluation(graph)
     with Messages() as messages:
         program = start_program(
             graph,
@@ -147,6 +149,14 @@ class DataOptions:
             raise UsageError(
                 "--elastic trains on the example batch, not on --dataset",
                 "write the program with `autopar emit`, and start its train.py --dataset DATA --checkpoint DIR --resume",
+            )
+
+    def check_evaluation(self, graph: Graph) -> None:
+        """Raise ``UsageError`` if there are data to evaluate, and programs can't evaluate the model."""
+        if self.eval_data is not None and graph.no_evaluation:
+            raise UsageError(
+                f"--eval-data {self.eval_data}: the program cannot evaluate the model: {graph.no_evaluation}",
+                "leave --eval-data out, and evaluate checkpoints with a program of model.eval()",
             )
 
     def training(self, program: Program, seed: int) -> Data | None:

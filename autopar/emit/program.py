@@ -234,22 +234,13 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
         "prelude": f"{prelude}," if prelude else "",
         "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",
         "flattened": f"{literal(program.flattened, {})}," if program.flattened else "",
-        "no_evaluation": f"{quoted(refusal)}," if (refusal := _no_evaluation(program)) else "",
+        "no_evaluation": f"{quoted(refusal)}," if (refusal := program.graph.no_evaluation) else "",
         **{name: f"{literal(fact, {})}," for name, fact in SYNC.spec(program.plan.sync).items()},
     }
     lines = [f"    {name}={text}" for name, text in fields.items() if text]
     more = ", ".join(f"{name}={part}" for name, part in parts.items())
     lines += [f"    {line}" for line in textwrap.wrap(f"{more},", 150)]
     return "\n".join(["PROGRAM = ProgramSpec(", *lines, ")"]) + "\n"
-
-
-def _no_evaluation(program: LocalProgram) -> str:
-    """Return the reason why the program can't evaluate the model; empty if it can, or if its graph is that of both modes."""
-    graph = program.graph
-    if graph.no_evaluation is not None:
-        return graph.no_evaluation
-    one_mode = not graph.buffers and not any(stage.random for stage in program.stages)
-    return "" if one_mode else "the captured graph was not compared with the model in evaluation mode"
 
 
 def _deviation_sentences(program: LocalProgram) -> str:

@@ -85,6 +85,10 @@ class Recorder:
         self._steps.append(self._counts)
         self._counts = {}
 
+    def discard(self) -> None:
+        """Drop the counts since the last step: those of an evaluation."""
+        self._counts = {}
+
     def write(self, path: str | Path, device: torch.device) -> str:
         """Add up the counts of all ranks, and write them on rank 0; return on all ranks why there is nothing to write, or an empty string.
         All ranks call this. ``device`` is the one of this rank's collectives.

@@ -168,13 +168,13 @@ class Trainer:
             self._from_checkpoint = ()
         return self.positions.get(loader.key, (0, 0))
 
-    def step_from(self, loader: Loader, on_nan: str = "") -> tuple[float, bool]:
-        """Update on the next global batch; return the loss before the update, and whether the epoch ends with this batch.
+    def step_from(self, loader: Loader, on_nan: str = "", *, with_norm: bool = True) -> tuple[float, bool]:
+        """Update on the next global batch as ``step`` does; return the loss before the update, and whether the epoch ends with this batch.
 
         Raises ``DataError`` on every rank if rows can't be read: the training state is unchanged, and training can continue.
         """
         rows, after = loader.read(self.position(loader))
-        loss = self.step(rows, on_nan, with_norm=True)
+        loss = self.step(rows, on_nan, with_norm=with_norm)
         self.positions[loader.key] = after
         return loss, loader.ends(after)
 

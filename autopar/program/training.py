@@ -25,6 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,9 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, args: argparse.Na
             parser.error(
                 f"--{option.replace('_', '-')} {given} cannot be written: {there} is no folder that can be written to"
             )
-    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        parser.error("--tensorboard needs a package: pip install tensorboard, or use --log-file")
+    for package in ("tensorboard", "wandb"):
+        if getattr(args, package) and importlib.util.find_spec(package) is None:
+            parser.error(f"--{package} needs a package: pip install {package}, or use --log-file")
     args.every, args.keep = args.every or recipe.every, args.keep or recipe.keep
     return args
 
@@ -470,9 +472,9 @@ def run_steps(
             meter.begin()
         read = is_read(args, trainer.steps, begun)
         if trainer.steps == traced_step:
-            loss, _ = trainer.traced(lambda: trainer.step_from(loader, args.on_nan), args.trace)
+            loss, _ = trainer.traced(partial(trainer.step_from, loader, args.on_nan, with_norm=read), args.trace)
         elif read or args.on_nan == "skip":
-            loss, _ = trainer.step_from(loader, args.on_nan)
+            loss, _ = trainer.step_from(loader, args.on_nan, with_norm=read)
         else:
             trainer.advance_from(loader)
         if recorder is not None:
@@ -484,6 +486,8 @@ def run_steps(
         over = is_over(args, trainer, loader)
         if held_out is not None and not stop and held_out.is_due(trainer.steps, over):
             log_evaluation(trainer, meter, held_out.loss())
+            if recorder is not None:
+                recorder.discard()
         saves = args.checkpoint and (stop or over or trainer.steps % args.every == 0)
         if saves or stop or over:
             trainer.check_unread()

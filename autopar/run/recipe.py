@@ -80,6 +80,8 @@ class TrainingRecipe:
         for name, plain in (("lr", float), ("max_norm", float), ("seed", operator.index)):
             value = getattr(self, name)
             try:
+                if isinstance(value, bool):
+                    raise TypeError
                 object.__setattr__(self, name, value if value is None else plain(value))
             except (TypeError, ValueError) as error:
                 kind = "whole number" if name == "seed" else "number"

@@ -56,7 +56,7 @@ from autopar.search.simplicity import Simplest, simplest
 from autopar.search.state import State
 from autopar.search.steps import advance, decided, improve_early, may_segment, proved_infeasible, segmented
 from autopar.search.tables import Instance
-from autopar.summary import degrees
+from autopar.summary import abbreviations, degrees
 from autopar.techniques.sync import SYNC
 from autopar.techniques.technique import ANY
 from autopar.units import gigabytes
@@ -492,12 +492,12 @@ def _record(graph: Graph, cluster: Devices, state: State, started: float) -> Pla
         limits, precision = one.instance.placement.limit, state.options.precision
         return make_plan(graph, cluster, state.pricer, one.plan, precision=precision, limits=limits, proof=proof)
 
-    plan, alternatives = planned(found, proof), dict[str, float]()
+    plan, alternatives = planned(found, proof), dict[str, Alternative]()
     for other in sorted((planned(one, Proof(0.0, 1.0, "")) for one in others), key=lambda p: p.prediction.step_time_s):
         if (words := degrees(other)) != degrees(plan):
-            alternatives.setdefault(words, other.prediction.step_time_s)
-    nearest = [Alternative(*pair) for pair in alternatives.items()]
-    return replace(plan, faster_s=state.step_s, sensitivity=sensitivity, alternatives=tuple(nearest[:ALTERNATIVES]))
+            alternatives.setdefault(words, Alternative(words, other.prediction.step_time_s, abbreviations(other)))
+    nearest = tuple(alternatives.values())[:ALTERNATIVES]
+    return replace(plan, faster_s=state.step_s, sensitivity=sensitivity, alternatives=nearest)
 
 
 def _may_gain_from_less_data(state: State, priced: PricedPlan) -> bool:

@@ -64,7 +64,8 @@ class SearchOptions(PlanPins):
             raise UsageError(
                 f"pin is {self.pin!r}, but pins must be a mapping from keys to values", 'write {"pipeline": 4}'
             )
-        if not isinstance(self.time_limit_s, int | float) or not 0 <= self.time_limit_s <= MAX_SEARCH_S:
+        limit_s = self.time_limit_s
+        if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 <= limit_s <= MAX_SEARCH_S:
             raise UsageError(
                 f"the time limit is {self.time_limit_s!r}, but it must be a number of seconds from 0 to {MAX_SEARCH_S:.0f}",
                 "20 is the default",

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -51,6 +51,9 @@ from autopar.units import seconds
 
 TIME_SHARE = 0.1
 """The share of the search's time limit that simpler plans may take, even after the limit."""
+
+CUT_SHORT = f"the search for a simpler plan stopped after {TIME_SHARE:.0%} of the time limit"
+"""The start of the note of a plan that may not be the simplest."""
 
 CUTS = 4
 """The number of stage cuts that are tried for one strategy per layer class."""
@@ -96,14 +99,19 @@ def least_complexity(config: Configuration) -> Complexity:
     return Complexity(0, 1, axes, (schedule.name != usual) + (schedule.chunks > 1))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Simplifier:
-    """Searches for the simplest plan whose step takes at most ``limit_s`` seconds, until ``deadline``."""
+    """Searches for the simplest plan whose step takes at most ``limit_s`` seconds, until ``deadline``; then it is ``cut_short``."""
 
     state: State
     classes: tuple[str, ...]  # of each layer
     limit_s: float
     deadline: float
+    cut_short: bool = field(default=False, init=False)
+
+    def _is_over(self) -> bool:
+        self.cut_short = self.cut_short or time.thread_time() >= self.deadline
+        return self.cut_short
 
     @cached_property
     def usual(self) -> dict[str, str]:
@@ -134,7 +142,7 @@ class Simplifier:
         best = self._polished(instance, fastest), instance
         key = self._key(best[0])
         for config, known in self._configurations(key[0]):
-            if time.thread_time() >= self.deadline or least_complexity(config) >= key[0]:
+            if least_complexity(config) >= key[0] or self._is_over():
                 break
             priced = known or self.state.prices.instance(config)
             for plan in self._uniform(priced) if priced is not None else ():
@@ -172,7 +180,7 @@ class Simplifier:
         modes = modes_of(instance)
         for mode in modes[1:] or modes:
             for pick in self._picks(instance, mode):
-                if time.thread_time() >= self.deadline:
+                if self._is_over():
                     return
                 if (plan := self._cut(instance, pick)) is not None:
                     yield plan
@@ -244,7 +252,7 @@ class Simplifier:
         known = [_PricesOf(instance, kind) for kind in range(len(instance.kinds))]
         key = self.complexity(plan.config, plan.strategies)
         for _ in range(ROUNDS):
-            if time.thread_time() >= self.deadline:
+            if self._is_over():
                 break
             trials = [
                 (self.complexity(plan.config, changed), changed) for changed in self._changes(instance, plan, known)
@@ -375,9 +383,11 @@ class Simplest:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the fastest plan gains, and what it costs, if this is another one; and ``reason``."""
+        """What the fastest plan gains, and what it costs, if this is another one; ``reason``; and whether time ran out."""
         gain = 1 - self.fastest.cost.step_time_s / self.plan.cost.step_time_s
         reasons = (self.reason,) if self.reason else ()
+        if self.search.cut_short:
+            reasons += (f"{CUT_SHORT}: --time-limit (time_limit_s) above {self.search.state.options.time_limit_s:g} s may find one",)
         if gain <= 0:
             return reasons
         before, after = (self.search.complexity(each.config, each.strategies) for each in (self.fastest, self.plan))

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.capture import deepen
 from autopar.cli.load import SizeOptions, load_model
 from autopar.devices import parse
 from autopar.graph import Graph
-from autopar.planning import plan_model
+from autopar.planning import compared_graph, plan_model
 from autopar.search import SearchOptions
-from autopar.workload import Workload
+from autopar.workload import FewBlocks, Workload
 from autopar.zoo import CATALOGUE, few_blocks
 from autopar.zoo.hf import build_config
 
@@ -91,3 +92,25 @@ def test_a_plan_of_few_captured_blocks_is_the_plan_of_all() -> None:
     (_, plan), (_, full) = (plan_model(w, parse("8xH100"), options) for w in (few, few.few_blocks.full()))
     assert plan.layers == full.layers and plan.prediction == full.prediction
     assert any("5 of its 34 layers were captured" in note for note in plan.notes)
+
+
+class Stack(nn.Module):
+    """Blocks of two classes in turns."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        kinds = (lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        self.blocks = nn.ModuleList(kinds[i % 2]() for i in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_the_note_of_blocks_that_cannot_be_repeated_is_that_of_the_full_model() -> None:
+    batch = (torch.randn(4, 4),)
+    graph = compared_graph(Workload(Stack(3), batch, few_blocks=FewBlocks(1, 2, lambda: Workload(Stack(5), batch))))
+    assert len(graph.parameters) == 2 * 5
+    (note,) = (note for note in graph.notes if "equals the model" in note)
+    assert "were captured" not in note

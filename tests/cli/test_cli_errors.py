@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def invoke(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 PLAN = ("plan", "gpt2", "--global-batch", "8")
+MLP = f"{Path(__file__).parents[2]}/examples/mlp.py:model"
 
 
 def test_without_a_command_the_help_is_shown(capsys):
@@ -77,6 +79,11 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("run", "gpt2", "--devices", "4", "--shuffle"), "add --dataset DATA"),
         (("run", "gpt2", "--devices", "4", "--eval-every", "2"), "add --eval-data DATA"),
+        (
+            ("run", MLP, "--devices", "1", "--time-limit", "1", "--no-capture-check", "--eval-data", "x.pt"),
+            "--eval-data x.pt: the program cannot evaluate the model: it was not compared with the model in evaluation mode: the "
+            "comparison is switched off (--no-capture-check",
+        ),
         (
             ("run", "gpt2", "--devices", "4", "--elastic", "1:1", "--dataset", "x.pt"),
             "--elastic trains on the example batch",
@@ -127,7 +134,7 @@ def test_without_a_command_the_help_is_shown(capsys):
 def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
     status, out, err = invoke(capsys, *argv)
     assert (status, out) == (2, "")
-    assert words in err and err.startswith("error: ") or "\nerror: " in err
+    assert words in err and (err.startswith("error: ") or "\nerror: " in err)
     assert "hint: " in err
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from autopar.cli.render import parallelism, plan_tables, runs
-from autopar.plan import Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan import Alternative, Axis, LayerPlan, Memory, Plan, Prediction, Role, StagePlan, Strategy
+from autopar.plan_schema import check_plan
+from autopar.summary import abbreviations, degrees
 
 MESH = (Axis("outer", 4, 8), Axis("inner", 8, 1))
 BLOCK = Strategy((Role.DATA, Role.TENSOR_SEQUENCE), zero=1, activations="full")
@@ -78,6 +81,18 @@ def test_the_degrees_of_most_layers_are_in_megatrons_words():
     one = Strategy((Role.EXPERT, Role.DATA), zero=3)
     experts = replace(make_plan(1), layers=tuple(replace(layer, strategy=one) for layer in plan.layers))
     assert parallelism(experts) == "DP 32 x EP 4, ZeRO 3, microbatch size 2"
+
+
+def test_the_legend_has_the_abbreviations_of_alternatives_too():
+    plan = make_plan()
+    experts = Strategy((Role.EXPERT, Role.DATA), zero=3)
+    other = replace(make_plan(1), layers=tuple(replace(layer, strategy=experts) for layer in plan.layers))
+    plan = replace(plan, alternatives=(Alternative(degrees(other), 2.1, abbreviations(other)),))
+    check_plan(data := json.loads(plan.dumps()))
+    assert Plan.from_json(data).alternatives == plan.alternatives
+    (line,) = (part for part in " ".join(text(plan).split()).split("legend: ")[1:])
+    for name in ("PP", "DP", "TP", "EP", "ZeRO 1", "ZeRO 3"):
+        assert f"{name} " in line and f" {name} " not in line.partition(f"{name} ")[2], (name, line)
 
 
 def test_consecutive_layers_of_one_strategy_are_one_row():

@@ -16,6 +16,8 @@ from autopar.errors import AutoparError, UsageError
 from autopar.keywords import Request, Training, as_keywords, keywords, read_keywords
 from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, checked, read_pin
 from autopar.precision import normalise
+from autopar.run.recipe import TrainingRecipe
+from autopar.search import SearchOptions
 from autopar.techniques import LAYER
 
 
@@ -67,6 +69,14 @@ def test_examples_of_the_table_are_pins(name: str):
         ({"pin": ["pipeline=2"]}, "pins must be a mapping"),
         ({"memory_limit_bytes": "40GB"}, "it must be a number of bytes"),
         ({"time_limit_s": "long"}, "it must be a number of seconds"),
+        ({"time_limit_s": True}, "time_limit_s is True, but its type is float"),
+        ({"memory_limit_bytes": False}, "memory_limit_bytes is False, but its type is int"),
+        ({"expert_loads": True}, "expert_loads is True"),
+        ({"precision": True}, "precision is True"),
+        ({"lr": True}, "lr is True"),
+        ({"max_norm": True}, "max_norm is True"),
+        ({"seed": False}, "seed is False"),
+        ({"port": True}, "port is True"),
         ({"loss_fn": "cross_entropy"}, "cannot be called"),
         ({"precision": torch.int8}, "no precision torch.int8"),
         ({"folder": Path(__file__).parent}, "holds other files than a program"),
@@ -78,6 +88,14 @@ def test_values_that_make_no_sense_are_refused_by_name(keywords: dict[str, Any],
     with pytest.raises(AutoparError, match=words) as error:
         autopar.compile(nn.Linear(1, 1), 1, (torch.zeros(1, 1),), **keywords)
     assert error.value.hint
+
+
+def test_booleans_are_no_numbers_of_a_search_or_of_a_recipe():
+    with pytest.raises(UsageError, match="the time limit is True"):
+        SearchOptions(time_limit_s=True)
+    for name in ("lr", "max_norm", "seed"):
+        with pytest.raises(UsageError, match=f"{name} is True, which is no "):
+            TrainingRecipe(**{name: True})
 
 
 def test_a_precision_may_be_a_dtype():

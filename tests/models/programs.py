@@ -185,7 +185,7 @@ def write_mlp(folder: Path, shape: Shape) -> Path:
 
 
 def ran(folder: str, *args: str) -> tuple[dict[int, float], str]:
-    """In a worker: ``train.py`` with these arguments; the losses by step, and what it says to people."""
+    """In a worker: ``train.py`` with these arguments; the training losses by step, and what it says to people."""
     out, talk = io.StringIO(), io.StringIO()
     with program_modules(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(talk):
         before, sys.argv = sys.argv, [f"{folder}/train.py", "--device", "cpu", *args]
@@ -196,4 +196,4 @@ def ran(folder: str, *args: str) -> tuple[dict[int, float], str]:
         finally:
             sys.argv = before
     lines = map(json.loads, out.getvalue().splitlines())
-    return {line["step"]: line["loss"] for line in lines}, talk.getvalue()
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}, talk.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from workers import WorkerPool
 
-from autopar.capture import Float64Everywhere, capture, check_capture
+from autopar.capture import NOT_COMPARED, Float64Everywhere, capture, check, check_capture
 from autopar.emit import emit
 from autopar.graph import Graph
+from autopar.planning import compared_graph
 from autopar.run.folder import import_runtime, program_modules
 from autopar.run.torchrun import torchrun
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
+from autopar.workload import Workload
 
 EXACT = 1e-9
 Made = tuple[nn.Module, Any, Any]
@@ -75,6 +78,10 @@ class Recurrent(nn.Module):
 def recurrent() -> Made:
     torch.manual_seed(0)
     return Recurrent().double(), (torch.randn(8, 5, 4, dtype=torch.float64), torch.arange(8) % 3), F.cross_entropy
+
+
+def linear() -> Made:
+    return OtherMode().double(), torch.randn(8, 4, dtype=torch.float64), None
 
 
 MODELS = {"text": text, "convolutional": convolutional, "recurrent": recurrent}
@@ -246,6 +253,18 @@ class Noisy(Small):
         return x * torch.empty_like(x).uniform_(0.5, 1.5) if self.training else x
 
 
+class OtherMode(Small):
+    """Nothing random, and no buffer, but another result in evaluation."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x.tanh() if self.training else x
+
+
+class OneMode(Small):
+    def middle(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, self.training).tanh()
+
+
 REFUSED: dict[type[Small], str] = {
     AlwaysDropping: "applies dropout in evaluation mode, too",
     Branching: "its loss is not that of model.eval",
@@ -261,12 +280,33 @@ def test_evaluation_is_compared_with_the_model_s(kind: type[Small]) -> None:
     torch.manual_seed(0)
     model, batch = kind(), torch.randn(6, 4)
     refusal = check_capture(capture(model, batch), model, batch, None).no_evaluation
-    assert refusal is not None and (REFUSED[kind] in refusal if REFUSED[kind] else refusal == "")
+    assert REFUSED[kind] in refusal if REFUSED[kind] else refusal == ""
+
+
+NOT_PROVED: dict[type[Small], str] = {
+    AlwaysDropping: "draws random numbers in evaluation mode, too",
+    OtherMode: "graph in evaluation mode is another one",
+    CountingCalls: "writes the buffer calls in evaluation mode, too",
+    WithoutALoss: "can't be captured in evaluation mode",
+    OneMode: "",
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PROVED, ids=lambda kind: kind.__name__)
+def test_graphs_of_both_modes_are_compared_if_the_model_does_not_run(
+    kind: type[Small], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "LIMIT_BYTES", 0)
+    model, batch = kind(), torch.randn(6, 4)
+    note, refusal = check_capture(capture(model, batch), model, batch, None)
+    assert note.startswith(NOT_COMPARED) and model.training
+    assert NOT_PROVED[kind] in refusal if NOT_PROVED[kind] else refusal == ""
 
 
 def test_a_graph_that_was_not_compared_is_not_evaluated(tmp_path: Path) -> None:
-    model, batch, loss_fn = convolutional()
-    for training in (True, False):
-        graph = annotate(capture(model.train(training), batch, loss_fn, precision="float64"))
+    for (model, batch, loss_fn), training in itertools.product((convolutional(), linear()), (True, False)):
+        workload = Workload(model.train(training), batch, loss_fn, precision="float64")
+        graph = compared_graph(workload, compare=False)
         emit(graph, manual_plan(graph, data=2), tmp_path)
-        assert ("no_evaluation=" in (tmp_path / "model.py").read_text()) == training
+        text = (tmp_path / "model.py").read_text()
+        assert ("the comparison is switched off (--no-capture-check" in text) == ("no_evaluation=" in text) == training

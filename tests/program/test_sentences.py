@@ -74,3 +74,29 @@ def test_a_late_nan_waits_for_the_checkpoint_that_is_being_written(
     with pytest.raises(SystemExit, match="the loss of step 101 is nan"):
         training.train(None, args, watch)  # type: ignore[arg-type]
     assert waited == ["finish"]
+
+
+def test_gradient_norms_are_computed_for_logged_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--on-nan skip`` reads the loss of every step, ``--log-every`` logs a few."""
+    with_norms: list[bool] = []
+    world = SimpleNamespace(device="cpu")
+    trainer: Any = SimpleNamespace(steps=0, world=world, program=SimpleNamespace(plan={}), check_unread=lambda: None)
+
+    def step_from(loader: object, on_nan: str, *, with_norm: bool = True) -> tuple[float, bool]:
+        trainer.steps += 1
+        with_norms.append(with_norm)
+        return 0.0, False
+
+    trainer.step_from = step_from
+    monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(training, "log", lambda *given: None)
+    monkeypatch.setattr(
+        training, "Meter", lambda *given: SimpleNamespace(begin=lambda: None, close=lambda: None)
+    )
+    unused = dict.fromkeys(
+        ("epochs", "trace", "record_expert_loads", "checkpoint", "every", "eval_every", "log_file", "tensorboard", "wandb")
+    )
+    args: Any = SimpleNamespace(**unused, steps=5, log_every=3, on_nan="skip")
+    watch: Any = SimpleNamespace(enter=lambda *phase: None, stop_asked=lambda device: None)
+    training.run_steps(args, trainer, SimpleNamespace(close=lambda: None), watch)  # type: ignore[arg-type]
+    assert with_norms == [True, False, True, False, True]

@@ -175,13 +175,14 @@ def test_old_spellings_work_and_say_so(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--data is deprecated; use --dataset" in capsys.readouterr().err
 
 
-def test_tensorboard_without_its_package_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_log_without_its_package_is_refused(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", "--dataset", "rows.pt", "--tensorboard", "board"])
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    monkeypatch.setattr("sys.argv", ["train.py", "--dataset", "rows.pt", f"--{package}", "board"])
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(SystemExit):
         training.arguments(train_script.recipe())
     assert capsys.readouterr().err.endswith(
-        "error: --tensorboard needs a package: pip install tensorboard, or use --log-file\n"
+        f"error: --{package} needs a package: pip install {package}, or use --log-file\n"
     )

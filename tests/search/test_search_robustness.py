@@ -67,6 +67,11 @@ def test_a_margin_that_costs_little_is_left() -> None:
     assert any(note.startswith("a margin of ") for note in plan.notes)
 
 
+def test_alternatives_name_the_abbreviations_of_their_summaries() -> None:
+    others = _planned("8xH100-80GB")[-1].alternatives
+    assert others and all(o.abbreviations and all(name in o.summary for name in o.abbreviations) for o in others)
+
+
 @dataclass(frozen=True)
 class LinkedDevices(Devices):
     """Devices whose links may be faster than described."""

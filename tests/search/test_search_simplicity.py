@@ -12,6 +12,7 @@ from autopar.graph import Graph
 from autopar.plan import Axis, Plan, Strategy
 from autopar.search import SearchOptions, price_pins, search, search_again
 from autopar.search.problem import Configuration
+from autopar.search.simplicity import CUT_SHORT
 from autopar.techniques import LAYER
 
 EXACT = SearchOptions(target_gap=0.0, time_limit_s=60)
@@ -70,6 +71,13 @@ def test_it_is_within_the_tolerance_and_as_simple_as_any_plan_with_one_strategy_
             compared += 1
             equal += of_plan(graph, plan) <= min(keys)
     assert compared == equal >= 40 and simpler >= 10
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 60.0])
+def test_a_search_for_a_simpler_plan_that_ran_out_of_time_is_noted(time_limit_s: float) -> None:
+    graph, cluster, pricer = random_problem(0)
+    plan = search(graph, cluster, pricer, replace(EXACT, within=0.3, time_limit_s=time_limit_s))
+    assert any(note.startswith(CUT_SHORT) for note in plan.notes) == (time_limit_s == 0)
 
 
 @pytest.mark.parametrize("within", [-0.01, 1.5, "1%", True])
