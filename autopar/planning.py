@@ -54,12 +54,13 @@ def plan_model(
     capture_check: bool = True,
     recapture: Recapture | None = None,
     progress: Progress | None = None,
+    for_program: bool = True,
 ) -> tuple[Graph, Plan]:
     """Run stages ``capture`` and ``search``: return the graph and its plan, or the given ``plan``, which must fit the graph.
 
-    ``recapture`` captures the graph with other sizes; by default it slices or repeats the example batch. The plan's ``wall_time_s`` counts
-    from this call; ``planning_memory_bytes`` is the peak memory of this process. If the plan treats microbatches as separate batches, the
-    graph is that of one microbatch.
+    ``recapture`` captures the graph with other sizes; by default it slices or repeats the example batch. ``for_program`` as in
+    ``compared_graph``. The plan's ``wall_time_s`` counts from this call; ``planning_memory_bytes`` is the peak memory of this process. If
+    the plan treats microbatches as separate batches, the graph is that of one microbatch.
     """
     start_s = time.perf_counter()
     if plan is not None and options.pins:
@@ -70,7 +71,7 @@ def plan_model(
         )
     check_schedule(options)
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
-    graph = compared_graph(workload, capture_check, progress)
+    graph = compared_graph(workload, capture_check, progress, for_program=for_program)
     again = recapture or workload.resized
     return plan_graph(graph, cluster, options, again, plan=given, progress=progress, start_s=start_s)
 
@@ -163,8 +164,11 @@ def _captured(workload: Workload, progress: Progress | None) -> tuple[Workload, 
     return captured
 
 
-def compared_graph(workload: Workload, compare: bool = True, progress: Progress | None = None) -> Graph:
-    """Run stage ``capture``; compare the graph with the model on rank 0 (unless ``compare`` is false), and note the result."""
+def compared_graph(
+    workload: Workload, compare: bool = True, progress: Progress | None = None, *, for_program: bool = True
+) -> Graph:
+    """Run stage ``capture``; compare the graph with the model on rank 0 (unless ``compare`` is false), and note the result. Without
+    ``for_program``, a model that can't run here is not captured in evaluation mode."""
     workload, built, graph = _captured(workload, progress)
     model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
 
@@ -172,7 +176,8 @@ def compared_graph(workload: Workload, compare: bool = True, progress: Progress 
         if not compare:
             return without_check(built, model, loss_fn)._asdict()
         report(progress, "capture", "comparing the graph with the model")
-        return check_capture(built, model, batch, loss_fn, local_batch_norm=workload.local_batch_norm)._asdict()
+        options = {"local_batch_norm": workload.local_batch_norm, "for_program": for_program}
+        return check_capture(built, model, batch, loss_fn, **options)._asdict()
 
     checked = ranks.answer_of_rank_0(check)
     note = checked["note"]

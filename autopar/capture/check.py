@@ -13,7 +13,6 @@ with a capture of the model in evaluation mode.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,12 +39,12 @@ from autopar.capture.external_state import ExternalState
 from autopar.capture.float64 import Float64Everywhere
 from autopar.capture.pipeline import capture
 from autopar.capture.storage import unshared
+from autopar.capture.structure import accumulated_rounding, same_structure
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
-from autopar.measure import EXACT, Error, as_real, compare
+from autopar.measure import EXACT, Error, compare
 from autopar.ops.cost import attention_dropout, model_flops
 from autopar.ops.facts import OpKind, facts, is_random, op_name
-from autopar.ops.meta import meta
 from autopar.ops.operands import args_of, arguments
 from autopar.ops.source import source_line
 from autopar.precision import name_of
@@ -85,9 +84,16 @@ class CaptureCheck(NamedTuple):
 
 
 def check_capture(
-    graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, *, local_batch_norm: bool = False
+    graph: Graph,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None,
+    *,
+    local_batch_norm: bool = False,
+    for_program: bool = True,
 ) -> CaptureCheck:
-    """Compare ``graph``, captured from ``model``, with the model.
+    """Compare ``graph``, captured from ``model``, with the model. If the model can't run here and the graph is to become a program, the
+    model is captured in evaluation mode, too.
 
     Raises ``CaptureError`` if they differ, with the first node that does, or if the model doesn't run on the batch.
     """
@@ -95,7 +101,8 @@ def check_capture(
     structure = graph.structure
     assert isinstance(structure, BatchStructure)
     tensors = list(flatten_batch(structure, batch).values())
-    without_comparison = partial(_without_comparison, graph, model, batch, loss_fn, local_batch_norm)
+    evaluated = partial(_evaluation_graph, model, batch, loss_fn, local_batch_norm) if for_program else None
+    without_comparison = partial(_without_comparison, graph, evaluated)
     if why := _not_compared(graph, model, tensors):
         return without_comparison(why)
     drawn = any(tensor.is_meta for tensor in (*tensors, *model.parameters()))
@@ -141,10 +148,15 @@ def _writes_or_draws(graph: Graph) -> str:
     return "the model draws random numbers in evaluation mode, too" if _draws(graph) else ""
 
 
-def _without_comparison(
-    graph: Graph, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, local_batch_norm: bool, why: str
-) -> CaptureCheck:
-    """Return the result for a graph that isn't compared.
+def _evaluation_graph(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, local_batch_norm: bool
+) -> Graph:
+    with in_evaluation_mode(model, loss_fn):
+        return capture(model, batch, loss_fn, local_batch_norm=local_batch_norm)
+
+
+def _without_comparison(graph: Graph, evaluation_graph: Callable[[], Graph] | None, why: str) -> CaptureCheck:
+    """Return the result for a graph that isn't compared with the model, but perhaps with the model's graph in evaluation mode.
 
     Raises ``CaptureError`` if the graph rests on an assumption that only a comparison can confirm.
     """
@@ -153,9 +165,10 @@ def _without_comparison(
             f"{sentence}, and the graph cannot be compared with the model: {why}",
             f"{hint}; --no-capture-check (capture_check=False) plans anyway",
         )
+    if evaluation_graph is None:
+        return CaptureCheck(f"{NOT_COMPARED}: {why}", graph.no_evaluation)
     try:
-        with in_evaluation_mode(model, loss_fn):
-            evaluated = capture(model, batch, loss_fn, local_batch_norm=local_batch_norm)
+        evaluated = evaluation_graph()
     except AutoparError as error:  # only evaluation is refused, not the plan
         no_evaluation = f"the model can't be captured in evaluation mode: {error.message}"
     else:
@@ -344,7 +357,7 @@ class _Comparison:
     @property
     def tolerance(self) -> float:
         """The largest relative error of an equal result."""
-        return EXACT if self.dtype is not None else _rounding_error(self.graph.dtype)
+        return EXACT if self.dtype is not None else accumulated_rounding(self.graph.dtype)
 
     def _cast(self, tensors: list[Tensor]) -> list[Tensor]:
         return [t.to(self.dtype) if self.dtype is not None and t.is_floating_point() else t for t in tensors]
@@ -445,11 +458,6 @@ def _largest_error(mine: EagerStep, theirs: EagerStep, written: set[str]) -> tup
     return compare(0.0, {n: mine.buffers[n] for n in checked}, 0.0, checked, same_nonfinite=True), "a buffer"
 
 
-def _rounding_error(dtype: torch.dtype) -> float:
-    """Estimate a dtype's accumulated relative rounding error."""
-    return 1e4 * torch.finfo(dtype).eps
-
-
 # -- the first node that differs --------------------------------------------------------------------------------------
 
 
@@ -501,94 +509,3 @@ def _digest(value: Tensor) -> Tensor:
     return torch.stack(
         (numbers.sum(), numbers.square().sum(), numbers.abs().amax() if numbers.numel() else numbers.sum())
     )
-
-
-# -- structure of two graphs ------------------------------------------------------------------------------------------
-
-
-def same_structure(graph: Graph, other: Graph) -> str:
-    """Return the first difference between captures of different batch sizes, or an empty string; batch sizes and precision may differ."""
-    rows, others = graph.inputs[0].shape[0], other.inputs[0].shape[0]
-    if [layer.name for layer in graph.layers] != [layer.name for layer in other.layers]:
-        return f"{len(graph.layers)} layers, not {len(other.layers)}"
-    for layer, counterpart in zip(graph.layers, other.layers, strict=True):
-        mine, theirs = _skeleton(graph.classes[layer.cls].graph), _skeleton(other.classes[counterpart.cls].graph)
-        if len(mine) != len(theirs):
-            return f"{layer.name} has {len(mine)} nodes, not {len(theirs)}"
-        for (node, args), (_, others_args) in zip(mine, theirs, strict=True):
-            if not _args_match(args, others_args, rows, others):
-                return f"{node.name} in {layer.name}"
-        for name, own in zip(layer.constants, counterpart.constants, strict=False):
-            one, two = graph.constants.get(name), other.constants.get(own)
-            if one is not None and two is not None and one.shape == two.shape and not _same_values(one, two):
-                return f"the constant {name} in {layer.name}"
-    return ""
-
-
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    """Return whether two constants agree to the narrower dtype's precision (the rounding of rotary angles grows with the position)."""
-    exact = [t.dtype for t in (one, other) if t.is_floating_point() or t.is_complex()]
-    tolerance = 10 * max(map(_rounding_error, exact), default=0.0)
-    mine, theirs = (as_real(t).clamp(-_LARGEST, _LARGEST) for t in (one, other))
-    return torch.allclose(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def _skeleton(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return the calls of a graph with their arguments, in which numbers replace nodes.
-
-    Dropout is skipped, because the compared graphs lack it, and so are casts between floating dtypes, because the precisions differ.
-    """
-    number: dict[fx.Node, int] = {}
-    numbers = itertools.count()
-    found: list[tuple[fx.Node, Any]] = []
-    for node in gm.graph.nodes:
-        kind = facts(node).kind
-        if kind is OpKind.DROPOUT or (kind is OpKind.CAST and _floating(node, node.args[0])):
-            number[node] = number[node.args[0]]
-            continue
-        number[node] = next(numbers)
-        if node.op != "call_function":
-            continue
-        kwargs = {key: value for key, value in node.kwargs.items() if key != "dropout_p"}
-        args = torch.fx.node.map_arg((node.args, kwargs), lambda n: _Numbered(number[n]))
-        found.append((node, (str(node.target), args)))
-    return found
-
-
-def _floating(*nodes: Any) -> bool:
-    return all(meta(node)["val"].is_floating_point() for node in nodes)
-
-
-_LARGEST = torch.finfo(torch.float16).max
-_LIMITS = [
-    {getattr(torch.finfo(dtype), name) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
-    for name in ("min", "max", "eps", "tiny")
-]
-
-
-class _Numbered(str):
-    """A node's number, as a string so that it isn't taken for a size."""
-
-    def __new__(cls, number: int) -> _Numbered:
-        return super().__new__(cls, f"%{number}")
-
-
-def _args_match(one: Any, other: Any, rows: int, others: int) -> bool:
-    """Return whether two arguments are equal, except for numbers that scale with the rows and for floating dtypes."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        if one == other or one * others == other * rows:
-            return True
-        if isinstance(one, int) and isinstance(other, int):
-            return rows != others and (one - other) % (rows - others) == 0 and (one - other) // (rows - others) > 0
-        if any(one in limit and other in limit for limit in _LIMITS):
-            return True  # limits of two dtypes, which masks and norms use
-        return math.isclose(one * rows, other * others, rel_tol=1e-6) or math.isclose(one, other, rel_tol=1e-6)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(_args_match(a, b, rows, others) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_args_match(one[key], other[key], rows, others) for key in one)
-    if isinstance(one, torch.dtype) and isinstance(other, torch.dtype):
-        return one.is_floating_point == other.is_floating_point
-    return bool(one == other)

@@ -70,6 +70,7 @@ def make_plan(
             capture_check=request.capture_check,
             recapture=recapture(request, cluster),
             progress=messages,
+            for_program=not few_blocks,
         )
     return workload, cluster, graph, replace(plan, request=plan.request or recorded_options(request))
 

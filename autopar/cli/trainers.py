@@ -56,7 +56,8 @@ def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Ex
         raise UsageError("--trainer makes a plan, and --plan gives one", "leave one of the two out")
     start_s = time.perf_counter()
     trainer, (cluster, _) = trainer_named(str(request.trainer)), cluster_and_options(request)
-    graph = compared_graph(load(request, cluster, messages, few_blocks=True), request.capture_check, messages)
+    workload = load(request, cluster, messages, few_blocks=True)
+    graph = compared_graph(workload, request.capture_check, messages, for_program=False)
     setting, found = choose(graph, cluster, trainer, _pins(request, trainer), messages)
     exported = trainer.export(setting, graph, cluster)
     plan = dataclasses.replace(

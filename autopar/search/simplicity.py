@@ -385,11 +385,12 @@ class Simplest:
     def notes(self) -> tuple[str, ...]:
         """What the fastest plan gains, and what it costs, if this is another one; ``reason``; and whether time ran out."""
         gain = 1 - self.fastest.cost.step_time_s / self.plan.cost.step_time_s
-        reasons = (self.reason,) if self.reason else ()
+        reasons = [self.reason] if self.reason else []
         if self.search.cut_short:
-            reasons += (f"{CUT_SHORT}: --time-limit (time_limit_s) above {self.search.state.options.time_limit_s:g} s may find one",)
+            limit_s = self.search.state.options.time_limit_s
+            reasons.append(f"{CUT_SHORT}: --time-limit (time_limit_s) above {limit_s:g} s may find one")
         if gain <= 0:
-            return reasons
+            return tuple(reasons)
         before, after = (self.search.complexity(each.config, each.strategies) for each in (self.fastest, self.plan))
         why = f", but has {more}" if (more := before.difference(after)) else ""
         fast = f"the fastest plan found takes {gain:.2%} less ({seconds(self.fastest.cost.step_time_s)}){why}"

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import NOT_COMPARED, capture, check_capture
 from autopar.capture import check as module
-from autopar.capture.check import same_structure
 from autopar.capture.eager import copy_for_eager
+from autopar.capture.structure import same_structure
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.torch_private import is_fake
