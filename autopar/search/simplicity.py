@@ -385,7 +385,7 @@ class Simplest:
     def notes(self) -> tuple[str, ...]:
         """What the fastest plan gains, and what it costs, if this is another one; ``reason``; and whether time ran out."""
         gain = 1 - self.fastest.cost.step_time_s / self.plan.cost.step_time_s
-        reasons = (self.reason,) if self.reason else ()
+        reasons: tuple[str, ...] = (self.reason,) if self.reason else ()
         if self.search.cut_short:
             reasons += (f"{CUT_SHORT}: --time-limit (time_limit_s) above {self.search.state.options.time_limit_s:g} s may find one",)
         if gain <= 0:
