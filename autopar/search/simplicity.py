@@ -387,7 +387,9 @@ class Simplest:
         gain = 1 - self.fastest.cost.step_time_s / self.plan.cost.step_time_s
         reasons: tuple[str, ...] = (self.reason,) if self.reason else ()
         if self.search.cut_short:
-            reasons += (f"{CUT_SHORT}: --time-limit (time_limit_s) above {self.search.state.options.time_limit_s:g} s may find one",)
+            reasons += (
+                f"{CUT_SHORT}: --time-limit (time_limit_s) above {self.search.state.options.time_limit_s:g} s may find one",
+            )
         if gain <= 0:
             return reasons
         before, after = (self.search.complexity(each.config, each.strategies) for each in (self.fastest, self.plan))

@@ -90,11 +90,19 @@ def test_gradient_norms_are_computed_for_logged_steps_alone(monkeypatch: pytest.
     trainer.step_from = step_from
     monkeypatch.setattr(training.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(training, "log", lambda *given: None)
-    monkeypatch.setattr(
-        training, "Meter", lambda *given: SimpleNamespace(begin=lambda: None, close=lambda: None)
-    )
+    monkeypatch.setattr(training, "Meter", lambda *given: SimpleNamespace(begin=lambda: None, close=lambda: None))
     unused = dict.fromkeys(
-        ("epochs", "trace", "record_expert_loads", "checkpoint", "every", "eval_every", "log_file", "tensorboard", "wandb")
+        (
+            "epochs",
+            "trace",
+            "record_expert_loads",
+            "checkpoint",
+            "every",
+            "eval_every",
+            "log_file",
+            "tensorboard",
+            "wandb",
+        )
     )
     args: Any = SimpleNamespace(**unused, steps=5, log_every=3, on_nan="skip")
     watch: Any = SimpleNamespace(enter=lambda *phase: None, stop_asked=lambda device: None)
