@@ -243,11 +243,12 @@ def gradients(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def summed(gradients: Mapping[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """Sum the gradients of tied parameters under their first name."""
+    """Sum the gradients of tied parameters under their first name, without those of empty parameters, which graphs don't train."""
     sums: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         first = ties.get(name, name)
-        sums[first] = sums[first] + gradient if first in sums else gradient
+        if gradient.numel():
+            sums[first] = sums[first] + gradient if first in sums else gradient
     return sums
 
 

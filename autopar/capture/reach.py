@@ -30,11 +30,11 @@ _CACHE_LIMIT = 4096
 def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
     """Mark parameters that get no gradient as not trainable, and update ``meta["gradient"]`` of all nodes.
 
-    A parameter that was sliced gets a gradient if one of its slices does.
+    A parameter that was sliced gets a gradient if one of its slices does. One without elements gets none.
     """
     reached = _reached(gm, loss)
     parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
-    used = {meta(node)["parameter"].original for node in parameters if node in reached}
+    used = {meta(node)["parameter"].original for node in parameters if node in reached and val(node).numel()}
     frozen = [node for node in parameters if meta(node)["gradient"] and meta(node)["parameter"].original not in used]
     for node in frozen:
         meta(node)["parameter"] = dataclasses.replace(meta(node)["parameter"], trainable=False)

@@ -144,10 +144,7 @@ def _textbook(state: State, node: SearchNode) -> None:
     improved nothing (``WASTE_LIMIT``)."""
     bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
     config = node.instance.config
-    tried_s = state.early_s.get(config.without_chunks, {}).values()
-    far = bound_s < (1 - MARGIN) * known_s
-    close = bound_s < state.cutoff_s and any(s < (1 + PROMISING) * known_s for s in tried_s)
-    if (far or close) and _is_promising(state, config) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
+    if _is_promising(state, config, bound_s) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
         started = time.thread_time()
         step_s = _find_solution(state, node.instance, early=True)
         state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = step_s
@@ -155,13 +152,15 @@ def _textbook(state: State, node: SearchNode) -> None:
     _raise_bound(state, node, bound_s)
 
 
-def _is_promising(state: State, config: Configuration) -> bool:
-    """Return whether an early solution is worth its time: none with another number of chunks is known, or one is about as fast as the
-    incumbent, or as the early solution of the incumbent's configuration with the same number of chunks."""
-    own, best_s = state.early_s.get(config.without_chunks, {}), dict[int, float]()
+def _is_promising(state: State, config: Configuration, bound_s: float) -> bool:
+    """Return whether an early solution is worth its time: one with another number of chunks is about as fast as the incumbent; or the bound
+    is far below the incumbent, and none with another number is known, or one is about as fast as the early solution of the incumbent's
+    configuration with the same number of chunks."""
+    own, best_s, limit = state.early_s.get(config.without_chunks, {}), dict[int, float](), 1 + PROMISING
+    if bound_s >= (1 - MARGIN) * state.step_s:
+        return bound_s < state.cutoff_s and any(s < limit * state.step_s for s in own.values())
     if state.best is not None:
         best_s = state.early_s.get(state.best[0].config.without_chunks, {})
-    limit = 1 + PROMISING
     return not own or any(s < limit * max(state.step_s, best_s.get(chunks, 0.0)) for chunks, s in own.items())
 
 

@@ -88,8 +88,27 @@ def gated() -> tuple[nn.Module, Any, Any]:
     return Gated(), tokens(53), None
 
 
+class WithEmpty(nn.Module):
+    """A parameter without elements, as of an adapter of rank 0, that the loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.down, self.up = nn.Parameter(torch.zeros(0, 8)), nn.Parameter(torch.zeros(8, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x + x @ self.down.T @ self.up.T)
+
+
+def with_empty() -> tuple[nn.Module, Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return WithEmpty(), (torch.randn(ROWS, 8, generator=generator), torch.arange(ROWS) % 4), nn.functional.cross_entropy
+
+
 ODD: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "odd_gpt2": odd_gpt2,
     "odd_llama": odd_llama,
     "gated": gated,
+    "with_empty": with_empty,
 }

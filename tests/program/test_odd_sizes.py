@@ -35,6 +35,7 @@ CASES = [
     ("odd_gpt2", kind("tensor 2", tensor=2)),
     ("odd_llama", kind("tensor 2, recomputed", tensor=2, recompute=True, microbatches=2)),
     ("gated", kind("tensor 2", tensor=2)),
+    *(("with_empty", kind(f"data 2, zero {zero}", data=2, zero=zero)) for zero in (1, 2, 3)),
     ("odd_gpt2", kind("data 3, zero 3", data=3, zero=3)),
     ("odd_gpt2", kind("tensor 3", tensor=3)),
     ("odd_llama", kind("tensor+sequence 3", tensor=3, sequence=True)),
