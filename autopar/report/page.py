@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -18,11 +18,13 @@ from autopar.report.figures import MAX_ACTIONS, PlanFigures, figures
 
 def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = ()) -> str:
     """Return the HTML page of one plan, or of two side by side; ``comparison`` has rows (figure, first value, second value, unit)."""
-    data = {
-        "plans": [figures(subject, MAX_ACTIONS // len(subjects)) for subject in subjects],
-        "comparison": [list(row) for row in comparison],
-    }
-    title = " and ".join(f"{s.plan.model} on {s.plan.devices}" for s in subjects)
+    plans = [figures(subject, MAX_ACTIONS // len(subjects)) for subject in subjects]
+    return page_of({"plans": plans, "comparison": [list(row) for row in comparison]})
+
+
+def page_of(data: Mapping[str, Any]) -> str:
+    """Return the HTML page of one plan's figures, or of two plans'."""
+    title = " and ".join(f"{plan['model']} on {plan['devices']}" for plan in data["plans"])
     parts = {
         "title": html.escape(f"{title} - autopar"),
         "style": _file("page.css"),
