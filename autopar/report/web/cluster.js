@@ -5,7 +5,7 @@ import { NAMES, PARTS } from './memory.js';
 
 const MOST = 64; // devices that are all drawn; of larger clusters, nodes that differ only in their data-parallel ranks are drawn once
 const BOXES = 6; // nodes in sight before the others are unfolded
-const [MOST_WIDE, GAP, HEAD] = [260, 6, 26]; // pixels: a tile's width, between tiles, above them
+const [MOST_WIDE, GAP, HEAD] = [300, 6, 26]; // pixels: a tile's width, between tiles, above them
 const [ONE_LINE, TWO_LINES] = [40, 56]; // pixels: a tile's height
 
 // Each device's pipeline rank and its rank in every group of the strategy (TP, DP, ...).

@@ -1,5 +1,5 @@
 // Two plans side by side: their strategies, and their time and memory by component with the differences.
-import { bar, h, legend, table } from './dom.js';
+import { bar, h, table } from './dom.js';
 import { count, percent, seconds, size } from './format.js';
 import { NAMES, PARTS } from './memory.js';
 
@@ -34,23 +34,26 @@ function decisions(plans) {
 
 const signed = (form, difference) => (Math.abs(difference) < 1e-9 ? '=' : `${difference > 0 ? '+' : '−'}${form(Math.abs(difference))}`);
 
-// A table of components; less is better.
-function components(caption, names, rows, form, scale) {
-  return table(caption, [['', ''], ...names.map((name) => [name, 'number']), ['difference', 'number'], ['', '']], rows.map(([name, a, b]) => {
-    const difference = b - a;
-    const tone = Math.abs(difference) < 1e-3 * scale ? 'soft' : difference < 0 ? 'better' : 'worse';
-    return [name, form(a), form(b), h('span', { class: tone }, signed(form, difference)), change(difference / scale)];
+// A table of components ([name, colour, first, second]; the last row is the sum); less is better.
+function components(caption, names, rows, form) {
+  const largest = Math.max(...rows.map(([, , a, b]) => Math.abs(b - a)));
+  const [, , sum] = rows[rows.length - 1];
+  return table(caption, [['', ''], ...names.map((name) => [name, 'number']), ['difference', 'number'], ['', '']], rows.map(([name, tone, a, b]) => {
+    const negligible = Math.abs(b - a) < 1e-3 * sum;
+    return [h('span', { class: 'key' }, h('span', { class: 'swatch', style: { background: tone ? `var(--${tone})` : 'none' } }), name), form(a), form(b),
+      h('span', { class: negligible ? 'soft' : b < a ? 'better' : 'worse' }, signed(form, b - a)), negligible ? '' : change((b - a) / largest)];
   }));
 }
 
 // A bar from the middle: to the left what is less, to the right what is more.
 function change(share) {
-  const width = Math.min(0.5, Math.abs(share) / 2);
+  const width = Math.abs(share) / 2;
   return h('div', { class: 'change', 'aria-hidden': 'true' }, h('span', {
     class: share < 0 ? 'less' : 'more', style: { width: `${100 * width}%`, left: `${100 * (share < 0 ? 0.5 - width : 0.5)}%` } }));
 }
 
-export function sideBySide(plans) {
+// With `strategies` each side begins with its plan's strategy.
+export function sideBySide(plans, strategies = true) {
   const names = plans.map((plan) => plan.name);
   const [p, q] = plans.map((plan) => plan.prediction);
   const [a, b] = plans.map(fullest);
@@ -60,7 +63,7 @@ export function sideBySide(plans) {
   const ratio = (q.step_time_s / plans[1].global_batch) / (p.step_time_s / plans[0].global_batch) - 1;
   const words = Math.abs(ratio) < 5e-4 ? 'as fast as' : `${percent(Math.abs(ratio))} ${ratio > 0 ? 'slower' : 'faster'} than`;
   const rows = decisions(plans);
-  const side = (plan, stage) => h('div', {}, h('h3', {}, plan.name), h('p', { class: 'strategy' }, plan.parallelism),
+  const side = (plan, stage) => h('div', {}, h('h3', {}, plan.name), strategies ? h('p', { class: 'strategy' }, plan.parallelism) : null,
     h('p', { class: 'scale' }, h('span', {}, 'time of one step'), h('b', {}, seconds(plan.prediction.step_time_s))),
     bar(USES.map(([key, name, tone]) => [name, tone, plan.prediction[key] / longest])),
     h('p', { class: 'scale' }, h('span', {}, 'memory of the fullest device'), h('b', {}, size(total(stage)))),
@@ -69,11 +72,10 @@ export function sideBySide(plans) {
   return h('div', { class: 'versus' },
     h('p', { class: 'verdict' }, h('b', {}, names[1]), ` is ${words} `, h('b', {}, names[0]), equal ? '.' : ' per sequence: their batches differ.'),
     h('div', { class: 'pair two' }, side(plans[0], a), side(plans[1], b)),
-    legend([...USES.map(([, name, tone]) => [name, tone]), ...PARTS.map((part) => [NAMES[part], part]), ['capacity', 'limit']]),
     h('div', { class: 'pair two' },
-      components('Time of one step, by component', names, [...USES.map(([key, name]) => [name, p[key], q[key]]), ['one step', p.step_time_s, q.step_time_s]], seconds, longest),
-      components('Memory of the fullest device, by component', names,
-        [...PARTS.map((part) => [NAMES[part], a.memory[part], b.memory[part]]), ['total', total(a), total(b)], ...outside.map(([name, key]) => [name, most(plans[0], key), most(plans[1], key)])], size, largest)),
+      components('Time of one step, by component', names, [...USES.map(([key, name, tone]) => [name, tone, p[key], q[key]]), ['one step', null, p.step_time_s, q.step_time_s]], seconds),
+      components('Memory of the fullest device, by component', names, [...outside.map(([name, key]) => [name, key.slice(0, 4), most(plans[0], key), most(plans[1], key)]),
+        ...PARTS.map((part) => [NAMES[part], part, a.memory[part], b.memory[part]]), ['total', null, total(a), total(b)]], size)),
     table('Decisions that differ', [['', ''], ...names.map((name) => [name, 'long'])], rows.filter(([, one, other]) => one !== other)),
     h('details', {}, h('summary', {}, 'Decisions that are the same'), table('Decisions of both plans', [['', ''], ['both', 'long']], rows.filter(([, one, other]) => one === other).map(([name, one]) => [name, one]))));
 }

@@ -31,7 +31,7 @@ export function bar(parts, mark = null) {
   const title = parts.map(([name, , share]) => `${name} ${(100 * share).toFixed(1)} %`).join(', ');
   return h('div', { class: 'bar', title, 'aria-hidden': 'true' },
     parts.map(([, tone, share]) => h('span', { style: { width: `${100 * share}%`, background: `var(--${tone})` } })),
-    mark === null ? null : h('span', { class: 'mark', style: { left: `${100 * mark}%` } }));
+    mark === null ? null : h('span', { class: 'mark', style: { left: `min(${100 * mark}%, 100% - 2px)` } }));
 }
 
 // Entries are [name, colour] or [name, colour, figure].

@@ -1,7 +1,7 @@
 // Memory through the step, by component, of one pipeline rank; and the peaks of all of them.
 import { bar, h, lazy, legend, svg, table } from './dom.js';
 import { percent, seconds, size } from './format.js';
-import { GUTTER, interact, redraw, RIGHT, scale } from './view.js';
+import { gutter, interact, redraw, RIGHT, scale } from './view.js';
 
 export const PARTS = ['parameters', 'gradients', 'optimizer', 'activations', 'transients'];
 export const NAMES = { parameters: 'parameters', gradients: 'gradients', optimizer: 'optimizer states', activations: 'activations', transients: 'buffers' };
@@ -73,7 +73,7 @@ export function memory(plan, view) {
     const most = Math.max(limit, peak.sum) * 1.02;
     const x = scale(view, box);
     const y = (bytes) => HEIGHT - 4 - bytes / most * (HEIGHT - 4 - TOP);
-    const [left, right] = [GUTTER, wide - RIGHT];
+    const [left, right] = [gutter(), wide - RIGHT];
     const inside = (value) => Math.max(left, Math.min(right, value));
     const shown = levels.filter((one) => one.stop > view.from && one.start < view.to);
     const under = shown.map(() => 0);

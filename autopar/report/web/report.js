@@ -8,25 +8,29 @@ import { timeline } from './timeline.js';
 import { controls, View } from './view.js';
 
 const USES = [['computation', 'computation'], ['exposed communication', 'exposed'], ['sends between stages', 'send'], ['once a step', 'once'], ['bubble', 'hatch']];
-// A degree stays beside its name where lines break.
-const unbroken = (text) => text.replace(/ (\d+)/g, '\u00a0$1');
+// A strategy as a title: a degree stays beside its name where lines break, and the number of other layers is small.
+function strategyTitle(text) {
+  const [, strategy, others] = /^(.*?)( \(.*)?$/.exec(text.replace(/ (\d+)/g, '\u00a0$1'));
+  return others ? [strategy, h('small', {}, others)] : [strategy];
+}
 const total = (parts) => Object.values(parts).reduce((a, b) => a + b, 0);
 
-// The strategy, its abbreviations, the plan's figures and its command line. `more` has buttons beside the command's.
-function headline(plan, level, more = []) {
+// The strategy, its abbreviations, the plan's figures (with `two` plans those that the comparison doesn't have) and its command line. `more`
+// has buttons beside the command's.
+function headline(plan, level, more, two) {
   const { prediction: p } = plan;
   const fullest = plan.stages.reduce((a, b) => (total(a.memory) / a.limit_bytes > total(b.memory) / b.limit_bytes ? a : b));
   const card = (name, value, text) => h('div', {}, h('dt', {}, name), h('dd', {}, value, h('small', {}, text)));
   const batch = `${count(plan.global_batch)} in ${plural(plan.microbatches, 'microbatch', 'microbatches')}`;
   return h('div', { class: 'headline' },
-    h('p', { class: 'eyebrow' }, `${plan.model} on ${plan.devices}`),
-    h(level, { class: 'strategy', tabindex: -1 }, unbroken(plan.parallelism)),
+    h('p', { class: 'eyebrow' }, two ? `${plan.name}: ` : '', `${plan.model} on ${plan.devices}`),
+    h(level, { class: 'strategy', tabindex: -1 }, strategyTitle(plan.parallelism)),
     plan.legend.length ? h('p', { class: 'soft' }, plan.legend.join('; ')) : null,
     h('dl', { class: 'cards' },
-      card('one step', seconds(p.step_time_s), `global batch ${batch}`),
+      two ? null : card('one step', seconds(p.step_time_s), `global batch ${batch}`),
       card('tokens/s', count(Math.round(p.tokens_per_s_per_device * plan.device_count)), `${count(Math.round(p.tokens_per_s_per_device))} a device`),
       card('MFU', percent(p.mfu), `in ${plan.precision}`),
-      card('memory', size(total(fullest.memory)), `of ${size(fullest.limit_bytes)} on the fullest device`),
+      two ? null : card('memory', size(total(fullest.memory)), `of ${size(fullest.limit_bytes)} on the fullest device`),
       plan.bound_s ? card('gap', percent(plan.gap, 2), `no plan that was searched takes less than ${seconds(plan.bound_s)}`) : card('gap', '-', 'this plan was given, not searched'),
       card('devices', count(plan.device_count), plan.pipeline > 1 ? `${count(plan.pipeline)} stages of ${count(plan.device_count / plan.pipeline)}` : 'no pipeline')),
     plan.command || more.length ? h('div', { class: 'command' }, plan.command ? h('code', {}, plan.command) : null,
@@ -182,7 +186,7 @@ const SECTIONS = [
   ['communication', 'Communication', 'Communication', 'Per device, the mean of all pipeline ranks. Times are those of the whole exchange, hidden under computation or not.', communication],
   ['why', 'Alternatives', 'Alternatives, and what would help', '', why],
   ['provenance', 'Sources', 'Where the figures come from', '', provenance],
-  ['request', 'Notes', 'Notes and request', '', notes],
+  ['notes', 'Notes', 'Notes and request', '', notes],
 ];
 
 // The sections of a report. `more` (buttons beside the command) and `without` (a button that plans without a pin) are those of `autopar ui`.
@@ -195,10 +199,10 @@ export function report(plans, { level = 'h1', more = [], without = null } = {}) 
     const wide = id === 'timeline' || id === 'memory' || id === 'cluster';
     return [id, short, title, intro, parts.length ? h('div', { class: two && !wide ? 'pair two' : '' }, id === 'timeline' ? controls(view) : null, named) : null];
   }).filter(([, , , , part]) => part);
-  if (two) found.unshift(['comparison', 'Side by side', 'Side by side', '', sideBySide(plans)]);
+  if (two) found.unshift(['comparison', 'Side by side', 'Side by side', '', sideBySide(plans, false)]);
   const list = h('nav', { 'aria-label': 'Sections' }, h('ul', {}, found.map(([id, short]) => h('li', {}, h('a', { href: `#${id}` }, short)))));
   return [
-    h('div', { class: two ? 'pair two heads' : 'heads' }, plans.map((plan) => h('div', {}, headline(plan, two ? 'h2' : level, more), plan.pins.length ? pins(plan, without) : null))),
+    h('div', { class: two ? 'pair two heads' : 'heads' }, plans.map((plan) => h('div', {}, headline(plan, two ? 'h2' : level, more, two), plan.pins.length ? pins(plan, without) : null))),
     list,
     ...found.map(([id, , title, intro, part]) => h('section', { id, 'aria-labelledby': `${id}-title` },
       h('h2', { id: `${id}-title` }, title), intro ? h('p', { class: 'soft' }, intro) : null, part)),

@@ -21,10 +21,16 @@ export function deviceCount(text) {
   return found.every(Boolean) ? found.reduce((sum, [, a, b]) => sum + Number(a) * Number(b || 1), 0) : null;
 }
 
-// `known()` has facts of the plan in sight: device_count, layers and global_batch; `plan(request)` plans.
+// Nodes and GPUs of a node, of a text such as `2x8xH100-80GB`; null if it is another text.
+export function shape(text) {
+  const found = /^\s*(?:(\d+)x)?(\d+)x[A-Za-z]/.exec(text);
+  return found && !text.includes('+') ? [Number(found[1] || 1), Number(found[2])] : null;
+}
+
+// `known()` has facts of the plan in sight (device_count, layers, global_batch, and the degrees that it `chose`); `plan(request)` plans.
 export class RequestForm {
-  constructor(choices, known, plan, cancel) {
-    Object.assign(this, { choices, known, plan, timer: null });
+  constructor(choices, { known, plan, cancel, changed }) {
+    Object.assign(this, { choices, known, plan, changed, timer: null });
     this.pins = Object.fromEntries(Object.keys(SLIDERS).map((name) => [name, AUTO]));
     this.others = choices.pins.filter((pin) => !(pin.name in SLIDERS));
     this.element = find('request');
@@ -65,15 +71,15 @@ export class RequestForm {
     this.element.addEventListener('submit', (event) => { event.preventDefault(); this.submit(); });
   }
 
-  submit() {
+  submit(moves = true) {
     clearTimeout(this.timer);
-    this.plan(() => this.request());
+    this.plan(() => this.request(), moves);
   }
 
   // Plan when the sliders have come to rest.
   replan() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.submit(), REST_MS);
+    this.timer = setTimeout(() => this.submit(false), REST_MS);
   }
 
   // -- sliders --
@@ -116,8 +122,10 @@ export class RequestForm {
       input.setAttribute('aria-valuetext', this.pins[name]);
       input.style.setProperty('--filled', `${100 * input.value / Math.max(1, input.max)}%`);
       input.classList.toggle('pinned', this.pins[name] !== AUTO);
-      input.nextElementSibling.textContent = this.pins[name];
+      const [pinned, chosen] = [this.pins[name] !== AUTO, (this.known().chose || {})[name]];
+      input.nextElementSibling.replaceChildren(...(pinned || chosen === undefined ? [`${this.pins[name]}`] : [`${AUTO} `, h('b', {}, `${chosen}`)]));
     }
+    this.changed();
     find('all-auto').hidden = Object.values(this.pins).every((one) => one === AUTO);
   }
 

@@ -1,7 +1,7 @@
 // The pipeline timeline: every action of every pipeline rank, with the sends at their ends and the bubbles between them.
 import { colour, h, lazy, legend, say, table, tip } from './dom.js';
 import { count, percent, seconds, size } from './format.js';
-import { GUTTER, interact, redraw, RIGHT, scale } from './view.js';
+import { gutter, interact, redraw, RIGHT, scale } from './view.js';
 
 const WORDS = { F: 'forward', B: 'backward', I: 'backward, gradients of inputs', W: 'backward, gradients of weights', O: 'once a step', idle: 'bubble' };
 const COLOURS = { F: 'forward', B: 'backward', I: 'backward', W: 'weight', O: 'once', idle: 'bubble' };
@@ -74,7 +74,7 @@ export function timeline(plan, view) {
 
   function drawItem(pen, item, x, paint) {
     const y = TOP + item.row * tall + 1;
-    const left = Math.max(GUTTER, x(item.start));
+    const left = Math.max(gutter(), x(item.start));
     const right = Math.min(canvas.clientWidth - RIGHT, x(item.stop));
     const width = Math.max(right - left - (right - left > 4 ? 0.75 : 0), 0.5);
     const chunk = plan.chunks > 1 && item.stage >= 0 ? own[item.stage] / plan.chunks : 0;
@@ -101,7 +101,7 @@ export function timeline(plan, view) {
     const paint = Object.fromEntries(names.map((name) => [name, colour(name)]));
     const x = scale(view, canvas);
     Object.assign(pen, { font: '11px system-ui, "DejaVu Sans", sans-serif', textBaseline: 'middle', textAlign: 'center' });
-    for (const time of view.ticks((wide - GUTTER) / 110)) {
+    for (const time of view.ticks((wide - gutter()) / 110)) {
       pen.fillStyle = paint.line;
       pen.fillRect(x(time), TOP - 5, 1, high);
       pen.fillStyle = paint.soft;
@@ -110,9 +110,9 @@ export function timeline(plan, view) {
     pen.textAlign = 'right';
     step.ranks.forEach((rank, row) => {
       pen.fillStyle = paint.bubble;
-      pen.fillRect(GUTTER, TOP + row * tall + 1, wide - GUTTER - RIGHT, tall - 2);
+      pen.fillRect(gutter(), TOP + row * tall + 1, wide - gutter() - RIGHT, tall - 2);
       pen.fillStyle = paint.soft;
-      if (row % Math.ceil(13 / tall) === 0) pen.fillText(`${plan.pipeline > 1 ? 'rank' : 'all'} ${plan.pipeline > 1 ? rank.rank : 'devices'}`, GUTTER - 8, TOP + (row + 0.5) * tall);
+      if (row % Math.ceil(13 / tall) === 0) pen.fillText(`${plan.pipeline > 1 ? 'rank' : 'all'} ${plan.pipeline > 1 ? rank.rank : 'devices'}`, gutter() - 8, TOP + (row + 0.5) * tall);
     });
     pen.textAlign = 'center';
     for (let row = 0; row < rows; row += 1) {

@@ -1,8 +1,8 @@
 // The script of the page that `autopar ui` serves: what to plan on one side, the plan on the other. Everything it knows comes from its server;
 // `autopar` (report.js of this server, the script of `autopar report`) draws plans.
 import { button, copyButton, h, say } from './dom.js';
-import { percent, seconds, size } from './format.js';
-import { RequestForm } from './request.js';
+import { count, percent, plural, seconds, size } from './format.js';
+import { RequestForm, shape } from './request.js';
 
 const { report, sideBySide } = globalThis.autopar;
 const EXAMPLES = [['llama3-8b', '2x8xH100-80GB', 128], ['llama3-70b', '32x8xH100-80GB', 1024], ['mixtral-8x7b', '16x8xH100-80GB', 1024]];
@@ -84,16 +84,18 @@ async function cancel() {
   if (running) await ask(`api/plans/${running.id}`, 'DELETE').catch(wrong);
 }
 
-async function plan(request) {
+// Plan what `request()` returns; on narrow screens the plan moves into sight if it `moves`.
+async function plan(request, moves = false) {
   try {
     const asked = request();
     const job = await follow('api/plans', asked, 'Planning');
     if (!job) return;
-    const { plans: [figures] } = await ask(`api/plans/${job.id}/figures`);
+    const figures = await ask(`api/plans/${job.id}/figures`);
     plans.push({ ...job, asked, figures: Object.assign(figures, { command: job.command, name: `plan ${plans.length + 1}` }) });
     if (plans.length > 1) other = other && view === 'Compare' ? other : shown;
     show(plans[plans.length - 1]);
     form.sync();
+    if (moves && innerWidth < 900) find('result').scrollIntoView();
   } catch (error) {
     wrong(error);
   }
@@ -104,13 +106,19 @@ async function plan(request) {
 const perSequence = (one) => one.plan.step_time_s / one.plan.global_batch;
 const slower = (share) => (Math.abs(share) < 5e-4 ? 'as fast' : `${percent(Math.abs(share))} ${share > 0 ? 'slower' : 'faster'}`);
 
+function compared(one) {
+  if (one === shown) return h('span', { class: 'compared soft' }, 'in sight');
+  const share = perSequence(one) / perSequence(shown) - 1;
+  return one.plan.model === shown.plan.model ? h('span', { class: `compared ${share > 5e-4 ? 'worse' : share < -5e-4 ? 'better' : 'soft'}` }, slower(share)) : '';
+}
+
 function list() {
   find('plans').hidden = plans.length < 2;
   find('plans').replaceChildren(h('h2', {}, 'Plans so far'), h('ol', {}, plans.map((one) => h('li', { 'aria-current': one === shown ? 'true' : null },
     h('button', { type: 'button', class: 'pick', on: { click: () => show(one) } },
-      h('span', {}, h('b', {}, `${number(one)}`), ` ${seconds(one.plan.step_time_s)} `, h('span', { class: 'compared' }, one === shown ? 'in sight' : one.plan.model === shown.plan.model ? slower(perSequence(one) / perSequence(shown) - 1) : '')),
+      h('span', { class: 'soft' }, `plan ${number(one)}`), h('b', {}, seconds(one.plan.step_time_s)), compared(one),
       h('small', {}, one.plan.model === shown.plan.model && one.plan.devices === shown.plan.devices ? '' : `${one.plan.model} on ${one.plan.devices}: `, one.figures.parallelism)),
-    one === shown ? null : button('Compare', () => { other = one; view = 'Compare'; show(shown); find('panel').scrollIntoView({ block: 'nearest' }); }, { 'aria-label': `Compare plan ${number(one)} with the plan in sight` })))));
+    one === shown ? null : button('⇄', () => { other = one; view = 'Compare'; show(shown); find('panel').scrollIntoView({ block: 'nearest' }); }, { 'aria-label': `Compare plan ${number(one)} with the plan in sight`, title: 'Compare with the plan in sight' })))));
 }
 
 function show(one) {
@@ -194,26 +202,46 @@ function program(one) {
   return holder;
 }
 
-// What is in sight before the first plan.
+// What is in sight before the first plan: examples, and the devices of the request.
 function welcome(choices) {
-  const known = EXAMPLES.filter(([model]) => choices.models.some((one) => one.name === model));
+  const offered = EXAMPLES.filter(([model]) => choices.models.some((one) => one.name === model));
   return h('section', { class: 'welcome' }, h('h1', {}, 'Plan a training run'),
-    h('p', {}, 'Choose a model and the devices. autopar searches data, tensor, pipeline, sequence, context and expert parallelism, ZeRO and recomputation together, '
-      + 'and shows the fastest plan that fits: what each GPU holds, the step as a timeline, memory over the step, and the program. Pin any degree with a slider, and the rest is planned around it.'),
-    h('p', { class: 'soft' }, 'For example:'),
-    h('div', { class: 'examples' }, known.map(([model, devices, batch]) => button([h('b', {}, model), ` on ${devices}`, h('small', {}, `batch ${batch}`)], () => {
+    h('p', {}, 'Choose a model and the devices. autopar searches data, tensor, pipeline, context and expert parallelism, ZeRO and recomputation together, '
+      + 'and shows the fastest plan that fits: what each GPU holds, the step as a timeline, memory over the step, and the program. Pin a degree with a slider, and the rest is planned around it.'),
+    h('div', { class: 'examples' }, offered.map(([model, devices, batch]) => button([h('b', {}, model), ` on ${devices}`, h('small', {}, `batch ${count(batch)}`)], () => {
       form.set({ model, devices, 'global-batch': batch });
       form.submit();
-    }))));
+    }))),
+    h('div', { id: 'devices-drawn' }));
 }
 
+const DRAWN = 48; // nodes of the request's devices that are drawn
+
+function drawDevices() {
+  const holder = find('devices-drawn');
+  const found = holder && shape(find('devices').value);
+  if (!holder) return;
+  holder.replaceChildren(...(found && found[0] * found[1] ? [
+    h('h2', {}, `${plural(found[0], 'node')} of ${plural(found[1], 'GPU')}`),
+    h('div', { class: 'racks' }, Array.from({ length: Math.min(DRAWN, found[0]) }, () => h('div', { class: 'rack' }, Array.from({ length: Math.min(found[1], 72) }, () => h('span')))),
+      found[0] > DRAWN ? h('p', { class: 'soft' }, `and ${plural(found[0] - DRAWN, 'more node')}`) : null)] : []));
+}
+
+const DEGREES = { data: 'DP', tensor: 'TP', ulysses: 'Ulysses', ring: 'CP', expert: 'EP' };
+
+// What the form may know of the plan in sight.
 function known() {
   if (!shown || shown.asked.model !== find('model').value) return {};
-  return { device_count: shown.figures.device_count, layers: shown.figures.layers.length, global_batch: shown.plan.global_batch };
+  const { figures, plan: { global_batch: batch } } = shown;
+  const degree = (name) => (figures.ranks.groups[name] || []).reduce((product, [size_]) => product * size_, 1);
+  const chose = Object.fromEntries(Object.entries(DEGREES).map(([pin, name]) => [pin, degree(name)]));
+  return { device_count: figures.device_count, layers: figures.layers.length, global_batch: batch,
+    chose: { ...chose, pipeline: figures.pipeline, zero: figures.ranks.zero, microbatches: figures.microbatches } };
 }
 
 ask('api/choices').then((choices) => {
-  form = new RequestForm(choices, known, plan, cancel);
+  form = new RequestForm(choices, { known, plan, cancel, changed: drawDevices });
   find('plan').append(welcome(choices));
+  drawDevices();
   document.documentElement.dataset.ready = 'yes';
 }).catch(wrong);

@@ -2,7 +2,7 @@
 import { button, h, say } from './dom.js';
 import { seconds } from './format.js';
 
-export const GUTTER = 64; // pixels left of a chart's plot
+export const gutter = () => (innerWidth < 600 ? 46 : 64); // pixels left of a chart's plot
 export const RIGHT = 12;
 
 export class View {
@@ -56,16 +56,16 @@ export class View {
   }
 }
 
-const span = (element) => element.clientWidth - GUTTER - RIGHT;
+const span = (element) => element.clientWidth - gutter() - RIGHT;
 export const scale = (view, element) => {
   const width = span(element);
-  return (time) => GUTTER + (time - view.from) / (view.to - view.from) * width;
+  return (time) => gutter() + (time - view.from) / (view.to - view.from) * width;
 };
 
 // Ctrl and wheel, a pinch and dragging move the view; `over(event, time)` is called where the pointer rests, `over(null)` where it leaves.
 export function interact(element, view, over) {
   const fingers = new Map();
-  const timeAt = (x) => view.from + (x - element.getBoundingClientRect().left - GUTTER) / span(element) * (view.to - view.from);
+  const timeAt = (x) => view.from + (x - element.getBoundingClientRect().left - gutter()) / span(element) * (view.to - view.from);
   element.addEventListener('wheel', (event) => {
     if (!event.ctrlKey && !event.deltaX) return;
     event.preventDefault();
