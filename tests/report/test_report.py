@@ -341,14 +341,17 @@ def test_memory_over_the_step_is_that_of_the_fullest_rank(
     assert texts(chromium, "#memory .readout b")[1:] == [size(value) for value in dataclasses.asdict(peak).values()]
     assert chromium.run("return document.querySelectorAll('#memory path').length") == 5
     whole = chromium.run("return document.querySelector('#memory path').getAttribute('d')")
-    chromium.run("document.querySelector('[aria-label=\"Zoom in\"]').click()")  # the charts show the same part of the step
+    # the charts show the same part of the step
+    chromium.run("document.querySelector('[aria-label=\"Zoom in\"]').click()")
     assert chromium.run("return document.querySelector('#memory path').getAttribute('d')") != whole
     x, y = chromium.run(
         "const box = document.querySelector('#memory .chart'); box.scrollIntoView({ block: 'center' });"
         "const found = box.getBoundingClientRect(); return [found.x + found.width / 2, found.y + found.height / 2]"
     )
     chromium.hover(x, y)
-    assert "peak" not in texts(chromium, "#memory .readout")[0] and "microbatch" in texts(chromium, "#memory .readout")[0]
+    assert (
+        "peak" not in texts(chromium, "#memory .readout")[0] and "microbatch" in texts(chromium, "#memory .readout")[0]
+    )
 
 
 def test_two_plans_side_by_side_differ_by_component(

@@ -153,7 +153,10 @@ def checks(session: Browser, path: Path, view: View) -> Iterator[tuple[str, bool
     yield "has text with a contrast of 4.5 or more", session.run(CONTRAST) >= 4.5
     tiles = session.run("return document.querySelectorAll('.cards').length")
     strategies = session.run("return [...document.querySelectorAll('.strategy')].map((one) => one.textContent)")
-    yield "has the strategy as headline, and the figures once", 0 < tiles == sum("microbatch" in one for one in strategies)
+    yield (
+        "has the strategy as headline, and the figures once",
+        0 < tiles == sum("microbatch" in one for one in strategies),
+    )
     drawn = session.run("return [...document.querySelectorAll('.gpu')].map((one) => one.getAttribute('aria-label'))")
     yield "draws each distinct GPU once, with its memory", bool(drawn) and all("memory" in one for one in drawn)
     yield "names every section, control, chart and table", session.run(UNNAMED) == []

@@ -1,7 +1,7 @@
 """The page of `autopar ui` in a browser: ``make report NAME=ui`` writes ``docs/evidence/ui.md`` and the pictures beside it.
 
-Chromium opens the page, plans, pins a degree with a slider, which plans again, compares the two plans and writes the program, as a user does;
-on a desktop, on a phone and in dark colours the page is checked and photographed.
+Chromium opens the page, plans, pins a degree with a slider, which plans again, compares the two plans and writes the program, as a user
+does; on a desktop, on a phone and in dark colours the page is checked and photographed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def checks(session: Browser, server: Server, view: View) -> Iterator[tuple[str, 
     yield "has the strategy as headline", title.startswith("DP 8 x TP 2")
     yield "draws every GPU", session.run("return document.querySelectorAll('.gpu').length") == 16
     yield "has no frame", session.run("return document.querySelectorAll('iframe').length") == 0
-    cost = session.run("return document.querySelector('.fit').textContent")
+    cost = session.run("return document.querySelector('.pin-costs').textContent")
     yield "says what the pin costs", "=".join(PIN) in cost and "%" in cost
     session.run("document.getElementById('go').focus({focusVisible: true})")
     outline = "const s = getComputedStyle(document.activeElement); return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2"

@@ -47,14 +47,14 @@ function numbers(values) {
 const ascending = (values) => [...new Set(values)].sort((a, b) => a - b);
 
 function stageText(plan, rank) {
-  if (plan.pipeline === 1) return 'all layers';
+  if (plan.pipeline === 1) return '';
   const stages = plan.ranks.stages[rank];
   return stages.length > 1 ? `PP ${rank} (${stages.length} stages)` : `stage ${stages[0]}`;
 }
 
 // A tile's second line, such as `TP 0 · DP 3`, of the devices at one position of equal nodes.
 const groupText = (plan, same) => Object.keys(plan.ranks.groups).filter((name) => name !== 'ZeRO').reverse()
-  .map((name) => `${name.replace('2D or 3D ', '')} ${numbers(ascending(same.map((one) => one.groups[name])))}`).join(' · ') || 'no replicas';
+  .map((name) => `${name.replace('2D or 3D ', '')} ${numbers(ascending(same.map((one) => one.groups[name])))}`).join(' · ') || (plan.pipeline === 1 ? 'whole model' : 'no replicas');
 
 const HOLDS = {
   TP: (n) => `1/${n} of every sharded weight matrix`, '2D or 3D TP': (n) => `1/${n} of every sharded weight matrix and activation`, EP: (n) => `1/${n} of the experts`,
@@ -76,7 +76,7 @@ function detail(plan, same) {
   return h('div', {},
     h('h3', {}, same.length > 1 ? `${unit(plan)}s ${numbers(same.map((one) => one.device))}` : `${unit(plan)} ${device}`),
     h('dl', { class: 'holds' },
-      h('dt', {}, stageText(plan, rank)), h('dd', {}, layers.length > 2 ? `${layers[0]}, ${layers[1]} … ${layers[layers.length - 1]}` : layers.join(', ')),
+      h('dt', {}, own.length > 1 ? `PP ${rank}` : stageText(plan, rank) || 'layers'), h('dd', {}, own.length > 1 ? `${own.length} stages: ` : '', layers.length > 2 ? `${layers[0]}, ${layers[1]} … ${layers[layers.length - 1]}` : layers.join(', ')),
       held.map(([name, text]) => [h('dt', {}, name), h('dd', {}, text)])),
     h('p', { class: 'full' }, h('b', {}, size(sum)), ` of ${size(stage.limit_bytes)} (${percent(sum / stage.limit_bytes, 0)})`),
     h('ul', { class: 'parts' }, PARTS.map((part) => h('li', {},
@@ -88,7 +88,9 @@ function detail(plan, same) {
 const hue = (plan, rank) => `hsl(${Math.round(205 + 290 * rank / Math.max(plan.pipeline, 2))} 55% 50%)`;
 
 const nameOf = (plan, same) => (same.length > 1 ? '' : `${unit(plan)} ${same[0].device}`);
+// A tile's stage, its ranks in the groups, and its number.
 const labels = (plan, same) => [stageText(plan, same[0].rank), groupText(plan, same), nameOf(plan, same)];
+const joined = (texts) => texts.filter(Boolean).join(' · ');
 
 function tile(plan, same, { wide, tall }, choose) {
   const { rank } = same[0];
@@ -103,10 +105,10 @@ function tile(plan, same, { wide, tall }, choose) {
     at = Math.min(width, at + stage.memory[part] / stage.limit_bytes * width);
     return svg('rect', { x: 12 + from, y, width: at - from, height: 8, class: `fill-${part}` });
   });
-  const lines = tall === ONE_LINE ? [svg('text', { x: 12, y: 17 }, svg('tspan', { class: 'strong' }, text), ` · ${second}`)]
+  const lines = tall === ONE_LINE ? [svg('text', { x: 12, y: 17 }, svg('tspan', { class: 'strong' }, text || second), text ? ` · ${second}` : '')]
     : [svg('text', { x: 12, y: 16, class: 'strong' }, text), svg('text', { x: 12, y: 33 }, second)];
   return svg('g', {
-    class: 'gpu', tabindex: -1, role: 'img', 'aria-label': `${name || plural(same.length, unit(plan))}: ${text} · ${second}, memory ${size(sum)} of ${size(stage.limit_bytes)}`,
+    class: 'gpu', tabindex: -1, role: 'img', 'aria-label': `${name || plural(same.length, unit(plan))}: ${joined([text, second])}, memory ${size(sum)} of ${size(stage.limit_bytes)}`,
     on: { pointerenter: choose, focus: choose, click: choose },
   },
   svg('rect', { width: wide, height: tall, rx: 4, class: 'tile' }), svg('rect', { width: 4, height: tall, rx: 2, style: { fill: hue(plan, rank) } }),
@@ -119,7 +121,7 @@ function layout(room, boxes, tiles, texts) {
   const found = [];
   const longest = (of) => Math.max(...texts.map(of));
   const pixels = (text, name) => 6.6 * text.length + 6.2 * name.length + 34;
-  const shapes = [[ONE_LINE, longest(([a, b, name]) => pixels(`${a} · ${b}`, name))], [TWO_LINES, longest(([a, b, name]) => Math.max(pixels(a, name), pixels(b, '')))]];
+  const shapes = [[ONE_LINE, longest(([a, b, name]) => pixels(joined([a, b]), name))], [TWO_LINES, longest(([a, b, name]) => Math.max(pixels(a, name), pixels(b, '')))]];
   for (const [tall, least] of shapes) {
     for (let across = 1; across <= Math.min(8, tiles); across += 1) {
       const most = Math.floor((room + 10) / (across * (least + GAP) + GAP + 14));

@@ -4,7 +4,7 @@ export function seconds(value) {
   if (value >= 100) return `${Math.round(value).toLocaleString('en')} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   if (value >= 1e-3) return `${(value * 1e3).toFixed(2)} ms`;
-  return value > 0 ? `${(value * 1e6).toFixed(value < 1e-5 ? 1 : 0)} us` : '0 s';
+  return value > 1e-9 ? `${(value * 1e6).toFixed(value < 1e-5 ? 1 : 0)} us` : '0 s';
 }
 
 export function size(bytes) {

@@ -38,12 +38,15 @@ function headline(plan, level, more, two) {
     plan.missing.map((text) => h('p', { class: 'note' }, text)));
 }
 
-// The price of each pin; `without(pin)` makes a button that plans without it.
+// What each pin costs; `without(pin)` makes a button that plans without it.
 function pins(plan, without) {
   const step = plan.prediction.step_time_s;
-  return h('div', { class: 'fit' }, table('What each pin costs', [['pin', ''], ['it costs', 'number'], ['best step without it', 'number'], ['saves at most', 'number'], ...(without ? [['', '']] : [])],
-    plan.pins.map((pin) => [`${pin.pin}=${pin.value}`, percent(Math.max(0, 1 - pin.step_time_without_s / step)), seconds(pin.step_time_without_s),
-      percent(Math.max(0, 1 - pin.bound_without_s / step)), ...(without ? [without(pin)] : [])])));
+  return h('ul', { class: 'pin-costs', 'aria-label': 'What each pin costs' }, plan.pins.map((pin) => {
+    const [saved, most] = [1 - pin.step_time_without_s / step, 1 - pin.bound_without_s / step];
+    return h('li', {}, h('span', {}, h('b', {}, `${pin.pin}=${pin.value}`),
+      saved > 5e-4 ? ` costs ${percent(saved)} of the step: without the pin it takes ${seconds(pin.step_time_without_s)}` : ' costs nothing that the search found',
+      most > Math.max(saved, 0) + 5e-4 ? h('span', { class: 'soft' }, `; no plan saves more than ${percent(most)}`) : null), without ? without(pin) : null);
+  }));
 }
 
 function notes(plan) {

@@ -112,7 +112,7 @@ export function timeline(plan, view) {
       pen.fillStyle = paint.bubble;
       pen.fillRect(gutter(), TOP + row * tall + 1, wide - gutter() - RIGHT, tall - 2);
       pen.fillStyle = paint.soft;
-      if (row % Math.ceil(13 / tall) === 0) pen.fillText(`${plan.pipeline > 1 ? 'rank' : 'all'} ${plan.pipeline > 1 ? rank.rank : 'devices'}`, gutter() - 8, TOP + (row + 0.5) * tall);
+      if (row % Math.ceil(13 / tall) === 0) pen.fillText(plan.pipeline > 1 ? `rank ${rank.rank}` : 'all', gutter() - 8, TOP + (row + 0.5) * tall);
     });
     pen.textAlign = 'center';
     for (let row = 0; row < rows; row += 1) {

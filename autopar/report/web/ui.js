@@ -8,7 +8,7 @@ const { report, sideBySide } = globalThis.autopar;
 const EXAMPLES = [['llama3-8b', '2x8xH100-80GB', 128], ['llama3-70b', '32x8xH100-80GB', 1024], ['mixtral-8x7b', '16x8xH100-80GB', 1024]];
 const plans = []; // jobs that are done, the newest last, with their requests and figures
 let form;
-let shown = null; // the plan in sight
+let shown = null; // the plan that is shown
 let other = null; // the plan that it is compared with
 let view = 'Report'; // the open tab
 let running = null; // the job that runs
@@ -45,7 +45,7 @@ function busy(is) {
   find('go').disabled = is;
   find('cancel').disabled = !is;
   find('result').setAttribute('aria-busy', is);
-  if (!is) find('progress').replaceChildren();
+  if (!is) find('progress').replaceChildren(h('p', { class: 'soft' }, 'Moving a slider plans again: the pinned degrees are kept, the others are searched.'));
 }
 
 // The job when it has ended; null where it failed or was cancelled, which the page then says, or where a newer one took its place.
@@ -107,7 +107,7 @@ const perSequence = (one) => one.plan.step_time_s / one.plan.global_batch;
 const slower = (share) => (Math.abs(share) < 5e-4 ? 'as fast' : `${percent(Math.abs(share))} ${share > 0 ? 'slower' : 'faster'}`);
 
 function compared(one) {
-  if (one === shown) return h('span', { class: 'compared soft' }, 'in sight');
+  if (one === shown) return h('span', { class: 'compared soft' }, 'shown');
   const share = perSequence(one) / perSequence(shown) - 1;
   return one.plan.model === shown.plan.model ? h('span', { class: `compared ${share > 5e-4 ? 'worse' : share < -5e-4 ? 'better' : 'soft'}` }, slower(share)) : '';
 }
@@ -118,7 +118,7 @@ function list() {
     h('button', { type: 'button', class: 'pick', on: { click: () => show(one) } },
       h('span', { class: 'soft' }, `plan ${number(one)}`), h('b', {}, seconds(one.plan.step_time_s)), compared(one),
       h('small', {}, one.plan.model === shown.plan.model && one.plan.devices === shown.plan.devices ? '' : `${one.plan.model} on ${one.plan.devices}: `, one.figures.parallelism)),
-    one === shown ? null : button('⇄', () => { other = one; view = 'Compare'; show(shown); find('panel').scrollIntoView({ block: 'nearest' }); }, { 'aria-label': `Compare plan ${number(one)} with the plan in sight`, title: 'Compare with the plan in sight' })))));
+    one === shown ? null : button('⇄', () => { other = one; view = 'Compare'; show(shown); find('panel').scrollIntoView({ block: 'nearest' }); }, { 'aria-label': `Compare plan ${number(one)} with the plan that is shown`, title: 'Compare with the plan that is shown' })))));
 }
 
 function show(one) {
@@ -243,5 +243,6 @@ ask('api/choices').then((choices) => {
   form = new RequestForm(choices, { known, plan, cancel, changed: drawDevices });
   find('plan').append(welcome(choices));
   drawDevices();
+  busy(false);
   document.documentElement.dataset.ready = 'yes';
 }).catch(wrong);
