@@ -8,9 +8,8 @@ const BOXES = 6; // nodes in sight before the others are unfolded
 const [MOST_WIDE, GAP, HEAD] = [300, 6, 26]; // pixels: a tile's width, between tiles, above them
 const [ONE_LINE, TWO_LINES] = [40, 56]; // pixels: a tile's height
 
-// Each device's pipeline rank and its rank in every group of the strategy (TP, DP, ...).
-function place(plan, device) {
-  const stage = plan.stages.find((one) => device >= one.devices[0] && device < one.devices[0] + one.devices[1]);
+// A device's pipeline rank and its rank in every group of the strategy (TP, DP, ...).
+function place(plan, stage, device) {
   const local = device - stage.devices[0];
   const groups = Object.entries(plan.ranks.groups).map(([name, axes]) => [name,
     axes.reduce((index, [size_, stride]) => index * size_ + Math.floor(local / stride) % size_, 0)]);
@@ -26,9 +25,14 @@ export function nodeKinds(plan) {
   const perStage = plan.stages[0].devices[1];
   const width = plan.gpus_per_node || Math.min(8, perStage, plan.device_count);
   const kinds = new Map();
+  const has = (stage, device) => device >= stage.devices[0] && device < stage.devices[0] + stage.devices[1];
+  let [stage] = plan.stages;
   for (let first = 0; first < plan.device_count; first += width) {
     const node = [];
-    for (let device = first; device < Math.min(first + width, plan.device_count); device += 1) node.push(place(plan, device));
+    for (let device = first; device < Math.min(first + width, plan.device_count); device += 1) {
+      if (!has(stage, device)) stage = plan.stages.find((one) => has(one, device));
+      node.push(place(plan, stage, device));
+    }
     const key = plan.device_count <= MOST ? first : JSON.stringify(node.map((one) => [one.rank,
       ...Object.entries(one.groups).map(([name, index]) => (name === 'ZeRO' ? 0 : moving(name) ? index - node[0].groups[name] : index))]));
     kinds.set(key, [...(kinds.get(key) || []), node]);

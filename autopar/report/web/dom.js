@@ -79,6 +79,7 @@ export function copyButton(what, text) {
 
 // The tooltip beside a point of the window; without contents it is hidden.
 const box = h('div', { class: 'tip', 'aria-hidden': 'true' });
+addEventListener('scroll', () => box.remove(), { passive: true });
 export function tip(contents, x = 0, y = 0) {
   box.remove();
   if (!contents) return;

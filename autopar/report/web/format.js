@@ -17,6 +17,6 @@ export function size(bytes) {
   return `${Math.round(bytes)} B`;
 }
 
-export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`;
 export const count = (number) => Number(number).toLocaleString('en', { maximumFractionDigits: 2 });
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;

@@ -5,7 +5,7 @@ import { bar, copyButton, h, lazy, legend, table } from './dom.js';
 import { count, percent, plural, seconds, size } from './format.js';
 import { memory, peaks } from './memory.js';
 import { timeline } from './timeline.js';
-import { controls, View } from './view.js';
+import { charts, controls, View } from './view.js';
 
 const USES = [['computation', 'computation'], ['exposed communication', 'exposed'], ['sends between stages', 'send'], ['once a step', 'once'], ['bubble', 'hatch']];
 // A strategy as a title: a degree stays beside its name where lines break, and the number of other layers is small.
@@ -194,6 +194,7 @@ const SECTIONS = [
 
 // The sections of a report. `more` (buttons beside the command) and `without` (a button that plans without a pin) are those of `autopar ui`.
 export function report(plans, { level = 'h1', more = [], without = null } = {}) {
+  charts.clear();
   const two = plans.length > 1;
   const view = new View(Math.max(...plans.map((plan) => (plan.step ? plan.step.end_s : plan.prediction.step_time_s))));
   const found = SECTIONS.map(([id, short, title, intro, make]) => {

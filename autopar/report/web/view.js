@@ -65,6 +65,7 @@ export const scale = (view, element) => {
 // Ctrl and wheel, a pinch and dragging move the view; `over(event, time)` is called where the pointer rests, `over(null)` where it leaves.
 export function interact(element, view, over) {
   const fingers = new Map();
+  let start = 0; // where the last finger came down
   const timeAt = (x) => view.from + (x - element.getBoundingClientRect().left - gutter()) / span(element) * (view.to - view.from);
   element.addEventListener('wheel', (event) => {
     if (!event.ctrlKey && !event.deltaX) return;
@@ -74,19 +75,20 @@ export function interact(element, view, over) {
   }, { passive: false });
   element.addEventListener('pointerdown', (event) => {
     fingers.set(event.pointerId, event.clientX);
+    start = event.clientX;
     element.setPointerCapture(event.pointerId);
   });
-  const away = (event) => fingers.delete(event.pointerId);
-  ['pointerup', 'pointercancel'].forEach((name) => element.addEventListener(name, away));
-  element.addEventListener('pointerleave', () => { view.point(null); over(null); });
+  const rest = (event) => {
+    const time = timeAt(event.clientX);
+    view.point(time >= view.from && time <= view.to ? time : null);
+    over(event, time);
+  };
+  element.addEventListener('pointerup', (event) => { if (Math.abs(event.clientX - start) < 5) rest(event); }); // a tap
+  ['pointerup', 'pointercancel'].forEach((name) => element.addEventListener(name, (event) => fingers.delete(event.pointerId)));
+  element.addEventListener('pointerleave', (event) => { if (event.pointerType !== 'touch') { view.point(null); over(null); } });
   element.addEventListener('pointermove', (event) => {
     const before = fingers.get(event.pointerId);
-    if (before === undefined) {
-      const time = timeAt(event.clientX);
-      view.point(time >= view.from && time <= view.to ? time : null);
-      over(event, time);
-      return;
-    }
+    if (before === undefined) { rest(event); return; }
     const others = [...fingers].filter(([id]) => id !== event.pointerId).map(([, x]) => x);
     fingers.set(event.pointerId, event.clientX);
     over(null);
@@ -95,10 +97,14 @@ export function interact(element, view, over) {
   });
 }
 
-// Draw again if the element's width, the view or the colours of the system change. Nothing is drawn outside of the document.
+// What is drawn anew where the colours of the system change: the charts of the report that is shown.
+export const charts = new Set();
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => charts.forEach((draw) => draw()));
+
+// Draw again if the element's width, the view or the colours change.
 export function redraw(element, view, draw) {
   new ResizeObserver(draw).observe(element);
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
+  charts.add(draw);
   view.follow(draw);
 }
 
