@@ -13,6 +13,7 @@ from typing import Any
 from autopar.plan import LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 from autopar.summary import groups, legend, most_common_strategy, parallelism
+from autopar.techniques.sync import SYNC
 
 MAX_ACTIONS = 40_000
 """Maximum number of actions on a page; more would make it larger than 2 MB and slow."""
@@ -49,10 +50,10 @@ def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, A
         "device_count": plan.device_count,
         "parallelism": parallelism(plan),
         "legend": legend(plan),
+        "deviations": _deviations(plan),
         "ranks": _coordinates(plan),
         "request": plan.request,
         **{name: getattr(plan, name) for name in _COPIED},
-        "mesh": [asdict(axis) for axis in plan.mesh],
         "prediction": asdict(plan.prediction),
         "pins": [asdict(pin) for pin in plan.pins],
         "stages": [_stage(plan, s, step) for s in range(len(plan.stages))],
@@ -84,7 +85,6 @@ _COPIED = (
     "solver",
     "wall_time_s",
     "notes",
-    "allow",
     "nvme_path",
     "gpus_per_node",
 )
@@ -102,6 +102,12 @@ _PRICED = (
     "nvme_bytes",
     "host_saved_bytes",
 )
+
+
+def _deviations(plan: Plan) -> list[str]:
+    """Return what makes the plan's training differ from exact training."""
+    replicas = SYNC.phrase(plan.sync)
+    return [name.replace("_", " ") for name in plan.allow] + ([f"{SYNC.subject} {replicas}"] if replicas else [])
 
 
 def _coordinates(plan: Plan) -> dict[str, Any]:

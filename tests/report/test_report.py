@@ -288,7 +288,9 @@ def test_the_headline_is_the_strategy_and_no_figure_has_two_tiles(
     chromium: Browser, subjects: dict[str, tuple[Plan, PredictedStep]], tmp_path: Path
 ) -> None:
     plan, step = subjects["one stage"]
+    plan = dataclasses.replace(plan, allow=("bfloat16_moments",))
     show(chromium, tmp_path / "page.html", PlanFigures("p", plan, step, command="autopar plan 'a b' --devices 8"))
+    assert texts(chromium, ".headline .note") == ["Not exact: bfloat16 moments"]
     assert texts(chromium, "h1") == [parallelism(plan)] and parallelism(plan).startswith("DP 4 x TP 2")
     names = texts(chromium, ".cards dt")
     assert len(names) == len(set(names)) == 6 and len(texts(chromium, ".cards")) == 1

@@ -2,6 +2,7 @@
 import { h, svg } from './dom.js';
 import { count, percent, plural, size } from './format.js';
 import { NAMES, PARTS } from './memory.js';
+import { redraw } from './view.js';
 
 const MOST = 64; // devices that are all drawn; of larger clusters, nodes that differ only in their data-parallel ranks are drawn once
 const BOXES = 6; // nodes in sight before the others are unfolded
@@ -187,6 +188,6 @@ export function cluster(plan) {
     event.preventDefault();
     next.focus();
   });
-  new ResizeObserver(draw).observe(drawing);
+  redraw(drawing, draw);
   return h('div', { class: 'with-detail' }, drawing, panel);
 }

@@ -121,7 +121,7 @@ export function memory(plan, view) {
   const choice = h('select', { on: { change: (event) => show(Number(event.target.value)) } },
     step.ranks.map((rank, i) => h('option', { value: i, selected: i === row }, `pipeline rank ${rank.rank}${i === fullest && step.ranks.length > 1 ? ', the fullest' : ''}`)));
   interact(box, view, () => {});
-  redraw(box, view, draw);
+  redraw(box, draw, view);
   return h('figure', {}, step.ranks.length > 1 ? h('label', { class: 'tools' }, 'One device of ', choice) : null, readout, box,
     h('figcaption', {}, 'Live memory of one device during each action of the pipeline; in a bubble that of the action before.'), holder);
 }

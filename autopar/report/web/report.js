@@ -5,7 +5,7 @@ import { bar, copyButton, h, lazy, legend, table } from './dom.js';
 import { count, percent, plural, seconds, size } from './format.js';
 import { memory, peaks } from './memory.js';
 import { timeline } from './timeline.js';
-import { charts, controls, View } from './view.js';
+import { controls, forget, View } from './view.js';
 
 const USES = [['computation', 'computation'], ['exposed communication', 'exposed'], ['sends between stages', 'send'], ['once a step', 'once'], ['bubble', 'hatch']];
 // A strategy as a title: a degree stays beside its name where lines break, and the number of other layers is small.
@@ -26,6 +26,7 @@ function headline(plan, level, more, two) {
     h('p', { class: 'eyebrow' }, two ? `${plan.name}: ` : '', `${plan.model} on ${plan.devices}`),
     h(level, { class: 'strategy', tabindex: -1 }, strategyTitle(plan.parallelism)),
     plan.legend.length ? h('p', { class: 'soft' }, plan.legend.join('; ')) : null,
+    plan.deviations.length ? h('p', { class: 'note' }, `Not exact: ${plan.deviations.join(', ')}`) : null,
     h('dl', { class: 'cards' },
       two ? null : card('one step', seconds(p.step_time_s), `global batch ${batch}`),
       card('tokens/s', count(Math.round(p.tokens_per_s_per_device * plan.device_count)), `${count(Math.round(p.tokens_per_s_per_device))} a device`),
@@ -194,7 +195,7 @@ const SECTIONS = [
 
 // The sections of a report. `more` (buttons beside the command) and `without` (a button that plans without a pin) are those of `autopar ui`.
 export function report(plans, { level = 'h1', more = [], without = null } = {}) {
-  charts.clear();
+  forget();
   const two = plans.length > 1;
   const view = new View(Math.max(...plans.map((plan) => (plan.step ? plan.step.end_s : plan.prediction.step_time_s))));
   const found = SECTIONS.map(([id, short, title, intro, make]) => {

@@ -140,7 +140,7 @@ export function timeline(plan, view) {
     const item = row >= 0 && row < rows && view.cursor !== null ? items[find(items, first[row], last(row), time)] : null;
     tip(item && time <= item.stop ? describe(item) : null, event ? event.clientX : 0, event ? event.clientY : 0);
   });
-  redraw(box, view, draw);
+  redraw(box, draw, view);
 
   const select = (index) => {
     at = Math.max(0, Math.min(items.length - 1, index));

@@ -4,7 +4,7 @@ import { button, copyButton, h, say } from './dom.js';
 import { count, percent, plural, seconds, size } from './format.js';
 import { RequestForm, shape } from './request.js';
 
-const { report, sideBySide } = globalThis.autopar;
+const { drawAll, report, sideBySide } = globalThis.autopar;
 const EXAMPLES = [['llama3-8b', '2x8xH100-80GB', 128], ['llama3-70b', '32x8xH100-80GB', 1024], ['mixtral-8x7b', '16x8xH100-80GB', 1024]];
 const plans = []; // jobs that are done, the newest last, with their requests and figures
 let form;
@@ -133,6 +133,7 @@ function show(one) {
   const more = [copyButton('JSON', () => JSON.stringify(one.plan, null, 1)), h('a', { href: `api/plans/${one.id}/report`, download: 'report.html' }, 'Save report')];
   const [heads, ...sections] = report([one.figures], { more, without });
   find('plan').replaceChildren(heads, ...tabs(one, sections));
+  drawAll();
   list();
   say(`plan: one step takes ${seconds(one.plan.step_time_s)}, MFU ${percent(one.plan.mfu)}`);
 }

@@ -97,15 +97,17 @@ export function interact(element, view, over) {
   });
 }
 
-// What is drawn anew where the colours of the system change: the charts of the report that is shown.
-export const charts = new Set();
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => charts.forEach((draw) => draw()));
+// The drawings of the report that is shown.
+const drawings = new Set();
+export const forget = () => drawings.clear();
+export const drawAll = () => drawings.forEach((draw) => draw());
+matchMedia('(prefers-color-scheme: dark)').addEventListener('change', drawAll);
 
-// Draw again if the element's width, the view or the colours change.
-export function redraw(element, view, draw) {
+// Draw again if the element's width, the colours of the system or the view, if there is one, change.
+export function redraw(element, draw, view = null) {
   new ResizeObserver(draw).observe(element);
-  charts.add(draw);
-  view.follow(draw);
+  drawings.add(draw);
+  if (view) view.follow(draw);
 }
 
 export function controls(view) {
