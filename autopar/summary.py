@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from autopar.plan import (
@@ -10,6 +11,7 @@ from autopar.plan import (
     MICROBATCH_STATISTICS,
     NARROW,
     REPLICATING,
+    Axis,
     Plan,
     Role,
     Strategy,
@@ -71,15 +73,15 @@ _MEANINGS = {
 
 def parallelism(plan: Plan) -> str:
     """Return ``degrees``, and the number of layers that have others."""
-    common, count = Counter(layer.strategy for layer in plan.layers).most_common(1)[0]
-    others = len(plan.layers) - count
+    common = most_common_strategy(plan)
+    others = sum(layer.strategy != common for layer in plan.layers)
     return degrees(plan, common) + (f" ({others} of {len(plan.layers)} layers differ)" if others else "")
 
 
 def degrees(plan: Plan, strategy: Strategy | None = None) -> str:
     """Return the degrees of most layers, or of ``strategy``, in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3,
     microbatch size 1"."""
-    common, mesh = strategy or _most_common(plan), plan.mesh
+    common, mesh = strategy or most_common_strategy(plan), plan.mesh
     words = {name: f"{name} {degree}" for name, degree in _degrees(plan, common).items()}
     if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
         words["TP"] += " with sequence parallelism"
@@ -91,7 +93,7 @@ def degrees(plan: Plan, strategy: Strategy | None = None) -> str:
 
 def abbreviations(plan: Plan) -> tuple[str, ...]:
     """Return the abbreviations in ``degrees``."""
-    common = _most_common(plan)
+    common = most_common_strategy(plan)
     zero = [f"ZeRO {common.zero}"] if common.zero and common.degree(plan.mesh, *REPLICATING) > 1 else []
     return *_degrees(plan, common), *zero
 
@@ -102,23 +104,33 @@ def legend(plan: Plan) -> list[str]:
     return [f"{name} {meaning}" for name, meaning in _MEANINGS.items() if name in used]
 
 
-def _most_common(plan: Plan) -> Strategy:
+def most_common_strategy(plan: Plan) -> Strategy:
+    """Return the strategy that most layers have."""
     return Counter(layer.strategy for layer in plan.layers).most_common(1)[0][0]
+
+
+_GROUPS = {
+    "DP": tuple(role for role in Role if role.dense is Role.DATA),
+    "CP": DEGREES["ring"],
+    "Ulysses": DEGREES["ulysses"],
+    "2D or 3D TP": tuple(role for role in Role if role.gathers_parameters),
+    "TP": DEGREES["tensor"],
+    "EP": DEGREES["expert"],
+}
+
+
+def groups(plan: Plan, strategy: Strategy) -> dict[str, tuple[Axis, ...]]:
+    """Return the mesh axes, outermost first, of each kind of parallelism inside a stage, by its abbreviation; those of degree 1 are left
+    out."""
+    axes = [(axis, role) for axis, role in zip(plan.mesh, strategy.roles, strict=True) if axis.size > 1]
+    found = {name: tuple(axis for axis, role in axes if role in roles) for name, roles in _GROUPS.items()}
+    return {name: own for name, own in found.items() if own}
 
 
 def _degrees(plan: Plan, strategy: Strategy) -> dict[str, int]:
     """Return the degrees above 1 by their abbreviation."""
-    mesh = plan.mesh
-    found = {
-        "PP": plan.pipeline,
-        "VPP": plan.chunks,
-        "DP": strategy.degree(mesh, *(role for role in Role if role.dense is Role.DATA)),
-        "CP": strategy.degree(mesh, *DEGREES["ring"]),
-        "Ulysses": strategy.degree(mesh, *DEGREES["ulysses"]),
-        "2D or 3D TP": strategy.degree(mesh, *(role for role in Role if role.gathers_parameters)),
-        "TP": strategy.degree(mesh, *DEGREES["tensor"]),
-        "EP": strategy.degree(mesh, *DEGREES["expert"]),
-    }
+    inside = {name: math.prod(axis.size for axis in axes) for name, axes in groups(plan, strategy).items()}
+    found = {"PP": plan.pipeline, "VPP": plan.chunks} | inside
     return {name: degree for name, degree in found.items() if degree > 1}
 
 

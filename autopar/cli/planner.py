@@ -2,8 +2,8 @@
 writes their progress to standard output.
 
 A job has a kind, the arguments of ``autopar plan`` and a folder. A job of kind ``plan`` writes ``plan.json`` (as ``autopar plan --json``
-prints it) and ``report.html`` into the folder; one of kind ``program`` writes the program of that plan. The worker keeps the graph of the
-last model, so planning that model again with another pin needs no capture.
+prints it), ``figures.json`` (the data of its report) and ``report.html`` into the folder; one of kind ``program`` writes the program of
+that plan. The worker keeps the graph of the last model, so planning that model again with another pin needs no capture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopar.plan_files import read_plan
 from autopar.planning import check_schedule, compared_graph, plan_graph
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.report import PlanFigures, page, predict_step
+from autopar.report import PlanFigures, figures, page_of, predict_step
 from autopar.run.worker import read_calls
 from autopar.search import SearchOptions
 
@@ -60,7 +60,9 @@ class Planner:
         cluster = cluster.used_by(plan.device_count)
         step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
         subject = PlanFigures(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
-        (folder / "report.html").write_text(page([subject]), "utf-8")
+        drawn = figures(subject)
+        (folder / "figures.json").write_text(json.dumps(drawn, allow_nan=False), "utf-8")
+        (folder / "report.html").write_text(page_of([drawn]), "utf-8")
         (folder / "plan.json").write_text(plan.dumps() + "\n", "utf-8")
 
     def program(self, arguments: list[str], folder: Path) -> None:

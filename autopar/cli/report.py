@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shlex
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -13,7 +13,6 @@ from autopar.cli.commands import capture_request, cluster_and_options, with_reco
 from autopar.cli.console import Messages, console, output_file, plain_table
 from autopar.cli.explain import explained, missing_options, require_model_and_devices, same_prices
 from autopar.cli.options import PlanRequest
-from autopar.cli.pricing import compared
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
 from autopar.errors import UsageError
@@ -59,7 +58,7 @@ def report_command(
     subjects = [_subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     steps = [one.step for one in subjects if one.step]
     if path := paths.get("page"):
-        path.write_text(page(subjects, _pairs(subjects[0].plan, subjects[1].plan) if other else ()), "utf-8")
+        path.write_text(page(subjects), "utf-8")
         with Messages() as messages:
             messages.say(f"one self-contained page of {size(path.stat().st_size)}")
     if path := paths.get("figure"):
@@ -76,9 +75,17 @@ def report_command(
         print(path)
 
 
-def _pairs(first: Plan, second: Plan) -> list[tuple[str, Any, Any, str]]:
-    """Return (figure, value of ``first``, value of ``second``, unit) for every row of the comparison."""
-    return [(figure, a, b, unit) for figure, (a, b), unit in compared([first, second])]
+def _command(plan: Plan) -> str:
+    """Return the command line that the plan's file records, or an empty string: plans of ``autopar.compile`` have none."""
+    words = ["autopar", "plan", str(plan.request.get("model", ""))]
+    for name in (field.name for field in fields(PlanRequest)):
+        if name in plan.request and name not in ("model", "pins", "allow"):
+            value = plan.request[name]
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value).removesuffix(".0")])]
+    for name in ("allow", "pins"):
+        for value in plan.request.get(name, ()):
+            words += [f"--{name.removesuffix('s')}", value]
+    return shlex.join(words) if words[2] else ""
 
 
 def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
@@ -100,7 +107,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
             f"The plan's file {lacking[0]}. With {lacking[1]}, this page also shows the timeline, the costs of layers, the "
             "traffic and the sources of all figures."
         )
-        return PlanFigures(name, plan, missing=(why,))
+        return PlanFigures(name, plan, missing=(why,), command=_command(plan))
     step, cluster = _predicted(plan, completed)
     warnings = []
     if not same_prices(plan, step.step_time_s):
@@ -110,7 +117,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
             "are the file's."
         )
     explanation = explained(completed, plan).to_json() if explain else None
-    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(warnings))
+    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(warnings), _command(plan))
 
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:

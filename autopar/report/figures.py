@@ -12,7 +12,8 @@ from typing import Any
 
 from autopar.plan import LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
-from autopar.summary import describe
+from autopar.summary import groups, legend, most_common_strategy, parallelism
+from autopar.techniques.sync import SYNC
 
 MAX_ACTIONS = 40_000
 """Maximum number of actions on a page; more would make it larger than 2 MB and slow."""
@@ -23,7 +24,7 @@ KINDS = ("F", "B", "I", "W", ONCE)
 @dataclass(frozen=True)
 class PlanFigures:
     """A plan with everything that its page shows. ``missing`` has sentences about parts of the page that have no figures, ``provenance``
-    rows of ``devices.figures.cluster_figures``."""
+    rows of ``devices.figures.cluster_figures``; ``command`` is the command line that makes the plan."""
 
     name: str
     plan: Plan
@@ -31,6 +32,7 @@ class PlanFigures:
     explanation: Mapping[str, Any] | None = None
     provenance: Sequence[Mapping[str, Any]] = ()
     missing: tuple[str, ...] = ()
+    command: str = ""
 
 
 def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, Any]:
@@ -46,10 +48,12 @@ def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, A
         "model": plan.model,
         "devices": plan.devices,
         "device_count": plan.device_count,
-        "description": describe(plan),
+        "parallelism": parallelism(plan),
+        "legend": legend(plan),
+        "deviations": _deviations(plan),
+        "ranks": _coordinates(plan),
         "request": plan.request,
         **{name: getattr(plan, name) for name in _COPIED},
-        "mesh": [asdict(axis) for axis in plan.mesh],
         "prediction": asdict(plan.prediction),
         "pins": [asdict(pin) for pin in plan.pins],
         "stages": [_stage(plan, s, step) for s in range(len(plan.stages))],
@@ -63,6 +67,7 @@ def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, A
         "explanation": subject.explanation,
         "provenance": list(subject.provenance),
         "missing": list(subject.missing),
+        "command": subject.command,
     }
 
 
@@ -80,8 +85,8 @@ _COPIED = (
     "solver",
     "wall_time_s",
     "notes",
-    "allow",
     "nvme_path",
+    "gpus_per_node",
 )
 _PRICED = (
     "forward_s",
@@ -97,6 +102,26 @@ _PRICED = (
     "nvme_bytes",
     "host_saved_bytes",
 )
+
+
+def _deviations(plan: Plan) -> list[str]:
+    """Return what makes the plan's training differ from exact training."""
+    replicas = SYNC.phrase(plan.sync)
+    return [name.replace("_", " ") for name in plan.allow] + ([f"{SYNC.subject} {replicas}"] if replicas else [])
+
+
+def _coordinates(plan: Plan) -> dict[str, Any]:
+    """Return what determines a device's place: ``stages`` of each pipeline rank, and the axes ([size, stride], outermost first) of each
+    group of the strategy that most layers have, and of ZeRO's shards."""
+    common, schedule = most_common_strategy(plan), plan.sized_schedule
+    axes = groups(plan, common)
+    if common.zero:
+        axes["ZeRO"] = tuple(axis for axis in common.data_axes(plan.mesh)[1] if axis.size > 1)
+    return {
+        "stages": [list(schedule.stages_of(rank)) for rank in range(plan.pipeline)],
+        "groups": {name: [[axis.size, axis.stride] for axis in own] for name, own in axes.items() if own},
+        "zero": common.zero,
+    }
 
 
 def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from autopar.report.figures import MAX_ACTIONS, PlanFigures, figures
 
 
-def page(subjects: Sequence[PlanFigures], comparison: Sequence[Sequence[Any]] = ()) -> str:
-    """Return the HTML page of one plan, or of two side by side; ``comparison`` has rows (figure, first value, second value, unit)."""
-    data = {
-        "plans": [figures(subject, MAX_ACTIONS // len(subjects)) for subject in subjects],
-        "comparison": [list(row) for row in comparison],
-    }
-    title = " and ".join(f"{s.plan.model} on {s.plan.devices}" for s in subjects)
+def page(subjects: Sequence[PlanFigures]) -> str:
+    """Return the HTML page of one plan, or of two side by side."""
+    return page_of([figures(subject, MAX_ACTIONS // len(subjects)) for subject in subjects])
+
+
+def page_of(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Return the HTML page of plans whose figures are ``plans``."""
+    title = " and ".join(f"{plan['model']} on {plan['devices']}" for plan in plans)
     parts = {
         "title": html.escape(f"{title} - autopar"),
         "style": _file("page.css"),
-        "data": as_script(data),
+        "data": as_script({"plans": plans}),
         "script": _file("page.min.js"),
     }
     # one pass over the template, so that inserted parts aren't substituted again

@@ -2,7 +2,7 @@
 
 Every request must have the token in its path, this server's name in ``Host``, and no foreign ``Origin``: cross-site requests get 403, also
 with DNS rebinding. The server looks up files by names that it lists itself, and never opens a path from a request; a path has one accepted
-encoding. Reports run in a sandbox without an origin. Connections and waiting jobs are limited.
+encoding. A report that is opened as a page of its own runs in a sandbox without an origin. Connections and waiting jobs are limited.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_CONNECTIONS = 32
 _SAFE = "/!'()*~"  # characters that the page's script doesn't escape in paths
 _IDLE_S = 15  # before an idle connection is closed
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; frame-src 'self'; img-src 'self' data:; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _SANDBOX = (
@@ -47,10 +47,18 @@ _SANDBOX = (
     "frame-ancestors 'self'"
 )
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
-_STATIC = {
-    "": ("page.html", _HTML),
-    "ui.css": ("ui.css", "text/css; charset=utf-8"),
-    "ui.js": ("ui.min.js", "text/javascript; charset=utf-8"),
+_CSS, _SCRIPT = "text/css; charset=utf-8", "text/javascript; charset=utf-8"
+_STATIC = {  # path -> package, file, type
+    "": ("autopar.ui", "page.html", _HTML),
+    "ui.css": ("autopar.ui", "ui.css", _CSS),
+    "ui.js": ("autopar.ui", "ui.min.js", _SCRIPT),
+    "report.css": ("autopar.report", "page.css", _CSS),
+    "report.js": ("autopar.report", "page.min.js", _SCRIPT),
+}
+_RESULTS = {  # part of a plan -> file, type
+    "report": ("report.html", _HTML),
+    "figures": ("figures.json", _JSON),
+    "plan.json": ("plan.json", _JSON),
 }
 
 
@@ -116,13 +124,13 @@ class Server:
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, str, bytes]:
         if method == "GET" and path in _STATIC:
-            name, kind = _STATIC[path]
-            return 200, kind, resources.files("autopar.ui").joinpath(name).read_bytes()
+            package, name, kind = _STATIC[path]
+            return 200, kind, resources.files(package).joinpath(name).read_bytes()
         if (method, path) == ("GET", "api/choices"):
             return _json(asdict(self.choices))
         if (method, path) == ("POST", "api/plans"):
             return self._plan(body)
-        found = re.fullmatch(r"api/plans/([0-9a-f]{16})(?:/(report|plan\.json|program)(?:/(.+))?)?", path)
+        found = re.fullmatch(r"api/plans/([0-9a-f]{16})(?:/(report|figures|plan\.json|program)(?:/(.+))?)?", path)
         if found is None:
             return _json({"error": f"there is nothing at {path!r}", "hint": ""}, 404)
         job, part, name = self.jobs.find(found[1]), found[2], found[3]
@@ -132,9 +140,9 @@ class Server:
             return _json(self.jobs.cancel(job.number).to_json())
         if part == "program" and method == "POST" and name is None:
             return self._program(job)
-        if method == "GET" and name is None and part in ("report", "plan.json"):
-            kind = _HTML if part == "report" else _JSON
-            return 200, kind, self._file(job, "report.html" if part == "report" else part).read_bytes()
+        if method == "GET" and name is None and part in _RESULTS:
+            file, kind = _RESULTS[part]
+            return 200, kind, self._file(job, file).read_bytes()
         if method == "GET" and part == "program" and name is not None:
             return self._program_file(job, name)
         return _json({"error": f"{method} is not for {path!r}", "hint": ""}, 405)

@@ -59,12 +59,14 @@ class View:
 
 VIEWS = (View("desktop", 1280, 1000), View("phone", 390, 844, touch=True), View("dark", 1280, 1000, dark=True))
 PICTURES = {  # page, view, what is in sight, what is done first
-    "pages-405b-desktop": ("405b", "desktop", "top", ""),
+    "pages-8b-desktop": ("8b", "desktop", "main", ""),
+    "pages-8b-phone": ("8b", "phone", "main", ""),
+    "pages-405b-desktop": ("405b", "desktop", "main", ""),
     "pages-405b-dark": ("405b", "dark", "timeline", "tooltip"),
-    "pages-8b-phone": ("8b", "phone", "timeline", ""),
-    "pages-8b-alternatives": ("8b", "desktop", "why", ""),
+    "pages-8b-phone-memory": ("8b", "phone", "timeline", ""),
     "pages-8b-zoomed": ("8b", "desktop", "timeline", "zoom"),
-    "pages-two-desktop": ("two", "desktop", "timeline", ""),
+    "pages-8b-alternatives": ("8b", "desktop", "why", ""),
+    "pages-two-desktop": ("two", "desktop", "main", ""),
 }
 
 
@@ -116,7 +118,9 @@ const light = (name) => {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const ratio = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
-return Math.min(...['text', 'soft', 'accent'].flatMap((front) => ['card', 'page'].map((back) => ratio(front, back))));"""
+const pairs = [...['text', 'soft', 'accent', 'better', 'worse'].flatMap((front) => ['card', 'page'].map((back) => [front, back])),
+  ['on-accent', 'accent'], ['on-colour', 'forward'], ['on-backward', 'backward']];
+return Math.min(...pairs.map(([front, back]) => ratio(front, back)));"""
 UNNAMED = """
 const unnamed = [];
 for (const one of document.querySelectorAll('section, [tabindex="0"], button, select, input'))
@@ -132,8 +136,8 @@ return seen.size"""
 _MIDDLE = """
 const box = document.querySelector('.timeline canvas').getBoundingClientRect();
 const rows = JSON.parse(document.getElementById('figures').textContent).plans[0].step.ranks.length;
-const row = (box.height - 66) / rows;  // 8 pixels above the rows, 58 below
-return [box.x + box.width / 2, box.y + 8 + row * (Math.floor(rows / 3) + 0.5)]"""
+const row = (box.height - 22) / rows;  // 22 pixels above the rows
+return [box.x + box.width / 2, box.y + 22 + row * (Math.floor(rows / 3) + 0.5)]"""
 _SHOWN = "return document.querySelector('.timeline').dataset.shown || ''"
 _LIVE = "return document.getElementById('live').textContent"
 
@@ -147,6 +151,14 @@ def checks(session: Browser, path: Path, view: View) -> Iterator[tuple[str, bool
     yield "asks the network for nothing", set(session.requests()) == {path.resolve().as_uri()}
     yield "is as wide as the screen", session.run("return document.documentElement.scrollWidth") == view.width
     yield "has text with a contrast of 4.5 or more", session.run(CONTRAST) >= 4.5
+    tiles = session.run("return document.querySelectorAll('.cards').length")
+    strategies = session.run("return [...document.querySelectorAll('.strategy')].map((one) => one.textContent)")
+    yield (
+        "has the strategy as headline, and the figures once",
+        0 < tiles == sum("microbatch" in one for one in strategies),
+    )
+    drawn = session.run("return [...document.querySelectorAll('.gpu')].map((one) => one.getAttribute('aria-label'))")
+    yield "draws each distinct GPU once, with its memory", bool(drawn) and all("memory" in one for one in drawn)
     yield "names every section, control, chart and table", session.run(UNNAMED) == []
     session.run("document.activeElement.blur(); document.getElementById('timeline').scrollIntoView()")
     session.hover(*session.run(_MIDDLE))
@@ -187,7 +199,7 @@ def checks(session: Browser, path: Path, view: View) -> Iterator[tuple[str, bool
         rows = session.run("return document.querySelectorAll('#comparison tbody tr').length")
         yield (
             "compares both plans",
-            rows > 20 and session.run("return document.querySelectorAll('.timeline').length") == 2,
+            rows > 15 and session.run("return document.querySelectorAll('.timeline').length") == 2,
         )
     yield (
         "stays as wide as the screen when all is open",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -44,34 +45,43 @@ def focus(session: Browser, name: str) -> None:
     raise AssertionError(f"the tab key never comes to {name}")
 
 
-def test_a_plan_its_report_a_pin_and_its_program_by_keyboard(page: tuple[Browser, Server]):
+def plans(session: Browser) -> int:
+    return int(session.run("return document.querySelectorAll('#plans li').length"))
+
+
+def texts(session: Browser, selector: str) -> list[str]:
+    found: list[str] = session.run(
+        "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent.replaceAll('\u00a0', ' '))",
+        selector,
+    )
+    return found
+
+
+def test_a_plan_its_report_a_slider_and_its_program_by_keyboard(page: tuple[Browser, Server]):
     session, server = page
     focus(session, "#model")
     assert session.run("return document.getElementById('model').value") == MLP
     focus(session, "#global-batch")
     press(session, *"64")
     press(session, "enter")
-    session.wait("document.querySelector('iframe') && " + IDLE)
+    session.wait("document.querySelector('h1.strategy') && " + IDLE)
     assert "one step takes" in session.run(LIVE)
     assert session.run("return document.activeElement.id") == "global-batch"  # the focus stays where it was
-    focus(session, "#add-pin")
-    press(session, "enter")
-    assert session.run("return document.activeElement.className") == "pin-name"
-    press(session, *"tensor")
-    focus(session, ".pin-value")
-    press(session, "up")
-    focus(session, "#go")
-    press(session, "enter")
-    session.wait("document.querySelectorAll('section[aria-label=Plans] tbody tr').length == 2 && " + IDLE)
-    costs = session.run("return document.querySelector('#title ~ .wide').textContent")
+    assert texts(session, "h1")[0].startswith("DP 8, ")
+    focus(session, "#pin-tensor")
+    assert texts(session, "#pin-tensor + output") == ["auto 1"]  # what the plan chose
+    press(session, "right", "right")  # auto, 1, 2: one plan, when the slider rests
+    assert session.run("return document.activeElement.getAttribute('aria-valuetext')") == "2"
+    session.wait("document.querySelectorAll('#plans li').length == 2 && " + IDLE)
+    assert session.run("return document.activeElement.id") == "pin-tensor" and plans(session) == 2
+    assert "TP 2" in texts(session, "h1")[0] and "--pin tensor=2" in texts(session, ".command code")[0]
+    (costs,) = texts(session, ".pin-costs")
     assert "tensor=2" in costs and "%" in costs and "Plan without tensor" in costs
-    compared = session.run(
-        "return [...document.querySelectorAll('section[aria-label=Plans] td:nth-child(3)')].map((one) => one.textContent)"
-    )
-    assert compared[0].endswith("faster") and compared[1] == "in sight"
+    compared = texts(session, "#plans .compared")
+    assert compared[0].endswith("faster") and compared[1] == "shown"
 
     focus(session, "[role=tab][aria-selected=true]")
-    press(session, "right")
+    press(session, "right", "right")
     assert session.run("return document.activeElement.textContent") == "Program"
     focus(session, "#panel button")
     press(session, "enter")
@@ -79,18 +89,80 @@ def test_a_plan_its_report_a_pin_and_its_program_by_keyboard(page: tuple[Browser
     assert "def main" in session.run("return document.querySelector('.files pre').textContent")
     names = session.run("return [...document.querySelectorAll('.files li button')].map((one) => one.textContent)")
     assert names[0].startswith("train.py") and len(names) > 5
+    session.run("document.getElementById('tab-Report').click()")
+
+
+def test_the_report_is_a_part_of_the_page_and_prints_no_figure_twice(page: tuple[Browser, Server]):
+    session, _ = page
+    assert session.run("return document.querySelectorAll('iframe').length") == 0
+    assert session.run("return document.querySelectorAll('h1').length") == 1
+    names = texts(session, ".cards dt")
+    assert len(names) == len(set(names)) == 6
+    step_time = session.run("return document.querySelector('.cards dd').firstChild.textContent")
+    outside = session.run(
+        "const page = document.body.cloneNode(true); page.querySelector('#plans').remove(); return page.textContent"
+    )
+    assert outside.count(step_time) == 1
+    assert session.run("return document.querySelectorAll('.gpu').length") == 8
+    assert session.run("return document.querySelectorAll('.timeline canvas').length") == 1
+
+
+def test_sliders_offer_the_divisors_that_are_left(page: tuple[Browser, Server]):
+    session, _ = page
+    offered = """const slider = document.getElementById(arguments[0]), found = [];
+      const move = (i) => { slider.value = i; slider.dispatchEvent(new Event('input')); return slider.getAttribute('aria-valuetext'); };
+      for (let i = 0; i <= Number(slider.max); i++) found.push(move(i));
+      move(0);
+      return found"""
+    assert session.run(offered, "pin-data") == ["auto", "1", "2", "4"]  # tensor is 2, of 8 devices
+    assert session.run(offered, "pin-zero") == ["auto", "0", "1", "2", "3"]
+    assert session.run(offered, "pin-microbatches")[-1] == "64"
+    session.run("document.getElementById('all-auto').click()")
+    assert session.run(offered, "pin-data") == ["auto", "1", "2", "4", "8"]
+    session.wait("document.querySelectorAll('#plans li').length == 3 && " + IDLE)  # the last movement alone is planned
+    assert "--pin" not in texts(session, ".command code")[0]
+
+
+def test_two_plans_side_by_side(page: tuple[Browser, Server]):
+    session, _ = page
+    session.run("document.querySelectorAll('#plans li')[1].querySelector('button:not(.pick)').click()")
+    assert session.run("return document.querySelector('[role=tab][aria-selected=true]').textContent") == "Compare"
+    rows = session.run(
+        "return [...document.querySelectorAll('.versus tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    found = {row[0]: row[1:] for row in rows}
+    assert found["TP"][:2] == ["2", "1"] and found["DP"] == ["4", "8"]
+    assert found["one step"][2].startswith("−") and "plan 3 is" in texts(session, ".verdict")[0]
+    assert {"parameters", "gradients", "optimizer states", "activations", "buffers", "exposed communication"} <= set(
+        found
+    )
+    session.view(390, 844, touch=True)
+    assert session.run("return document.documentElement.scrollWidth") == 390
+    session.view(1280, 900)
+    session.run("document.getElementById('tab-Report').click()")
+
+
+def test_copy_buttons_copy_the_command_and_the_plan(page: tuple[Browser, Server]):
+    session, _ = page
+    session.devtools("Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]})
+    for i, begins in enumerate(("autopar plan ", "{")):
+        session.run("document.querySelectorAll('.command .copy')[arguments[0]].click()", i)
+        session.wait(f"document.querySelectorAll('.command .copy')[{i}].textContent === 'Copied'")
+        copied = session.run("return navigator.clipboard.readText()")
+        assert copied.startswith(begins)
+    assert json.loads(copied)["devices"] == "8xH100-80GB-SXM"
 
 
 def test_a_pin_that_is_given_twice_is_refused(page: tuple[Browser, Server]):
     session, _ = page
-    session.run("document.getElementById('pins').replaceChildren()")
     session.run("for (let i = 0; i < 3; i++) document.getElementById('add-pin').click()")
     names = "return [...document.querySelectorAll('.pin-name')].map((select) => select.value)"
     assert len(set(session.run(names))) == 3
+    first = session.run(names)[0]
     session.run("const [, second] = document.querySelectorAll('.pin-name'); second.selectedIndex = 0")
     session.run("document.getElementById('go').click()")
     session.wait("document.querySelector('[role=alert] .wrong')")
-    assert "the pin pipeline is given twice" in session.run("return document.querySelector('[role=alert]').textContent")
+    assert f"the pin {first} is given twice" in session.run("return document.querySelector('[role=alert]').textContent")
 
 
 def test_what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page: tuple[Browser, Server]):
@@ -126,7 +198,7 @@ def test_the_page_is_narrow_dark_named_and_silent(page: tuple[Browser, Server]):
     for width, dark, touch in ((390, True, True), (1280, False, False)):
         session.view(width, 844, dark, touch)
         assert session.run("return document.documentElement.scrollWidth") == width
-    unnamed = session.run("""return [...document.querySelectorAll('button, select, input, textarea, iframe, table, [tabindex="0"]')]
+    unnamed = session.run("""return [...document.querySelectorAll('button, select, input, textarea, table, [tabindex="0"]')]
       .filter((one) => !one.getAttribute('aria-label') && !one.title && !one.textContent.trim() && !(one.labels && one.labels.length))
       .map((one) => one.outerHTML.slice(0, 80))""")
     assert unnamed == []

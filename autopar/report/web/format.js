@@ -4,7 +4,7 @@ export function seconds(value) {
   if (value >= 100) return `${Math.round(value).toLocaleString('en')} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   if (value >= 1e-3) return `${(value * 1e3).toFixed(2)} ms`;
-  return value > 0 ? `${(value * 1e6).toFixed(value < 1e-5 ? 1 : 0)} us` : '0 s';
+  return value > 1e-9 ? `${(value * 1e6).toFixed(value < 1e-5 ? 1 : 0)} us` : '0 s';
 }
 
 export function size(bytes) {
@@ -17,6 +17,6 @@ export function size(bytes) {
   return `${Math.round(bytes)} B`;
 }
 
-export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}\u00a0%`;
 export const count = (number) => Number(number).toLocaleString('en', { maximumFractionDigits: 2 });
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;

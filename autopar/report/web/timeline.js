@@ -1,14 +1,15 @@
 // The pipeline timeline: every action of every pipeline rank, with the sends at their ends and the bubbles between them.
-import { clip, draw, narrow, slider, timeAxis, tooltip, Window } from './charts.js';
-import { colour, h, lazy, legend, say, table } from './dom.js';
+import { colour, h, lazy, legend, say, table, tip } from './dom.js';
 import { count, percent, seconds, size } from './format.js';
+import { gutter, interact, redraw, RIGHT, scale } from './view.js';
 
 const WORDS = { F: 'forward', B: 'backward', I: 'backward, gradients of inputs', W: 'backward, gradients of weights', O: 'once a step', idle: 'bubble' };
 const COLOURS = { F: 'forward', B: 'backward', I: 'backward', W: 'weight', O: 'once', idle: 'bubble' };
 const PAGE = 200; // rows of the table of actions at a time
+const TOP = 22; // pixels above the rows: the times
 
 // All actions and bubbles in one list; `first[row]` is where a rank's begin.
-export function actionsOf(step) {
+function actionsOf(step) {
   const items = [];
   const first = [];
   step.ranks.forEach((rank, row) => {
@@ -31,7 +32,7 @@ export function actionsOf(step) {
   return { items, first };
 }
 
-function title(item) {
+export function title(item) {
   if (item.kind === 'idle' || item.kind === 'O') return WORDS[item.kind];
   return `${WORDS[item.kind]} of stage ${item.stage}, microbatch ${item.microbatch}`;
 }
@@ -46,96 +47,121 @@ function facts(item) {
   return found;
 }
 
-// `others` has the windows of the timelines on the page: they show the same part of the step.
-export function timeline(plan, end, others) {
+// The index of the last item of a row that starts at `time` or before.
+function find(items, from, to, time) {
+  let [low, high] = [from, to - 1];
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (items[middle].start <= time) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+export function timeline(plan, view) {
   const { step } = plan;
   const { items, first } = actionsOf(step);
   const rows = step.ranks.length;
-  const own = new Map(); // which stage of its device a stage is, in order
-  plan.stages.forEach((stage, s) => own.set(s, plan.stages.slice(0, s).filter((other) => other.rank === stage.rank).length));
-  const rowHeight = Math.max(13, Math.min(30, 420 / rows));
-  const height = Math.round(rows * rowHeight + 90);
+  const last = (row) => (row + 1 < rows ? first[row + 1] : items.length);
+  const own = plan.stages.map((stage, s) => plan.stages.slice(0, s).filter((other) => other.rank === stage.rank).length);
+  const tall = Math.max(13, Math.min(30, 420 / rows));
+  const canvas = h('canvas', { style: { height: `${TOP + Math.ceil(rows * tall)}px` } });
   const box = h('div', {
-    class: 'chart timeline', style: { height: `${height}px` }, tabindex: 0, role: 'application', 'aria-roledescription': 'timeline',
+    class: 'chart timeline', tabindex: 0, role: 'application', 'aria-roledescription': 'timeline',
     'aria-label': `Timeline of one step, ${count(step.actions)} actions on ${rows} pipeline ranks. Left and right: actions. Up and down: ranks. `
       + 'Plus and minus: zoom. 0: the whole step. The table below has the same figures.',
-  });
+  }, canvas);
+  let at = -1;
 
-  const option = () => {
-    const paint = Object.fromEntries(Object.entries(COLOURS).map(([kind, name]) => [kind, colour(name)]));
-    const [send, hatch] = [colour('send'), colour('hatch')];
-    const inside = Object.fromEntries(Object.entries(COLOURS).map(([kind, name]) => [kind, colour(name === 'backward' ? 'on-backward' : 'on-colour')]));
-    return {
-      animation: false,
-      grid: { left: narrow() ? 34 : 58, right: 14, top: 8, bottom: 58 },
-      tooltip: { ...tooltip(), trigger: 'item', formatter: ({ dataIndex }) => describe(items[dataIndex]) },
-      xAxis: timeAxis(end),
-      yAxis: {
-        type: 'category', inverse: true, data: step.ranks.map((rank) => (narrow() ? `${rank.rank}` : `rank ${rank.rank}`)),
-        axisLabel: { color: colour('soft') }, axisTick: { show: false }, axisLine: { lineStyle: { color: colour('line') } },
-      },
-      dataZoom: [
-        { type: 'inside', xAxisIndex: 0, filterMode: 'weakFilter', zoomOnMouseWheel: 'ctrl', moveOnMouseWheel: false, preventDefaultMouseMove: false, minSpan: 1e-3 },
-        { ...slider(), xAxisIndex: 0, filterMode: 'weakFilter', minSpan: 1e-3 },
-      ],
-      series: [{
-        type: 'custom', encode: { x: [1, 2], y: 0 }, progressive: 0, clip: true,
-        data: items.map((item) => [item.row, item.start, item.stop]),
-        renderItem: (params, api) => {
-          const item = items[params.dataIndex];
-          const [x, y] = api.coord([item.start, item.row]);
-          const width = Math.max(api.coord([item.stop, item.row])[0] - x, 0.4);
-          const tall = api.size([0, 1])[1] * (item.kind === 'idle' ? 0.5 : 0.82);
-          const shape = clip({ x, y: y - tall / 2, width, height: tall }, params.coordSys);
-          if (!shape) return null;
-          const chunk = plan.chunks > 1 && item.stage >= 0 && item.kind !== 'idle' ? own.get(item.stage) / plan.chunks : 0;
-          const style = { fill: paint[item.kind], opacity: 1 - 0.55 * chunk };
-          if (item.kind === 'idle') Object.assign(style, { stroke: hatch, lineWidth: width > 3 ? 0.5 : 0 });
-          const rect = { type: 'rect', shape, style, emphasis: { style: { stroke: colour('focus'), lineWidth: 2 } } };
-          if (shape.width > 18 && tall > 10 && item.kind !== 'idle' && item.kind !== 'O') {
-            rect.textContent = { style: { text: `${item.microbatch}`, fill: chunk > 0.5 ? colour('text') : inside[item.kind], fontSize: 11 } };
-            rect.textConfig = { position: 'inside' };
-          }
-          const sent = item.sendS ? item.sendS / (item.stop - item.start) * width : 0;
-          if (sent < 0.7) return rect;
-          const tail = clip({ x: x + width - sent, y: y - tall / 2, width: sent, height: tall }, params.coordSys);
-          return { type: 'group', children: tail ? [rect, { type: 'rect', shape: tail, style: { fill: send } }] : [rect] };
-        },
-      }],
-    };
-  };
+  function drawItem(pen, item, x, paint) {
+    const y = TOP + item.row * tall + 1;
+    const left = Math.max(gutter(), x(item.start));
+    const right = Math.min(canvas.clientWidth - RIGHT, x(item.stop));
+    const width = Math.max(right - left - (right - left > 4 ? 0.75 : 0), 0.5);
+    const chunk = plan.chunks > 1 && item.stage >= 0 ? own[item.stage] / plan.chunks : 0;
+    pen.globalAlpha = 1 - 0.55 * chunk;
+    pen.fillStyle = paint[COLOURS[item.kind]];
+    pen.fillRect(left, y, width, tall - 2);
+    pen.globalAlpha = 1;
+    const sent = item.sendS ? Math.min(width, x(item.stop) - x(item.stop - item.sendS)) : 0;
+    if (sent > 0.7) { pen.fillStyle = paint.send; pen.fillRect(left + width - sent, y, sent, tall - 2); }
+    if (width > 16 && tall > 12 && item.kind !== 'O') {
+      pen.fillStyle = chunk > 0.5 ? paint.text : paint[item.kind === 'B' || item.kind === 'I' ? 'on-backward' : 'on-colour'];
+      pen.fillText(`${item.microbatch}`, left + width / 2, y + tall / 2 - 1, width);
+    }
+  }
+
+  function draw() {
+    const [wide, high] = [canvas.clientWidth, canvas.clientHeight];
+    if (!wide) return;
+    const ratio = devicePixelRatio || 1;
+    Object.assign(canvas, { width: Math.round(wide * ratio), height: Math.round(high * ratio) });
+    const pen = canvas.getContext('2d');
+    pen.scale(ratio, ratio);
+    const names = ['forward', 'backward', 'weight', 'once', 'send', 'bubble', 'line', 'soft', 'text', 'focus', 'on-colour', 'on-backward'];
+    const paint = Object.fromEntries(names.map((name) => [name, colour(name)]));
+    const x = scale(view, canvas);
+    Object.assign(pen, { font: '11px system-ui, "DejaVu Sans", sans-serif', textBaseline: 'middle', textAlign: 'center' });
+    for (const time of view.ticks((wide - gutter()) / 110)) {
+      pen.fillStyle = paint.line;
+      pen.fillRect(x(time), TOP - 5, 1, high);
+      pen.fillStyle = paint.soft;
+      if (x(time) < wide - 24) pen.fillText(time ? seconds(time) : '0', x(time), 8);
+    }
+    pen.textAlign = 'right';
+    step.ranks.forEach((rank, row) => {
+      pen.fillStyle = paint.bubble;
+      pen.fillRect(gutter(), TOP + row * tall + 1, wide - gutter() - RIGHT, tall - 2);
+      pen.fillStyle = paint.soft;
+      if (row % Math.ceil(13 / tall) === 0) pen.fillText(plan.pipeline > 1 ? `rank ${rank.rank}` : 'all', gutter() - 8, TOP + (row + 0.5) * tall);
+    });
+    pen.textAlign = 'center';
+    for (let row = 0; row < rows; row += 1) {
+      for (let i = find(items, first[row], last(row), view.from); i < last(row) && items[i].start < view.to; i += 1) {
+        if (items[i].kind !== 'idle' && items[i].stop > view.from) drawItem(pen, items[i], x, paint);
+      }
+    }
+    if (at >= 0) {
+      Object.assign(pen, { strokeStyle: paint.focus, lineWidth: 2 });
+      pen.strokeRect(x(items[at].start), TOP + items[at].row * tall + 1, Math.max(2, x(items[at].stop) - x(items[at].start)), tall - 2);
+    }
+    if (view.cursor !== null) { pen.fillStyle = paint.text; pen.fillRect(x(view.cursor), TOP - 5, 1, high); }
+    box.dataset.shown = view.words;
+  }
 
   function describe(item) {
     const stage = plan.stages[item.stage];
     const names = stage && item.kind !== 'idle' ? [plan.layers[stage.layers[0]][0], plan.layers[stage.layers[1] - 1][0]] : null;
-    return h('div', { class: 'tip' }, h('b', {}, title(item)), facts(item).map((fact) => h('div', {}, fact)),
+    return h('div', {}, h('b', {}, title(item)), facts(item).map((fact) => h('div', {}, fact)),
       names && h('div', { class: 'soft' }, names[0] === names[1] ? names[0] : `${names[0]} ... ${names[1]}`));
   }
 
-  let chart;
-  let view;
-  let at = -1;
+  interact(box, view, (event, time) => {
+    const row = event ? Math.floor((event.clientY - canvas.getBoundingClientRect().top - TOP) / tall) : -1;
+    const item = row >= 0 && row < rows && view.cursor !== null ? items[find(items, first[row], last(row), time)] : null;
+    tip(item && time <= item.stop ? describe(item) : null, event ? event.clientX : 0, event ? event.clientY : 0);
+  });
+  redraw(box, draw, view);
+
   const select = (index) => {
     at = Math.max(0, Math.min(items.length - 1, index));
     const item = items[at];
-    view.show(100 * item.start / end, 100 * item.stop / end);
-    chart.dispatchAction({ type: 'showTip', seriesIndex: 0, dataIndex: at });
+    view.show(item.start, item.stop);
+    view.point((item.start + item.stop) / 2);
+    const { left, top } = canvas.getBoundingClientRect();
+    tip(describe(item), left + scale(view, canvas)(view.cursor), top + TOP + (item.row + 1) * tall);
     say([title(item), ...facts(item)].join('. '));
   };
   const rank = (change) => {
     const now = at < 0 ? { row: 0, start: 0 } : items[at];
     const row = Math.max(0, Math.min(rows - 1, now.row + (at < 0 ? 0 : change)));
-    const stop = row + 1 < rows ? first[row + 1] : items.length;
-    let index = first[row];
-    while (index + 1 < stop && items[index + 1].start <= now.start) index += 1;
-    select(index);
+    select(find(items, first[row], last(row), now.start));
   };
+  const told = (action) => () => { action(); view.tell(); };
   const keys = {
     ArrowRight: () => select(at + 1), ArrowLeft: () => select(at - 1), ArrowDown: () => rank(1), ArrowUp: () => rank(-1),
-    Home: () => select(first[at < 0 ? 0 : items[at].row]),
-    End: () => { const row = at < 0 ? 0 : items[at].row; select((row + 1 < rows ? first[row + 1] : items.length) - 1); },
-    '+': () => view.zoom(0.5), '=': () => view.zoom(0.5), '-': () => view.zoom(2), 0: () => view.whole(),
-    Escape: () => chart.dispatchAction({ type: 'hideTip' }),
+    Home: () => select(first[at < 0 ? 0 : items[at].row]), End: () => select(last(at < 0 ? 0 : items[at].row) - 1),
+    '+': told(() => view.zoom(0.5)), '=': told(() => view.zoom(0.5)), '-': told(() => view.zoom(2)), 0: told(() => view.whole()),
+    Escape: () => tip(null),
   };
   box.addEventListener('keydown', (event) => {
     const action = event.ctrlKey || event.metaKey || event.altKey ? null : keys[event.key];
@@ -143,44 +169,21 @@ export function timeline(plan, end, others) {
     event.preventDefault();
     action();
   });
+  box.addEventListener('blur', () => { at = -1; tip(null); view.point(null); draw(); });
 
-  const button = (label, text, action) => h('button', { type: 'button', 'aria-label': label, on: { click: action } }, text);
   const kinds = new Set(items.map((item) => item.kind));
   const words = Object.keys(WORDS).filter((kind) => kinds.has(kind) && kind !== 'idle').map((kind) => [WORDS[kind], COLOURS[kind]]);
   if (items.some((item) => item.sendS)) words.push(['send, at the end of an action', 'send']);
-  const element = h('figure', {},
-    legend([...words, ['bubble', 'bubble']]),
-    h('div', { class: 'tools' },
-      button('Zoom in', '+ zoom in', () => view.zoom(0.5)), button('Zoom out', '− zoom out', () => view.zoom(2)),
-      button('Earlier', '◀ earlier', () => view.move(-0.5)), button('Later', 'later ▶', () => view.move(0.5)),
-      button('Whole step', 'whole step', () => view.whole())),
-    box,
-    h('figcaption', {}, 'Numbers are microbatches. '
-      + (plan.chunks > 1 ? 'Each device has several stages: the later in the model, the fainter. ' : '')
-      + 'Drag the bar below the timeline, pinch, or turn the wheel with Ctrl to zoom. With the keyboard: arrows go from action to action, + and − zoom, 0 shows the whole step.',
+  return h('figure', {}, legend([...words, ['bubble', 'bubble']]), box,
+    h('figcaption', {}, 'Numbers are microbatches. ', plan.chunks > 1 ? 'Each device has several stages: the later in the model, the fainter. ' : '',
       step.left_out ? h('p', { class: 'note' }, step.left_out) : null),
-    lazy('Actions as a table', () => actionTable(plan, items, first)));
-  return {
-    element,
-    start: () => {
-      chart = draw(box, option);
-      view = new Window(chart);
-      others.push(view);
-      chart.on('datazoom', () => {
-        others.forEach((other) => other.follow(view.range));
-        const [from, to] = view.range.map((share) => seconds(share / 100 * end));
-        box.dataset.shown = `${from} to ${to}`;
-        say(`shown: ${from} to ${to}`);
-      });
-    },
-  };
+    lazy('Actions as a table', () => actionTable(step, items, first, last)));
 }
 
-function actionTable(plan, items, first) {
-  const { step } = plan;
+function actionTable(step, items, first, last) {
   const holder = h('div', {});
   const show = (row, most) => {
-    const own = items.slice(first[row], row + 1 < first.length ? first[row + 1] : items.length);
+    const own = items.slice(first[row], last(row));
     const idle = own.filter((item) => item.kind === 'idle').reduce((sum, item) => sum + item.stop - item.start, 0);
     const words = `Actions of pipeline rank ${step.ranks[row].rank}, ${percent(idle / step.end_s)} of the step is bubble`;
     holder.replaceChildren(

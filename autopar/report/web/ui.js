@@ -1,13 +1,21 @@
-// The script of the page that `autopar ui` serves: what to plan on one side, plans on the other. Everything it knows comes from its server.
-import { h, say, table } from './dom.js';
-import { count, percent, seconds, size } from './format.js';
+// The script of the page that `autopar ui` serves: what to plan on one side, the plan on the other. Everything it knows comes from its server;
+// `autopar` (report.js of this server, the script of `autopar report`) draws plans.
+import { button, copyButton, h, say } from './dom.js';
+import { count, percent, plural, seconds, size } from './format.js';
+import { RequestForm, shape } from './request.js';
 
-const OWN = 'config.json of your own';
-const FILE = 'cluster file';
-const plans = []; // jobs that are done, the newest last
-let choices;
-let shown = null; // the plan in sight
+const { drawAll, report, sideBySide } = globalThis.autopar;
+const EXAMPLES = [['llama3-8b', '2x8xH100-80GB', 128], ['llama3-70b', '32x8xH100-80GB', 1024], ['mixtral-8x7b', '16x8xH100-80GB', 1024]];
+const plans = []; // jobs that are done, the newest last, with their requests and figures
+let form;
+let shown = null; // the plan that is shown
+let other = null; // the plan that it is compared with
+let view = 'Report'; // the open tab
 let running = null; // the job that runs
+let turn = 0; // counts jobs: a newer one ends the older
+
+const find = (id) => document.getElementById(id);
+const number = (one) => plans.indexOf(one) + 1;
 
 async function ask(path, method = 'GET', body = undefined) {
   const answer = await fetch(path, { method, headers: body === undefined ? {} : { 'Content-Type': 'application/json' }, body: body === undefined ? undefined : JSON.stringify(body) });
@@ -16,142 +24,58 @@ async function ask(path, method = 'GET', body = undefined) {
   return found;
 }
 
-const form = document.getElementById('request');
-const result = document.getElementById('result');
-const parts = { progress: h('section', { 'aria-label': 'Progress', hidden: true }), wrong: h('div', { role: 'alert' }), plans: h('section', { 'aria-label': 'Plans', hidden: true }), plan: h('section', { 'aria-label': 'The plan', hidden: true }) };
-const field = (label, control, more = null) => h('div', {}, h('label', { for: control.id }, label), control, more);
-const options = (names, chosen) => names.map((name) => h('option', { value: name, selected: name === chosen }, name));
-const value = (id) => document.getElementById(id).value.trim();
-
-// -- what to plan --
-
-const pinNames = () => [...document.querySelectorAll('.pin-name')].map((select) => select.value);
-
-function unusedPin() {
-  const used = pinNames();
-  return (choices.pins.find((pin) => !used.includes(pin.name)) || choices.pins[0]).name;
-}
-
-// A row with a pin that no other row has, unless its name is given.
-function pinRow(name = unusedPin(), given = '') {
-  const holder = h('div', {});
-  const select = h('select', { 'aria-label': 'Pin', class: 'pin-name' }, options(choices.pins.map((pin) => pin.name), name));
-  const control = (pin, now) => (pin.values.length
-    ? h('select', { 'aria-label': `Value of ${pin.name}`, class: 'pin-value' }, options(pin.values, now || pin.values[0]))
-    : h('input', { type: 'number', min: pin.least, max: pin.most, value: now || Math.max(pin.least, 1), 'aria-label': `Value of ${pin.name}`, class: 'pin-value' }));
-  const row = h('div', { class: 'row pin' }, select, holder, h('button', { type: 'button', 'aria-label': 'Remove this pin', on: { click: () => { row.remove(); document.getElementById('add-pin').focus(); } } }, '✕'));
-  const change = (now) => {
-    const pin = choices.pins.find((one) => one.name === select.value);
-    select.title = pin.meaning;
-    holder.replaceChildren(control(pin, now));
-  };
-  select.addEventListener('change', () => change(''));
-  change(given);
-  return row;
-}
-
-function setPins(pins) {
-  document.getElementById('pins').replaceChildren(...Object.entries(pins).map(([name, given]) => pinRow(name, `${given}`)));
-}
-
-function build() {
-  const models = choices.models.map((model) => h('option', { value: model.name }, `${model.name}${model.parameters ? ` (${count(model.parameters / 1e9)} B)` : ''}`));
-  const model = h('select', { id: 'model', on: { change: choose } }, models, h('option', { value: OWN }, OWN));
-  const file = h('input', { id: 'file', type: 'file', accept: '.json,application/json', on: { change: async () => {
-    if (!file.files.length) return;
-    document.getElementById('config').value = await file.files[0].text();
-    document.getElementById('config').dataset.name = file.files[0].name.replace(/\.json$/, '');
-  } } });
-  const devices = h('input', { id: 'devices', value: `8x${(choices.devices.find((kind) => kind.name.startsWith('H100')) || choices.devices[0]).name}`, list: 'kinds', autocomplete: 'off', spellcheck: 'false', required: true });
-  const own = h('div', { id: 'own', hidden: true }, field('Upload a transformers config.json', file), field('or paste it', h('textarea', { id: 'config', spellcheck: 'false' })));
-  form.append(
-    h('fieldset', {}, h('legend', {}, 'Model'), field('Which model', model), own),
-    h('fieldset', {}, h('legend', {}, 'Devices'),
-      field('nodes x GPUs x kind, or a number of processes here', devices, h('datalist', { id: 'kinds' }, choices.devices.map((kind) => h('option', { value: `8x${kind.name}` })))),
-      h('details', {}, h('summary', {}, FILE), field('in place of the line above', h('textarea', { id: 'cluster', spellcheck: 'false' })))),
-    h('fieldset', {}, h('legend', {}, 'Batch'), h('div', { class: 'row' },
-      field('Global batch', h('input', { id: 'global-batch', type: 'number', min: 1 })), field('Tokens', h('input', { id: 'seq', type: 'number', min: 1 })))),
-    h('fieldset', {}, h('legend', {}, 'Pins'), h('div', { id: 'pins' }),
-      h('div', { class: 'tools' }, h('button', { type: 'button', id: 'add-pin', on: { click: () => {
-        const row = pinRow();
-        document.getElementById('pins').append(row);
-        row.querySelector('select').focus();
-      } } }, 'Add a pin')),
-      h('details', {}, h('summary', {}, 'More'),
-        field('Pins of single layers, with spaces between them', h('input', { id: 'layer-pins', spellcheck: 'false', placeholder: 'layers.0-7.tensor=8' })),
-        field('Memory of a device that a plan may fill', h('input', { id: 'memory-limit', placeholder: '70GB' })),
-        field('Seconds to search', h('input', { id: 'time-limit', type: 'number', min: 1, placeholder: '20' })),
-        field('Precision', h('select', { id: 'precision' }, options(['', 'bfloat16', 'float16', 'float32', 'float64'], ''))))),
-    h('div', { class: 'tools' }, h('button', { class: 'main', id: 'go' }, 'Plan'), h('button', { type: 'button', id: 'cancel', disabled: true, on: { click: cancel } }, 'Cancel')));
-  form.addEventListener('submit', (event) => { event.preventDefault(); try { plan(request()); } catch (error) { wrong(error); } });
-  result.append(parts.wrong, parts.progress, parts.plans, parts.plan);
-  choose();
-}
-
-function choose() {
-  const model = choices.models.find((one) => one.name === value('model'));
-  document.getElementById('own').hidden = Boolean(model);
-  for (const [id, key] of [['global-batch', 'global_batch'], ['seq', 'seq']]) document.getElementById(id).placeholder = (model && model[key]) || 'its own';
-}
-
-function request() {
-  const names = pinNames();
-  const twice = names.find((name, i) => names.indexOf(name) < i);
-  if (twice) throw Object.assign(new Error(`the pin ${twice} is given twice`), { hint: 'remove one of them' });
-  const pins = Object.fromEntries([...document.querySelectorAll('.pin')].map((row) => [row.querySelector('.pin-name').value, row.querySelector('.pin-value').value]));
-  const own = value('model') === OWN;
-  const asked = { pins, options: {}, pin: value('layer-pins').split(/\s+/).filter(Boolean) };
-  if (own) Object.assign(asked, { config: value('config'), name: document.getElementById('config').dataset.name });
-  else asked.model = value('model');
-  if (value('cluster')) asked.cluster = value('cluster');
-  else asked.devices = value('devices');
-  for (const id of ['global-batch', 'seq', 'memory-limit', 'time-limit', 'precision']) if (value(id)) asked.options[id] = value(id);
-  return asked;
-}
-
 // -- jobs --
 
 function wrong(error) {
-  if (!error) { parts.wrong.replaceChildren(); return; }
-  parts.wrong.replaceChildren(h('section', {}, h('div', { class: 'wrong' }, h('p', {}, h('b', {}, 'Error: '), error.message), error.hint ? h('p', {}, h('b', {}, 'Hint: '), error.hint) : null,
-    (error.changes || []).length ? h('div', {}, h('p', {}, 'What would fit:'), h('ul', {}, error.changes.map((text) => h('li', {}, text)))) : null)));
+  find('wrong').replaceChildren(...(error ? [h('section', { class: 'wrong' }, h('p', {}, h('b', {}, 'Error: '), error.message), error.hint ? h('p', {}, h('b', {}, 'Hint: '), error.hint) : null,
+    (error.changes || []).length ? h('div', {}, h('p', {}, 'What would fit:'), h('ul', {}, error.changes.map((text) => h('li', {}, text)))) : null)] : []));
 }
 
 function progress(job, title) {
-  parts.progress.hidden = false;
   const last = job.stages[job.stages.length - 1];
-  parts.progress.replaceChildren(h('h2', {}, title),
+  find('progress').replaceChildren(h('p', {}, h('b', {}, title), h('span', { class: 'soft' }, job.seconds ? ` ${job.seconds.toFixed(0)} s` : '')),
     h('ol', { class: 'stages' }, job.stages.map((one) => h('li', { 'aria-current': one === last ? 'step' : null }, one.stage))),
-    h('p', { class: 'soft' }, `${last ? last.text : job.state} ${job.seconds ? `(${job.seconds.toFixed(0)} s)` : ''}`));
+    h('p', { class: 'soft' }, last ? last.text : job.state));
   if (last && say.last !== last.stage) { say.last = last.stage; say(`${title}: ${last.stage}`); }
 }
 
 const pause = (ms) => new Promise((go) => { setTimeout(go, ms); });
 
-// The job when it has ended; null where it failed or was cancelled, which the page then says.
+function busy(is) {
+  find('go').disabled = is;
+  find('cancel').disabled = !is;
+  find('result').setAttribute('aria-busy', is);
+  if (!is) find('progress').replaceChildren(h('p', { class: 'soft' }, 'Moving a slider plans again: the pinned degrees are kept, the others are searched.'));
+}
+
+// The job when it has ended; null where it failed or was cancelled, which the page then says, or where a newer one took its place.
 async function follow(path, body, title) {
+  turn += 1;
+  const mine = turn;
   wrong(null);
-  const button = document.activeElement;
-  document.getElementById('go').disabled = true;
+  const focused = document.activeElement;
+  if (running) await cancel();
+  busy(true);
   try {
-    running = await ask(path, 'POST', body);
-    document.getElementById('cancel').disabled = false;
-    while (running.state === 'waiting' || running.state === 'running') {
-      progress(running, title);
-      await pause(250);
-      running = await ask(`api/plans/${running.id}`);
+    let job = await ask(path, 'POST', body);
+    if (mine === turn) running = job; else await ask(`api/plans/${job.id}`, 'DELETE');
+    while (mine === turn && (job.state === 'waiting' || job.state === 'running')) {
+      progress(job, title);
+      await pause(200);
+      job = await ask(`api/plans/${job.id}`);
     }
-    if (running.state === 'done') return running;
-    if (running.state === 'cancelled') say('cancelled');
-    else wrong(running.error);
+    if (mine !== turn) return null;
+    if (job.state === 'done') return job;
+    if (job.state === 'cancelled') say('cancelled');
+    else wrong(job.error);
   } catch (error) {
-    wrong(error);
+    if (mine === turn) wrong(error);
   } finally {
-    running = null;
-    parts.progress.hidden = true;
-    document.getElementById('go').disabled = false;
-    document.getElementById('cancel').disabled = true;
-    if (button && button.isConnected) button.focus();
+    if (mine === turn) {
+      running = null;
+      busy(false);
+      if (focused && focused.isConnected) focused.focus();
+    }
   }
   return null;
 }
@@ -160,69 +84,88 @@ async function cancel() {
   if (running) await ask(`api/plans/${running.id}`, 'DELETE').catch(wrong);
 }
 
-async function plan(asked) {
-  const job = await follow('api/plans', asked, 'Planning');
-  if (!job) return;
-  plans.push({ ...job, asked });
-  show(plans[plans.length - 1]);
+// Plan what `request()` returns; on narrow screens the plan moves into sight if it `moves`.
+async function plan(request, moves = false) {
+  try {
+    const asked = request();
+    const job = await follow('api/plans', asked, 'Planning');
+    if (!job) return;
+    const figures = await ask(`api/plans/${job.id}/figures`);
+    plans.push({ ...job, asked, figures: Object.assign(figures, { command: job.command, name: `plan ${plans.length + 1}` }) });
+    if (plans.length > 1) other = other && view === 'Compare' ? other : shown;
+    show(plans[plans.length - 1]);
+    form.sync();
+    if (moves && innerWidth < 900) find('result').scrollIntoView();
+  } catch (error) {
+    wrong(error);
+  }
 }
 
 // -- plans --
 
-const words = (pins) => Object.entries(pins).map(([name, given]) => `${name}=${given}`).join(' ');
+const perSequence = (one) => one.plan.step_time_s / one.plan.global_batch;
 const slower = (share) => (Math.abs(share) < 5e-4 ? 'as fast' : `${percent(Math.abs(share))} ${share > 0 ? 'slower' : 'faster'}`);
 
+function compared(one) {
+  if (one === shown) return h('span', { class: 'compared soft' }, 'shown');
+  const share = perSequence(one) / perSequence(shown) - 1;
+  return one.plan.model === shown.plan.model ? h('span', { class: `compared ${share > 5e-4 ? 'worse' : share < -5e-4 ? 'better' : 'soft'}` }, slower(share)) : '';
+}
+
 function list() {
-  parts.plans.hidden = plans.length < 2;
-  const now = shown.plan.step_time_s / shown.plan.global_batch;
-  parts.plans.replaceChildren(h('h2', {}, 'Plans so far'), table('Step times, and how they compare with the plan in sight', [['plan', ''], ['step', 'number'], ['compared', 'number'], ['pins', 'long'], ['batch', 'number'], ['devices', '']],
-    plans.map((one, i) => [
-      h('button', { type: 'button', 'aria-current': one === shown ? 'true' : null, on: { click: () => show(one) } }, `${i + 1}: ${one.plan.model}`),
-      seconds(one.plan.step_time_s), one === shown ? 'in sight' : one.plan.model === shown.plan.model ? slower(one.plan.step_time_s / one.plan.global_batch / now - 1) : '-',
-      words(one.asked.pins) + (one.asked.pin.length ? ` ${one.asked.pin.join(' ')}` : '') || '-', count(one.plan.global_batch), one.plan.devices])));
+  find('plans').hidden = plans.length < 2;
+  find('plans').replaceChildren(h('h2', {}, 'Plans so far'), h('ol', {}, plans.map((one) => h('li', { 'aria-current': one === shown ? 'true' : null },
+    h('button', { type: 'button', class: 'pick', on: { click: () => show(one) } },
+      h('span', { class: 'soft' }, `plan ${number(one)}`), h('b', {}, seconds(one.plan.step_time_s)), compared(one),
+      h('small', {}, one.plan.model === shown.plan.model && one.plan.devices === shown.plan.devices ? '' : `${one.plan.model} on ${one.plan.devices}: `, one.figures.parallelism)),
+    one === shown ? null : button('⇄', () => { other = one; view = 'Compare'; show(shown); find('panel').scrollIntoView({ block: 'nearest' }); }, { 'aria-label': `Compare plan ${number(one)} with the plan that is shown`, title: 'Compare with the plan that is shown' })))));
 }
 
 function show(one) {
   shown = one;
-  const { plan: found } = one;
-  const card = (name, text) => h('div', {}, h('dt', {}, name), h('dd', {}, text));
-  const most = Math.max(...found.stages.map((stage) => stage.memory_bytes));
-  parts.plan.hidden = false;
-  parts.plan.replaceChildren(h('h2', { tabindex: -1, id: 'title' }, `${found.model} on ${found.devices}`),
-    h('dl', { class: 'cards' }, card('one step', seconds(found.step_time_s)), card('tokens/s a device', count(Math.round(found.tokens_per_s_per_device))),
-      card('MFU', percent(found.mfu)), card('memory', size(most)), card('gap', found.bound_s ? percent(found.gap, 2) : '-')),
-    ...pinPrices(one), h('p', {}, h('small', {}, 'The same on the command line: '), h('code', {}, one.command)), tabs(one));
+  if (other === shown) other = plans.findLast((two) => two !== shown) || null;
+  const without = (pin) => button(`Plan without ${pin.pin}`, () => {
+    const pins = { ...one.asked.pins };
+    delete pins[pin.pin];
+    form.setPins(pins);
+    plan(() => ({ ...one.asked, pins, pin: one.asked.pin.filter((text) => !text.startsWith(`${pin.pin}=`)) }));
+  });
+  const more = [copyButton('JSON', () => JSON.stringify(one.plan, null, 1)), h('a', { href: `api/plans/${one.id}/report`, download: 'report.html' }, 'Save report')];
+  const [heads, ...sections] = report([one.figures], { more, without });
+  find('plan').replaceChildren(heads, ...tabs(one, sections));
+  drawAll();
   list();
-  say(`plan: one step takes ${seconds(found.step_time_s)}, MFU ${percent(found.mfu)}`);
+  say(`plan: one step takes ${seconds(one.plan.step_time_s)}, MFU ${percent(one.plan.mfu)}`);
 }
 
-function pinPrices(one) {
-  const { pins, step_time_s: step } = one.plan;
-  if (!pins.length) return [];
-  const without = (key) => {
-    const asked = { ...one.asked, pins: { ...one.asked.pins }, pin: one.asked.pin.filter((text) => !text.startsWith(`${key}=`)) };
-    delete asked.pins[key];
-    return asked;
-  };
-  return [table('What each pin costs', [['pin', ''], ['it costs', 'number'], ['best step without', 'number'], ['', '']], pins.map((pin) => [
-    `${pin.pin}=${pin.value}`, percent(Math.max(0, 1 - pin.step_time_without_s / step)), seconds(pin.step_time_without_s),
-    h('button', { type: 'button', on: { click: () => { setPins(without(pin.pin).pins); plan(without(pin.pin)); } } }, `Plan without ${pin.pin}`)]))];
+function compare(one) {
+  const others = plans.filter((two) => two !== one);
+  if (!others.length) return h('section', {}, h('p', {}, 'There is one plan so far. Move a slider or change the request, and compare the two plans here.'));
+  const holder = h('div', {});
+  const choose = () => holder.replaceChildren(sideBySide([other.figures, one.figures]));
+  const select = h('select', { id: 'compare-with', on: { change: () => { other = plans[Number(select.value)]; choose(); } } },
+    others.map((two) => h('option', { value: plans.indexOf(two), selected: two === other }, `plan ${number(two)}: ${two.figures.parallelism}`)));
+  other = other || others[others.length - 1];
+  choose();
+  return h('section', {}, h('label', { class: 'tools', for: 'compare-with' }, 'Compared with ', select), holder);
 }
 
-function tabs(one) {
+function tabs(one, sections) {
   const panels = {
-    Report: () => h('iframe', { src: `api/plans/${one.id}/report`, title: 'Report of the plan', sandbox: 'allow-scripts' }),
-    Program: () => program(one),
-    JSON: () => h('div', {}, h('p', {}, h('a', { href: `api/plans/${one.id}/plan.json`, download: 'plan.json' }, 'plan.json'), ', as autopar plan --json prints it'), h('pre', { tabindex: 0, 'aria-label': 'The plan as JSON' }, JSON.stringify(one.plan, null, 1))),
+    Report: () => sections,
+    Compare: () => [compare(one)],
+    Program: () => [h('section', {}, program(one))],
+    JSON: () => [h('section', {}, h('p', {}, h('a', { href: `api/plans/${one.id}/plan.json`, download: 'plan.json' }, 'plan.json'), ', as autopar plan --json prints it'), h('pre', { tabindex: 0, 'aria-label': 'The plan as JSON' }, JSON.stringify(one.plan, null, 1)))],
   };
   const panel = h('div', { role: 'tabpanel', id: 'panel', 'aria-labelledby': 'tab-Report' });
   const names = Object.keys(panels);
-  const buttons = names.map((name) => h('button', { type: 'button', role: 'tab', id: `tab-${name}`, 'aria-controls': 'panel', on: { click: () => open(name) } }, name));
   const open = (name) => {
-    buttons.forEach((button, i) => { button.setAttribute('aria-selected', `${names[i] === name}`); button.tabIndex = names[i] === name ? 0 : -1; });
+    view = name;
+    buttons.forEach((tab, i) => { tab.setAttribute('aria-selected', `${names[i] === name}`); tab.tabIndex = names[i] === name ? 0 : -1; });
     panel.setAttribute('aria-labelledby', `tab-${name}`);
-    panel.replaceChildren(panels[name]());
+    panel.replaceChildren(...panels[name]());
   };
+  const buttons = names.map((name) => button(name, () => open(name), { role: 'tab', id: `tab-${name}`, 'aria-controls': 'panel' }));
   const bar = h('div', { role: 'tablist', 'aria-label': 'Views of the plan', on: { keydown: (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
@@ -231,8 +174,8 @@ function tabs(one) {
     open(names[next]);
     buttons[next].focus();
   } } }, buttons);
-  open('Report');
-  return h('div', {}, bar, panel);
+  open(view);
+  return [bar, panel];
 }
 
 function program(one) {
@@ -241,22 +184,66 @@ function program(one) {
     const text = h('pre', { tabindex: 0, 'aria-label': 'The file' });
     const buttons = job.files.map(({ name, bytes }) => h('li', {}, h('button', { type: 'button', on: { click: async (event) => {
       buttons.forEach((item) => item.firstChild.removeAttribute('aria-current'));
-      event.target.setAttribute('aria-current', 'true');
+      event.currentTarget.setAttribute('aria-current', 'true');
       const answer = await fetch(`api/plans/${job.id}/program/${name.split('/').map(encodeURIComponent).join('/')}`);
       text.setAttribute('aria-label', name);
       text.textContent = await answer.text();
     } } }, name, h('small', {}, ` ${size(bytes)}`))));
-    holder.replaceChildren(h('div', { class: 'files' }, h('ul', { 'aria-label': 'Files of the program' }, buttons), text));
+    holder.replaceChildren(h('div', { class: 'files' }, h('ul', { 'aria-label': 'Files of the program' }, buttons),
+      h('div', {}, h('div', { class: 'tools' }, copyButton('file', () => text.textContent)), text)));
     buttons[0].firstChild.click();
   };
   if (one.program) files(one.program);
   else {
-    holder.append(h('p', {}, 'The program is a folder of Python: one module for each kind of layer, and train.py.'), h('button', { type: 'button', class: 'main', on: { click: async () => {
+    holder.append(h('p', {}, 'The program is a folder of Python: one module for each kind of layer, and train.py.'), button('Write the program', async () => {
       const job = await follow(`api/plans/${one.id}/program`, {}, 'Writing the program');
       if (job) { one.program = job; files(job); say(`the program has ${job.files.length} files`); }
-    } } }, 'Write the program'));
+    }, { class: 'main' }));
   }
   return holder;
 }
 
-ask('api/choices').then((found) => { choices = found; build(); document.documentElement.dataset.ready = 'yes'; }).catch((error) => { result.append(parts.wrong); wrong(error); });
+// What is in sight before the first plan: examples, and the devices of the request.
+function welcome(choices) {
+  const offered = EXAMPLES.filter(([model]) => choices.models.some((one) => one.name === model));
+  return h('section', { class: 'welcome' }, h('h1', {}, 'Plan a training run'),
+    h('p', {}, 'Choose a model and the devices. autopar searches data, tensor, pipeline, context and expert parallelism, ZeRO and recomputation together, '
+      + 'and shows the fastest plan that fits: what each GPU holds, the step as a timeline, memory over the step, and the program. Pin a degree with a slider, and the rest is planned around it.'),
+    h('div', { class: 'examples' }, offered.map(([model, devices, batch]) => button([h('b', {}, model), ` on ${devices}`, h('small', {}, `batch ${count(batch)}`)], () => {
+      form.set({ model, devices, 'global-batch': batch });
+      form.submit();
+    }))),
+    h('div', { id: 'devices-drawn' }));
+}
+
+const DRAWN = 48; // nodes of the request's devices that are drawn
+
+function drawDevices() {
+  const holder = find('devices-drawn');
+  const found = holder && shape(find('devices').value);
+  if (!holder) return;
+  holder.replaceChildren(...(found && found[0] * found[1] ? [
+    h('h2', {}, `${plural(found[0], 'node')} of ${plural(found[1], 'GPU')}`),
+    h('div', { class: 'racks' }, Array.from({ length: Math.min(DRAWN, found[0]) }, () => h('div', { class: 'rack' }, Array.from({ length: Math.min(found[1], 72) }, () => h('span')))),
+      found[0] > DRAWN ? h('p', { class: 'soft' }, `and ${plural(found[0] - DRAWN, 'more node')}`) : null)] : []));
+}
+
+const DEGREES = { data: 'DP', tensor: 'TP', ulysses: 'Ulysses', ring: 'CP', expert: 'EP' };
+
+// What the form may know of the plan in sight.
+function known() {
+  if (!shown || shown.asked.model !== find('model').value) return {};
+  const { figures, plan: { global_batch: batch } } = shown;
+  const degree = (name) => (figures.ranks.groups[name] || []).reduce((product, [size_]) => product * size_, 1);
+  const chose = Object.fromEntries(Object.entries(DEGREES).map(([pin, name]) => [pin, degree(name)]));
+  return { device_count: figures.device_count, layers: figures.layers.length, global_batch: batch,
+    chose: { ...chose, pipeline: figures.pipeline, zero: figures.ranks.zero, microbatches: figures.microbatches } };
+}
+
+ask('api/choices').then((choices) => {
+  form = new RequestForm(choices, { known, plan, cancel, changed: drawDevices });
+  find('plan').append(welcome(choices));
+  drawDevices();
+  busy(false);
+  document.documentElement.dataset.ready = 'yes';
+}).catch(wrong);
