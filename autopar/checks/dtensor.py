@@ -178,9 +178,10 @@ def page(answers: Sequence[Agreement], rules: int, calls: int) -> str:
     ]
     return f"""# Our rules against DTensor's
 
-{rules} rules, {calls} sample calls. For each call, autopar's rule and DTensor (torch {torch.__version__.split("+")[0]}) are compared on every placement of
-the operands as R, P or S(dim), on one axis of {RANKS} ranks. DTensor runs the call on DTensors, with redistribution disabled. Calls with more
-than {MAX_PLACEMENTS} placements are compared only on those that our rule accepts; attention is left out, because DTensor has no rule for its CPU kernel.
+{rules} rules, {calls} sample calls. For each call, autopar's rule and DTensor (torch {torch.__version__.split("+")[0]}) are compared
+on every placement of the operands as R, P or S(dim), on one axis of {RANKS} ranks. DTensor runs the call on DTensors, with redistribution
+disabled. Calls with more than {MAX_PLACEMENTS} placements are compared only on those that our rule accepts. Attention is left out, because
+DTensor has no rule for its CPU kernel.
 
 | | placements |
 |---|---|

@@ -37,7 +37,7 @@ class Sync(Technique):
             "averaged every {} steps",
             LOCAL_STEPS,
             deviation=LOCAL_SGD,
-            inexact="between two averages every replica trains by itself, which one device does not",
+            inexact="between averages replicas train independently, unlike one device",
             max_zero=0,
             counted=1,
             local_sgd=True,
