@@ -54,7 +54,7 @@ class Sync(Technique):
         ),
     )
     subject = "replicas"
-    meaning = "how replicas are synchronized under ZeRO 0; all-reduce where none is pinned"
+    meaning = "how replicas are synchronized under ZeRO 0; default: all-reduce"
     example = "sync=parameter-server"
     conflicts = (
         Conflict(
