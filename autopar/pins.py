@@ -51,7 +51,7 @@ class ParallelPins:
         values=tuple(FOLDS),
     )
     dispatch: str | None = _pin(
-        "how tokens reach experts on other nodes: direct, or relayed (sent once to each node that has any of their experts, and forwarded there)",
+        "how tokens reach experts on other nodes: direct, or relayed (once to each node with any of their experts, and forwarded there)",
         "dispatch=relayed",
         values=("direct", "relayed"),
     )

@@ -31,7 +31,7 @@ CONFIG = {
 
 PEERS = (  # who, what, how long, where it is said
     (
-        "meta-pytorch/autoparallel", "Llama 8B: op placements on a mesh that is given; no pipeline, no degrees",
+        "meta-pytorch/autoparallel", "Llama 8B: op placements on a given mesh; no pipeline, no degrees",
         "46.8 s: trace 13.4, build 15.5, solve 17.5", "https://github.com/meta-pytorch/autoparallel/pull/521",
     ),
     (
