@@ -84,7 +84,7 @@ def compile(
         calibration: a file of ``autopar profile``; by default the one at the default path, if any.
         expert_loads: a file of ``train.py --record-expert-loads``, or the load of the busiest expert-parallel rank divided by the mean.
         time_limit_s: the processor time that the search may take, so that its result does not depend on the load of the machine.
-        within: the plan is the simplest one whose step takes at most this share longer than the fastest plan's; 0 is the fastest plan.
+        within: choose the simplest plan whose step is at most this share longer than that of the fastest plan; 0: the fastest plan.
         capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.
 

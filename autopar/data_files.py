@@ -51,7 +51,7 @@ def parse_json(content: bytes | str) -> Any:
     except MalformedFileError:
         raise
     except ValueError as error:  # an integer of more digits than Python converts
-        raise MalformedFileError("it has a whole number of thousands of digits") from error
+        raise MalformedFileError("it has an integer with thousands of digits") from error
     if isinstance(found, dict | list) and _nests_deeper(found, MAX_LEVELS):
         raise MalformedFileError(f"it is nested deeper than {MAX_LEVELS} levels")
     return found

@@ -71,7 +71,7 @@ class RuleError(UsageError):
 
 
 class CaptureError(AutoparError):
-    """The model can't be captured: ``torch.export`` or autopar refused it, or the captured graph computes something else than the model.
+    """The model can't be captured: ``torch.export`` or autopar refused it, or the captured graph does not compute what the model computes.
 
     The message names the source line, if one is at fault.
     """
@@ -82,7 +82,7 @@ OPAQUE_HINT = "wrap the module in autopar.opaque(module), which runs it as one o
 
 
 class InfeasibleError(AutoparError):
-    """No plan fits. The message names what does not: a stage with its layers and bytes, or a layer; the hint, if any, a change that helps.
+    """No plan fits. The message names the stage (with its layers and bytes) or the layer that does not fit; the hint suggests a change.
 
     ``changes`` are alternative changes of the request with which a search finds a plan that fits.
     """

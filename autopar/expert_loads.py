@@ -154,6 +154,6 @@ def _counts(layer: str, mixtures: Any) -> tuple[Counts, ...]:
         rows = steps if isinstance(steps, list) and steps and all(isinstance(row, list) for row in steps) else [[]]
         whole = all(type(n) is int and 0 <= n < 2**40 for row in rows for n in row)
         if not whole or not rows[0] or len({len(row) for row in rows}) > 1 or not all(map(sum, rows)):
-            raise MalformedFileError(f"the loads of {shown(layer)} are no table of whole numbers, by step and expert")
+            raise MalformedFileError(f"the loads of {shown(layer)} are not a table of integers (steps x experts)")
         found.append(np.array(rows, dtype=np.int64))
     return tuple(found)

@@ -45,13 +45,13 @@ class ParallelPins:
         "expert=4",
     )
     fold_experts: str | None = _pin(
-        "over which other degrees' devices experts are distributed, too: context (Ulysses and ring attention), all (also tensor "
-        "parallelism, which otherwise slices every expert) or none (the default where expert is pinned)",
+        "over which other ranks experts are also distributed: context (those of Ulysses and ring attention), all (also those of tensor "
+        "parallelism, which otherwise shards every expert) or none (the default if expert is pinned)",
         "fold_experts=all",
         values=tuple(FOLDS),
     )
     dispatch: str | None = _pin(
-        "how tokens reach experts on other nodes: direct, or relayed (once to each node with any of their experts, and on from there)",
+        "how tokens reach experts on other nodes: direct, or relayed (once to each node with any of their experts, and forwarded there)",
         "dispatch=relayed",
         values=("direct", "relayed"),
     )

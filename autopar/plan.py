@@ -113,7 +113,7 @@ NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
 ALLOWED = {
-    MICROBATCH_STATISTICS: "a loss that needs the whole batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
+    MICROBATCH_STATISTICS: "a loss that needs the full batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
     "computed for each microbatch separately, and the step's loss is their mean",
     NARROW_GRADIENTS: "gradients of 16-bit parameters are accumulated and reduced in 16 bits",
     NARROW_MOMENTS: "Adam's moments of 16-bit parameters are in 16 bits",
@@ -439,7 +439,7 @@ class Plan:
 
     @property
     def fastest_s(self) -> float:
-        """The step time of the fastest plan that the search found, of which this is perhaps a simpler variant."""
+        """The step time of the fastest plan that the search found; this plan may be a simpler, slower one."""
         return min(self.faster_s, self.prediction.step_time_s)
 
     @property

@@ -67,7 +67,7 @@ def plan_model(
         key, value = next(iter(options.pins.items()))
         raise UsageError(
             f"the pin {key}={value} conflicts with the given plan, which fixes all decisions",
-            "leave one of the two out",
+            "give only one of the two",
         )
     check_schedule(options)
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)

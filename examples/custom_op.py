@@ -1,4 +1,4 @@
-"""An operator of your own between two products. Without a rule it is replicated; with one it is sharded like the products around it.
+"""A custom op between two matmuls: without a sharding rule it is replicated, with one it is sharded like the matmuls.
 
 python examples/custom_op.py
 """

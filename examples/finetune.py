@@ -1,4 +1,4 @@
-"""Fine-tuning from safetensors: the model is on meta, and each process reads its own parts of the files.
+"""Fine-tuning from safetensors: the model is on meta, and each process reads its own shards of the files.
 
 ``save_pretrained`` writes the folder here, so that the example needs no network; a folder that was downloaded is read alike.
 The embeddings are frozen, and the weights that come out are safetensors again, which ``from_pretrained`` reads.

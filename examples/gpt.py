@@ -1,4 +1,4 @@
-"""A plain GPT reads Python's own sources through ``program.loader``: each process reads its own rows of every shuffled batch.
+"""A plain GPT learns Python's own sources through ``program.loader``: each process reads its own rows of every shuffled batch.
 
 python examples/gpt.py
 """

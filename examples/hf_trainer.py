@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` over an autopar program: data set, collator, TrainingArguments and callbacks stay as they are.
+"""``transformers.Trainer`` with an autopar program: data set, collator, TrainingArguments and callbacks are unchanged.
 
 ``AutoparTrainer`` is the adapter, to be copied. Trainer keeps its loop: batches, learning rates, logs, callbacks, evaluation, saving.
 The step itself, which is forward, backward, clipping and the update, runs in the processes of the program; the model of this process is

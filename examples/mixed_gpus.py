@@ -1,4 +1,4 @@
-"""Planning for a cluster of two kinds of GPU: the pipeline's stages on the faster ones get more layers. No GPU is needed to plan.
+"""A plan for a cluster with two kinds of GPUs: pipeline stages on the faster ones get more layers. Planning needs no GPU.
 
 python examples/mixed_gpus.py
 """

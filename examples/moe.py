@@ -1,4 +1,4 @@
-"""A mixture of experts (transformers' Mixtral) with expert parallelism: each of two processes has half of the experts of a layer.
+"""A mixture of experts (transformers' Mixtral) with expert parallelism: each of two processes has half of the experts of each layer.
 
 python examples/moe.py
 """

@@ -1,4 +1,4 @@
-"""Pins: decisions of yours, and the search completes the rest. Two pipeline stages, and ZeRO 3 for the output layer alone.
+"""Pins fix two decisions, two pipeline stages and ZeRO 3 for the output layer, and the search completes the plan.
 
 python examples/pins.py
 """

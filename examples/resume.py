@@ -1,4 +1,4 @@
-"""A training goes on under another plan: data parallelism on two processes, a checkpoint, then a pipeline of two stages, then one process.
+"""Training resumes under other plans: data parallelism on two processes, a checkpoint, then a pipeline of two stages, then one process.
 
 python examples/resume.py
 """

@@ -1,4 +1,4 @@
-"""A vision transformer learns scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, which come with the package.
+"""A vision transformer learns scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels, which come with the package.
 
 python examples/vit.py
 """

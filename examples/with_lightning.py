@@ -1,4 +1,4 @@
-"""A LightningModule over an autopar program: the module, the data loaders, callbacks, loggers and ``Trainer.fit`` stay as they are.
+"""A LightningModule with an autopar program: the module, data loaders, callbacks, loggers and ``Trainer.fit`` are unchanged.
 
 ``Parallel`` is the adapter, to be copied. It wraps the user's module: ``training_step`` is captured and planned with the first batch, and
 each step runs in the processes of the program. Lightning's own optimizer gets no gradients and counts steps. The user's module is refreshed

@@ -130,7 +130,7 @@ def _refuse_lookup(node: fx.Node) -> None:
     options = arguments(node)
     if options["scale_grad_by_freq"]:
         raise CaptureError(
-            f"an embedding with scale_grad_by_freq divides gradients by how often an id is in the whole batch\n{source_line(node)}",
+            f"an embedding with scale_grad_by_freq divides gradients by the counts of the ids in the full batch\n{source_line(node)}",
             hint="leave scale_grad_by_freq out, and weight the loss by the ids' counts instead",
         )
     if options["sparse"]:

@@ -90,7 +90,7 @@ def describe_batch(
     leaves = structure.leaves
     if not leaves:
         raise BatchError(
-            f"the batch holds no tensor: {_kind(batch)}", hint="give a tensor, a tuple or a dict of tensors"
+            f"the batch contains no tensor: {_kind(batch)}", hint="give a tensor, a tuple or a dict of tensors"
         )
     if leaves[0].shape and leaves[0].shape[0] == 0:
         raise BatchError(f"the batch has no rows: {leaves[0]}", hint="give an example of one global batch")

@@ -22,7 +22,7 @@ from autopar.ops.source import source_line
 
 _NOT_USER_CODE = (TORCH, str(Path(__file__).parents[1]), *passes.__path__, "<")
 _STANDARD = sysconfig.get_path("stdlib")
-HINT = f"the model must run on this batch by itself first; if it does, {OPAQUE_HINT}"
+HINT = f"check that the model runs on this batch without autopar; if it does, {OPAQUE_HINT}"
 
 
 @contextmanager

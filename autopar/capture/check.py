@@ -276,7 +276,9 @@ class _Comparison:
         if not self.no_evaluation:
             self.no_evaluation = self._evaluation_refusal(small, copied, tensors, eager[-1].buffers)
         self.difference = same_structure(self.graph, small)
-        return count + (f" (whose graph differs from the whole batch's: {self.difference})" if self.difference else "")
+        return count + (
+            f" (whose graph differs from that of the full batch: {self.difference})" if self.difference else ""
+        )
 
     def _captured(self, tensors: list[Tensor]) -> Graph:
         """Capture the model for these rows; with ``modes``, random numbers are constants of the graph."""

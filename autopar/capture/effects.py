@@ -293,7 +293,7 @@ def _python_random_refused() -> Iterator[None]:
     def refuse_seeding(*_: Any, **__: Any) -> Any:
         raise CaptureError(
             f"{caller()} sets the state of torch's generator inside of forward, which cannot be traced",
-            hint="seed before training; a program draws the same numbers on every device that holds the same rows",
+            hint="seed before training; all devices with the same rows then draw the same numbers",
         )
 
     before = random.getstate(), np.random.get_state(legacy=False)

@@ -516,7 +516,7 @@ def _check_dtypes(gm: fx.GraphModule) -> None:
             )
             raise CaptureError(
                 f"{op_name(node)} takes tensors of one dtype and gets {words}\n{source_line(node)}",
-                hint="give the batch in the model's dtype, or pass precision=..., which casts parameters and floating inputs alike",
+                hint="give the batch in the model's dtype, or pass precision=..., which casts parameters and floating-point inputs",
             )
 
 

@@ -178,11 +178,10 @@ def page(answers: Sequence[Agreement], rules: int, calls: int) -> str:
     ]
     return f"""# Our rules against DTensor's
 
-{rules} rules, {calls} sample calls: for each, on one axis of {RANKS} ranks, every way to place the operands as R, P or S(dim)
-(calls with more than {MAX_PLACEMENTS} ways: ours alone;
-attention, whose CPU kernel DTensor has no rule for, is left out).
-DTensor (torch {torch.__version__.split("+")[0]}) is asked by running the call
-on DTensors, its redistribution refused.
+{rules} rules, {calls} sample calls. For each call, autopar's rule and DTensor (torch {torch.__version__.split("+")[0]}) are compared
+on every placement of the operands as R, P or S(dim), on one axis of {RANKS} ranks. DTensor runs the call on DTensors, with redistribution
+disabled. Calls with more than {MAX_PLACEMENTS} placements are compared only on those that our rule accepts. Attention is left out, because
+DTensor has no rule for its CPU kernel.
 
 | | placements |
 |---|---|
@@ -200,13 +199,13 @@ on DTensors, its redistribution refused.
 |---|---|---|---|---|
 {chr(10).join(lines)}
 
-"Wrong" means that the two ranks' results, combined by the claimed type, differ from the unsharded result, or that a rank can't run it.
-Convolutions go through a handler of DTensor's own, which never asks for other placements; on a cut window it exchanges a halo, which this
-execution does not, so that those lines (a dim after the second) say only that the slices alone do not suffice.
+"Wrong" means that the two ranks' results, combined by the claimed type, differ from the unsharded result, or that a rank can't run the op.
+DTensor handles convolutions with a special handler, which never redistributes. If a spatial dim is sharded, it exchanges a halo, which this
+execution does not: rows with such a dim (after the second) only show that the shards alone do not suffice.
 
-## What only DTensor accepts, and is right
+## Placements that only DTensor accepts, and that are right
 
-Ways that our rules leave out, by op: {", ".join(f"{op} ({n})" for op, n in sorted(missing.items())) or "none"}.
+By op: {", ".join(f"{op} ({n})" for op, n in sorted(missing.items())) or "none"}.
 
 Made by `make report NAME=dtensor-check`. Do not edit.
 """

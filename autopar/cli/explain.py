@@ -127,10 +127,8 @@ def _sections(found: Explanation) -> list[RenderableType]:
         slower = plan.prediction.step_time_s / step - 1
         parts += [Text(f"the best plan takes {seconds(step)}, this one {slower:.1%} more: {describe(best)}"), ""]
     parts.append(Text("what limits the plan", "bold"))
-    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [
-        Text("  none of the resources that were tried")
-    ]
-    parts += ["", Text("the value of more and of less of each resource", "bold")]
+    parts += [Text(f"  {binding.text}") for binding in found.bindings] or [Text("  none of the tested resources")]
+    parts += ["", Text("the value of each resource", "bold")]
     parts += [Text(f"  {price.text}") for price in found.prices]
     parts += ["", _families(found, step), "", _alternatives(found, step), "", _closing_line(found)]
     return parts

@@ -106,7 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except (OSError, MalformedFileError) as error:
-        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"holds no configuration: {error}"
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else f"is no configuration: {error}"
         raise ModelError(f"{path} {why}", "give a transformers config.json") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object", "give a transformers config.json")

@@ -108,7 +108,7 @@ def failure(error: BaseException) -> dict[str, Any]:
         changes = [change.text for change in getattr(error, "changes", ())]
         return {"message": error.message, "hint": error.hint or "", "changes": changes}
     if isinstance(error, click.ClickException):
-        return {"message": error.format_message(), "hint": "`autopar plan --help` says what each option takes"}
+        return {"message": error.format_message(), "hint": "`autopar plan --help` describes the options"}
     traceback.print_exc()
     return {
         "message": f"{type(error).__name__}: {error}",

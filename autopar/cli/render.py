@@ -206,8 +206,8 @@ def _quality(plan: Plan) -> RenderableType:
 def _margin(found: Sensitivity) -> str:
     """Return in words how full the fullest device is, and what more room costs."""
     if found.margin_bytes >= found.wider_margin_bytes:
-        return f"the fullest device leaves {size(found.margin_bytes)} of its limit free"
-    cost = "fits no plan that was found"
+        return f"{size(found.margin_bytes)} below the limit on the fullest device"
+    cost = "fits none of the plans found"
     if found.wider_margin_cost is not None:
         cost = f"makes the step {found.wider_margin_cost:.1%} longer, at most"
     return f"{size(found.margin_bytes)} below the limit; a margin of {size(found.wider_margin_bytes)} {cost}"

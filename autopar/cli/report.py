@@ -46,7 +46,7 @@ def report_command(
     if not paths:
         raise UsageError("nothing is written", f"add {', '.join(f'{option} FILE' for option in options.values())}")
     if "trace" in paths and other is not None:
-        raise UsageError("a trace shows one plan, and two are given", "leave --trace out, or one of the plans")
+        raise UsageError("a trace shows one plan, but there are two", "leave --trace out, or one of the plans")
     if measured is not None and "trace" not in paths:
         raise UsageError("--measured FILE is added to the trace, and no trace is written", "add --trace FILE")
     events = None if measured is None else read_trace(measured)

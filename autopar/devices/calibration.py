@@ -101,7 +101,7 @@ def read(path: Path) -> Calibration:
     except OSError as error:
         raise DeviceError(f"the calibration {path} cannot be read: {error.strerror}", _RERUN) from error
     except MalformedFileError as error:
-        raise DeviceError(f"{path} holds no calibration ({error})", _RERUN) from error
+        raise DeviceError(f"{path} is no calibration file ({error})", _RERUN) from error
 
 
 def from_json(data: Any) -> Calibration:

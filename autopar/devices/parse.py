@@ -136,7 +136,7 @@ def parse(spec: Any, *, memory_limit_bytes: int | None = None, calibration: str 
             f"a memory limit of {memory_limit_bytes} bytes leaves room for nothing", "give a positive number of bytes"
         )
     if math.isinf(memory_limit_bytes):
-        raise DeviceError("a memory limit of infinitely many bytes is none", "leave memory_limit_bytes out")
+        raise DeviceError("the memory limit is infinite", "leave memory_limit_bytes out")
     if cluster.kind == "cuda" and memory_limit_bytes > (most := cluster.gpu.memory_bytes):
         raise DeviceError(
             f"the memory limit is {size(int(memory_limit_bytes))}, and a device of {cluster.name} has {size(most)}",
@@ -156,7 +156,7 @@ def check_text(text: str) -> None:
 
 def _check_count(count: int) -> None:
     if count <= 0:
-        raise DeviceError(f"the number of devices must be positive, not {count}", "ask for at least one device")
+        raise DeviceError(f"the number of devices must be positive, not {count}", "use at least one device")
     if count > MOST:
         raise DeviceError(f"{count:,} devices are more than autopar plans for", f"ask for {MOST:,} at most")
 

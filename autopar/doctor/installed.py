@@ -95,7 +95,7 @@ def _compiler() -> Finding:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     path = next((found for name in names if (found := shutil.which(name.split()[0]))), None)
     if path is None:
-        text = f"none of {', '.join(names)} found: torch.compile needs one"
+        text = f"no C++ compiler found ({', '.join(names)}): torch.compile needs one"
         return Finding(
             PART, "C++ compiler", WARNING, text, "install one (`apt-get install g++`), or run with --pin compile=none"
         )

@@ -59,8 +59,8 @@ from __future__ import annotations
 
 
 _SEPARATE_BATCHES = (
-    "Each microbatch is a batch of its own, as microbatch_statistics allows: the step's loss is the mean of theirs, not the whole "
-    "batch's."
+    "Each microbatch has its own statistics and loss, as microbatch_statistics allows: the step's loss is the mean of theirs, not that of "
+    "the full batch."
 )
 
 

@@ -168,7 +168,7 @@ def _batch(study: Study, deadline: float) -> Iterator[Change]:
     fits = _smallest(rows - 1, deadline, lambda less: _resized(study, deadline, global_batch=rows - less))
     if fits is not None:
         less, plan = fits
-        yield _change("batch", f"use --global-batch {rows - less} in place of {rows}", plan, global_batch=rows - less)
+        yield _change("batch", f"use --global-batch {rows - less} instead of {rows}", plan, global_batch=rows - less)
 
 
 def _sequence(study: Study, deadline: float) -> Iterator[Change]:
@@ -181,7 +181,7 @@ def _sequence(study: Study, deadline: float) -> Iterator[Change]:
     if fits is not None:
         k, plan = fits
         short = top - (k - 1) * step
-        yield _change("sequence", f"use --seq {short} in place of {study.seq}", plan, seq=short)
+        yield _change("sequence", f"use --seq {short} instead of {study.seq}", plan, seq=short)
 
 
 def _resized(study: Study, deadline: float, **sizes: Any) -> Plan | None:
@@ -206,7 +206,7 @@ def _devices(study: Study, deadline: float) -> Iterator[Change]:
     if fits is not None:
         k, plan = fits
         cluster = grown(study.cluster, counts[k - 1])
-        text = f"use {cluster.count} devices in place of {study.cluster.count}"
+        text = f"use {cluster.count} devices instead of {study.cluster.count}"
         spec = spec_of(cluster)
         request = {"nodes": cluster.nodes} if spec is None else {"devices": spec}
         yield _change("devices", text if spec is None else f"{text} (--devices {spec})", plan, **request)
@@ -280,7 +280,7 @@ def _other_devices(study: Study, deadline: float) -> Iterator[Change]:
         spec = f"{cluster.count // node}x{node}x{name}"
         plan = feasible(study, deadline, cluster=parse(spec))
         if plan is not None:
-            yield _change("gpu", f"use {name} in place of {cluster.gpu.name} (--devices {spec})", plan, devices=spec)
+            yield _change("gpu", f"use {name} instead of {cluster.gpu.name} (--devices {spec})", plan, devices=spec)
             return
 
 

@@ -139,7 +139,7 @@ def _price_of(name: str, change: str, plan: Plan, possible: Plan, best: Plan, pe
     if abs(saving) < WORTH:
         text = f"{change} {verb} nothing" + (f" (upper bound of the saving: {at_most:.1%})" if at_most >= WORTH else "")
     elif after is best and best.gap > UNSETTLED:
-        text = f"{change}: time ran out before a good plan was found, the best one takes {1 - saving:.2f} times as long"
+        text = f"{change}: time ran out before a good plan was found; the best one takes {1 - saving:.2f} times as long"
     else:
         text = f"{change} {verb} {abs(saving):.1%} of the step{per}"
     line = describe(after)

@@ -27,7 +27,7 @@ def same_batch(batch: Mapping[str, Tensor], names: list[str], device: torch.devi
         return
     other_entries = zlib.crc32(repr([(n, digest(t)) for n, t in sorted(batch.items()) if n not in names]).encode())
     digests = {f"{name!r}": digest(batch[name]) for name in names} | {"the other entries": other_entries}
-    _require_equal(digests, device, "the ranks were given different batches", "every rank takes the full global batch")
+    _require_equal(digests, device, "ranks have different batches", "every rank takes the full global batch")
 
 
 def same_state(state: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> None:

@@ -55,7 +55,8 @@ class ChunkedUpdates(torch.optim.Optimizer):
         be updated in chunks, and has moments if they are to be rounded."""
         if "bfloat16_moments" in allow and torch_class not in _WITH_MOMENTS:
             raise RefusedOptimizerError(
-                f"the plan keeps Adam's moments in bfloat16 (bfloat16_moments), and {name} is none of {', '.join(_WITH_MOMENTS)}",
+                f"the plan keeps Adam's moments in bfloat16 (bfloat16_moments), but {name} does not support that (supported: "
+                f"{', '.join(_WITH_MOMENTS)})",
                 "train with one of them, or plan without bfloat16_moments in allow",
             )
         if not torch_class:

@@ -79,7 +79,10 @@ def _per_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _refuse_partial(x: Tensor, name: str) -> None:
-    _require(P not in spmd.get_local_type(x).values(), f"{name}: each term of a sum would be normalised by itself")
+    _require(
+        P not in spmd.get_local_type(x).values(),
+        f"{name}: its operand is a partial sum, which must be reduced before normalisation",
+    )
 
 
 def batch_statistics(

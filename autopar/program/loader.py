@@ -83,7 +83,7 @@ class Tensors(Dataset[Mapping[str, Tensor]]):
         except Exception as error:  # of many kinds, depending on the file
             raise DataError(f"{path} cannot be read ({type(error).__name__})", how) from error
         if not isinstance(found, Mapping) or not found:
-            raise DataError(f"{path} holds no tensors by name, but a {type(found).__name__}", how)
+            raise DataError(f"{path} has no dict of tensors, but a {type(found).__name__}", how)
         if wrong := [name for name, each in found.items() if not isinstance(each, Tensor) or not each.dim()]:
             raise DataError(f"{path} has entries that are no tensors with rows: {', '.join(map(str, wrong[:5]))}", how)
         return Tensors(found)
@@ -236,7 +236,7 @@ class Loader:
         if isinstance(given, IterableDataset) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
             raise DataError(
                 f"{type(given).__name__} cannot be read by row: it has no length, or no __getitem__",
-                "a rank reads its own rows alone, so the data set must be map-style: give each row an index, or write the rows to a file",
+                "each rank reads only its own rows, so the data set must be map-style: implement __len__ and __getitem__, or write a file",
             )
         self._full_dataset = given
         if type(given) is Tensors and self._share.inputs:  # never read the other inputs of a file

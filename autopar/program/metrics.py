@@ -233,7 +233,7 @@ def sentence(plan: Mapping[str, Any], rank: int, measured: tuple[int, str], allo
     return (
         f"out of memory on rank {rank}, stage {index}: the plan predicts {_size(sum(parts.values()))} ({shown}) of {_size(limit)}, "
         f"{measured[1]} is {_size(measured[0])}; plan again with --memory-limit {lower / 1e9:.3g}GB, or {_CHANGES[largest]}; "
-        f"`autopar explain` says what each change saves ({allocator_message})"
+        f"`autopar explain` shows what each change saves ({allocator_message})"
     )
 
 

@@ -148,8 +148,8 @@ class Restored:
         self.pieces: list[Piece] = []
         if facts is None:
             raise CheckpointError(
-                f"the checkpoint has no optimizer's state, and the program trains with {type(optimizer).__qualname__}",
-                "it was saved by a program that trains no parameter: start from its parameters alone",
+                f"the checkpoint has no optimizer state, but the program trains with {type(optimizer).__qualname__}",
+                "it was saved by a program without trainable parameters: load only its parameters",
             )
         _check_same_optimizer(optimizer, facts)
         on_device = {
@@ -215,7 +215,7 @@ def _check_same_optimizer(optimizer: torch.optim.Optimizer, facts: Mapping[str, 
     if own != facts["class"]:
         raise CheckpointError(
             f"the checkpoint has the state of {facts['class']}, and the program trains with {own}",
-            f"train with {facts['class']}, or start from the checkpoint's parameters alone",
+            f"train with {facts['class']}, or load only the checkpoint's parameters",
         )
     if len(optimizer.param_groups) != len(facts["groups"]):
         raise CheckpointError(
@@ -239,7 +239,7 @@ def check_scheduler(scheduler: LRScheduler | None, facts: Mapping[str, Any] | No
         raise CheckpointError(
             f"the checkpoint is of a training with {theirs or 'no scheduler'}, and the program's training has "
             f"{own or 'no scheduler'}",
-            f"train with {theirs or 'no scheduler'}, or start from the checkpoint's parameters alone",
+            f"train with {theirs or 'no scheduler'}, or load only the checkpoint's parameters",
         )
 
 

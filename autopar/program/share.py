@@ -211,7 +211,7 @@ class Share:
             index, row = divmod(int(differs[head:].nonzero()[0]), self.batch)
             raise DataError(
                 f"ranks that read row {row} of the global batch have different values of {names[index]!r}",
-                "a row must depend on its index alone: seed random augmentation by the index, and read the same files everywhere",
+                "a row must depend only on its index: seed random augmentation with the index, and read the same files on all ranks",
             )
 
 

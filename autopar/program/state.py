@@ -22,7 +22,7 @@ INITIAL = "initial.safetensors"
 CONSTANTS = "runtime/constants.safetensors"
 """The file in a program's folder with the model's constant tensors."""
 
-NO_VALUES = "the folder has no initial values: the model was on meta, or its values were not given"
+NO_VALUES = "the folder has no initial values: the model was on meta, or compiled without values"
 _SHOWN = 5
 
 

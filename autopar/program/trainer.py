@@ -107,7 +107,7 @@ class Trainer:
         resume: str | os.PathLike[str] | None = None,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm is {max_norm}: gradients are scaled to a norm above 0, or left alone (None)")
+            raise ValueError(f"max_norm is {max_norm}, but must be positive, or None for no clipping")
         self.program, self.world, self.max_norm = program, world, max_norm
         set_tf32("tf32" in program.plan.get("allow", ()))
         self._partially_loaded = False  # whether a load failed after replacing some of the values
@@ -390,7 +390,7 @@ class Trainer:
         Raises ``ValueError`` with the name of an entry that is missing, is not in the model, or has another shape.
         """
         if wrong := wrong_state(self.program.records, state):
-            raise ValueError(f"the state dict is not one of the model that was compiled: {wrong}")
+            raise ValueError(f"the state dict does not match the compiled model: {wrong}")
         layouts, buffers = self.program.layouts, self.program.buffers
         names = {name for layout in layouts for name in (layout.original, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)

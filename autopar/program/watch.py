@@ -281,8 +281,8 @@ class Watch:
                     self._end(f"{self._problem}: this rank is {self._position()[0]}")
             if self._store is not None and now - max(self._heard, began) > self._lost_after_s:
                 self._end(
-                    f"rank {dist.get_rank()} has had no answer from the ranks' store at {_address()} for {self._lost_after_s:g} s in "
-                    f"{self._section[1]} ({self._position()[0]}): the launcher or rank 0 there has ended, or the network between is cut"
+                    f"rank {dist.get_rank()} got no answer from the ranks' store at {_address()} for {self._lost_after_s:g} s in "
+                    f"{self._section[1]} ({self._position()[0]}): the launcher or rank 0 there has exited, or the network connection is cut"
                 )
 
     def _beat(self, node: NodeHeartbeats) -> None:

@@ -102,7 +102,7 @@ def _parse_linear(clause: str, operands: tuple[Operand, ...], text: str) -> tupl
     groups = clause.split()[1:]
     if not all(re.fullmatch(r"\d+(\+\d+)*", group) for group in groups):
         raise RuleError(
-            f"the rule {text!r} has the clause {clause!r}; operands are given by number, as in 'linear 0 1'"
+            f"the rule {text!r} has the clause {clause!r}; clauses refer to operands by number, as in 'linear 0 1'"
         )
     additive = {i for i, operand in enumerate(operands) if operand.additive}
     return tuple(frozenset(int(i) for i in group.split("+")) | additive for group in groups)

@@ -126,7 +126,7 @@ class Nodes:
             socket.getaddrinfo(host.strip("[]"), int(port))
         except OSError as error:
             raise UsageError(
-                f"--meet {endpoint}: there is no host {host}", "give the name of a node as others see it"
+                f"--meet {endpoint}: there is no host {host}", "give a node name that the other nodes can resolve"
             ) from error
         return Nodes(int(minimum), int(maximum), endpoint, restarts)
 

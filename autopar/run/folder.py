@@ -33,7 +33,7 @@ def folder_for_program(name: Any) -> Path:
         raise UsageError(f"{folder} is a file, and the program is a folder", "give a new folder")
     has_files = folder.is_dir() and any(not path.name.startswith(CLAIM) for path in folder.iterdir())
     if has_files and not _is_program(folder):
-        raise UsageError(f"{folder} holds other files than a program", "give a new or an empty folder")
+        raise UsageError(f"{folder} has files that are not a program's", "give a new or an empty folder")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         reason = "no permission" if there.is_dir() else f"{there} is a file"

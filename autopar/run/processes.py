@@ -248,8 +248,8 @@ class Processes:
         if not failures:
             ranks = ", ".join(map(str, silent))
             return LaunchError(
-                f"no answer from rank {ranks} to {self._target}; all ranks were ended",
-                "probably a rank waits in a collective that another rank never enters",
+                f"no answer from rank {ranks} to {self._target}; all ranks were terminated",
+                "probably a rank waits in a collective that another rank never calls",
                 HANG,
             )
         rank = min(failures, key=lambda rank: failures[rank]["consequence"])  # the first reported cause

@@ -216,7 +216,7 @@ class Program:
         """Return the losses of global batches, or of a data set's epoch, as ``model.eval()`` computes them, without updates.
 
         Dropout is off, and batch norm uses its running statistics. Raises ``UsageError`` if the comparison with ``model.eval()`` at capture
-        failed; or was not made, and the model draws random numbers or has buffers.
+        failed, or if it was not made and the model draws random numbers or has buffers.
         """
         if isinstance(batches, Data):
             losses: list[float] = self._results("evaluate", batches.number)[0]
@@ -510,8 +510,8 @@ class Program:
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
         if wrong := wrong_state(self._records, state):
             raise UsageError(
-                f"the state dict is not one of the model that was compiled: {wrong}",
-                "give model.state_dict() of the model that was compiled",
+                f"the state dict does not match the compiled model: {wrong}",
+                "give model.state_dict() of the compiled model",
             )
 
     def _note_outside_program(self, given: Mapping[str, Tensor] | Path) -> None:

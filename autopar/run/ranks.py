@@ -108,7 +108,7 @@ def _reporting(store: dist.Store, key: str, folder: Path) -> Iterator[None]:
 def _answer(store: dist.Store, key: str) -> str:
     """Wait for another process's answer; raise ``AutoparError`` if it failed."""
     if not (answer := _waited(store, key)):
-        raise AutoparError("another process cannot write the program's folder", "that process's message says why")
+        raise AutoparError("another process cannot write the program's folder", "see the message of that process")
     return answer
 
 
@@ -132,7 +132,7 @@ def after_writer(work: Callable[[], None], owner: str) -> None:
         finally:
             store.set(key, failure)
     elif failed := _waited(store, key):
-        raise AutoparError(failed, "that process's message says why")
+        raise AutoparError(failed, "see the message of that process")
 
 
 def _waited(store: dist.Store, key: str) -> str:

@@ -138,7 +138,7 @@ class TrainingRecipe:
                 mine = ""
         if _without_init_lines(mine) != _without_init_lines(current):
             raise UsageError(
-                f"{folder / 'train.py'} has a recipe, which differs from the given optimizer, scheduler, lr, max_norm or seed",
+                f"{folder / 'train.py'} has a recipe that differs from the optimizer, scheduler, lr, max_norm or seed in the arguments",
                 "leave all of them out to train with the folder's recipe; to change it, edit train.py and open the folder again",
             )
         return True
@@ -413,7 +413,7 @@ class _CodeWriter:
     def _constructor_call(self, value: Any, first: str = "") -> str:
         """Return the constructor call of an object; ``first`` replaces its first argument."""
         if id(value) not in self.calls:
-            raise _UnwritableError(f"nothing says how the {type(value).__name__} was made")
+            raise _UnwritableError(f"the constructor arguments of the {type(value).__name__} are unknown")
         _, positional, kwargs = self.calls[id(value)]
         parameters = list(inspect.signature(type(value)).parameters.values())
         args, named = list(positional), dict(kwargs)
@@ -503,7 +503,7 @@ def _check_rebuilt(made: CheckedRecipe, schedule: Scheduler | None) -> None:
             raise _UnwritableError(f"{len(optimizers)} optimizers were written, and there are {len(made.optimizers)}")
         for mine, its in zip(made.optimizers, optimizers, strict=True):
             if differs := difference(mine, its):
-                raise _UnwritableError(f"{type(mine).__name__}, made by its constructor alone, has another {differs}")
+                raise _UnwritableError(f"{type(mine).__name__} differs from a newly constructed one in its {differs}")
     if schedule is None:
         return
     both = [scheduled(make, made.again()) for make in (schedule, train.make_scheduler)]
@@ -511,7 +511,7 @@ def _check_rebuilt(made: CheckedRecipe, schedule: Scheduler | None) -> None:
         warnings.simplefilter("ignore")  # stepping a scheduler without its optimizer warns
         for _ in range(_COMPARED_STEPS):
             if described_scheduler(both[0]) != described_scheduler(both[1]) or _rates(both[0]) != _rates(both[1]):
-                raise _UnwritableError(f"{type(both[0]).__name__}, made by its constructor alone, has another state")
+                raise _UnwritableError(f"{type(both[0]).__name__} differs from a newly constructed one in its state")
             for each in both:
                 each.step()
 

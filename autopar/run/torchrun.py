@@ -33,7 +33,7 @@ def torchrun(folder: Path, processes: int, options: Sequence[str], *, port: int,
     path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)} if imports else {}
     status, error = _stream([*command, str(folder / "train.py"), *options], {**os.environ, **threads, **path, **env})
     if status != 0:
-        raise LaunchError(f"train.py ended with status {status}: {error}", "the output above says more")
+        raise LaunchError(f"train.py ended with status {status}: {error}", "see the output above")
 
 
 def _check_port(port: int) -> None:

@@ -28,7 +28,7 @@ def train(
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0):
         raise UsageError(
-            f"steps is {steps!r}, but a number of steps must be a whole number from 0 up",
+            f"steps is {steps!r}, but must be a non-negative integer",
             "steps=100 trains 100 steps; without steps the training takes one for each batch",
         )
     losses: list[float] = []

@@ -176,12 +176,12 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
         return f"{name} has one stage on each device, and chunks is {chunks}", "use interleaved-1f1b, or chunks 1"
     if name == ONE_F_ONE_B and microbatches < pipeline:
         return (
-            f"1F1B over {pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"1F1B over {pipeline} stages needs at least as many microbatches, but there are {microbatches}",
             f"take {pipeline} microbatches or more, or the schedule gpipe",
         )
     if name == DUALPIPE_V and microbatches < 2 * pipeline:
         return (
-            f"{name} over {2 * pipeline} stages needs a microbatch for each of them, and there are {microbatches}",
+            f"{name} over {2 * pipeline} stages needs at least as many microbatches, but there are {microbatches}",
             f"take {2 * pipeline} microbatches or more, or zbv",
         )
     rounds = max(1, microbatches // pipeline)

@@ -525,20 +525,20 @@ def _left_out(graph: Graph, cluster: Devices, state: State, priced: PricedPlan) 
         )
     if not state.uneven and _leaves_schedules(state.options) and (state.options.pipeline or cluster.count) > 1:
         missing = (
-            "schedules besides 1f1b and gpipe"
+            "schedules other than 1f1b and gpipe"
             if state.schedules is None
             else "numbers of chunks that do not divide the layers"
         )
         notes.append(f"time ran out before {missing} were searched; pin schedule to search one")
     if state.schedules:
-        notes.append(f"{', '.join(state.schedules)}: searched besides 1f1b and gpipe; pin schedule to search others")
+        notes.append(f"schedules searched: 1f1b, gpipe and {', '.join(state.schedules)}; pin schedule to search others")
     free = [pins.fold_experts is None and pins.expert is None for pins in state.prices.pins]
     if cluster.count > 1 and any(
         graph.classes[layer.cls].experts and is_free for layer, is_free in zip(graph.layers, free, strict=True)
     ):
         notes.append(
-            "experts were folded over no axes or over all, and not over tensor parallelism that leaves sequences whole or over sequence "
-            "parallelism of all layers; pin fold_experts to search that"
+            "experts folded over only some axes (over tensor parallelism without sequence parallelism, or over sequence parallelism of all "
+            "layers) were not searched; pin fold_experts to search that"
         )
     if _may_gain_from_less_data(state, priced):
         notes.append(

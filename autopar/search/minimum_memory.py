@@ -316,14 +316,14 @@ def explain(graph: Graph, instance: Instance, solution: Solution, unpriced: int)
     enough = max(int(m.total) for m in by_rank)
     limit, hint = (
         gigabytes(limits[worst]),
-        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would suffice",
+        f"a memory limit of {gigabytes(enough, up=True)} ({enough} bytes) per device would be enough",
     )
     answer, scope = f"no plan fits {limit} per device", ""
     if unpriced:
         answer = f"time ran out before a plan was found that fits {limit} per device: {unpriced} configurations were not priced"
         scope, hint = " among the others", f"give the search more time (--time-limit); {hint}"
     return InfeasibleError(
-        f"{answer}: the plan of least memory{scope} ({instance.config}) still needs "
+        f"{answer}: the plan that needs the least memory{scope} ({instance.config}) still needs "
         f"{gigabytes(live.total)} on stage {worst} ({where}), of which "
         f"{gigabytes(size)} are {part}; its largest layer is {graph.layers[largest].name} with {gigabytes(layer_bytes(largest))}",
         hint,

@@ -32,11 +32,12 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
     if graph.accumulated > 1:
         notes.append(
             f"not exact, as microbatch_statistics allows: each of {graph.accumulated} microbatches has its own statistics and loss; the "
-            f"step's loss is their mean, not the loss of the whole batch ({graph.unmicrobatchable})"
+            f"step's loss is their mean, not the loss of the full batch ({graph.unmicrobatchable})"
         )
     elif graph.unmicrobatchable and config.schedule.microbatches > 1:
         notes.append(
-            f"this plan has a price only: a program of {config.schedule.microbatches} microbatches is refused: {graph.unmicrobatchable}"
+            f"this plan can be priced, but not emitted, because the model does not run in {config.schedule.microbatches} microbatches: "
+            f"{graph.unmicrobatchable}"
         )
     elif graph.unmicrobatchable:
         notes.append(f"one microbatch only: {graph.unmicrobatchable}")

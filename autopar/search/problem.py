@@ -246,7 +246,7 @@ def configurations(
         if options.microbatches not in counts:
             why = graph.unmicrobatchable or f"a global batch of {graph.batch_size} does not divide into that many"
             coupled = graph.unmicrobatchable and graph.accumulated == 1
-            hint = "; allow={'microbatch_statistics'} admits others, but is not exact" if coupled else ""
+            hint = "; allow={'microbatch_statistics'} permits others, but is not exact" if coupled else ""
             raise UsageError(
                 f"{options.microbatches} microbatches are not possible: {why}",
                 f"the numbers that fit are {', '.join(map(str, counts))}{hint}",

@@ -65,15 +65,15 @@ def _unmicrobatchable_reason(graph: Graph, index: int, cls: LayerClass) -> str:
     nodes = {node.name: node for node in cls.graph.graph.nodes}
     for value, kernel in types.kernel.items():
         if kernel not in MICROBATCHABLE_KERNELS:
-            return f"{name} needs the whole batch for {_described(nodes[value])}"
+            return f"{name} needs the full batch for {_described(nodes[value])}"
     flow = gradient_flow(cls)
     for one in conversions(cls.graph, (types,), flow):
         if not legal_over_microbatches(one.source[0], one.target[0], flow[one.value]):
             reader = nodes[one.readers[0][0]]
             if (without := _reached_without_rule(nodes[one.value])) is not None:
-                return f"{name} needs the whole batch for {_described(without)}, an op without a sharding rule"
+                return f"{name} needs the full batch for {_described(without)}, an op without a sharding rule"
             return (
-                f"{name} needs the whole batch for {_described(nodes[one.value] if reader.op == 'output' else reader)}"
+                f"{name} needs the full batch for {_described(nodes[one.value] if reader.op == 'output' else reader)}"
             )
     return ""
 

@@ -107,8 +107,8 @@ class Activations(Technique):
     subject = "layers"
     shown = True
     meaning = (
-        "what layers keep for the backward pass: everything; a part, the rest is recomputed; their input alone, or that of the first of K; "
-        "in the host's memory; in 8 bits (if `int8_activations` is allowed)"
+        "what layers save for the backward pass: everything; a part, with the rest recomputed; only the input of each layer, or of "
+        "every K-th; everything in host memory; everything in 8 bits (if `int8_activations` is allowed)"
     )
     example = "activations=full"
     optional = True

@@ -15,7 +15,9 @@ class Compilation(Technique):
     name = "compile"
     modes = (Mode(NONE), Mode(LAYERS, cell="compiled", compiled=True))
     subject = "layers"
-    meaning = "what torch.compile compiles: nothing, or each layer's arithmetic; layers on GPUs and nothing on CPUs where none is pinned"
+    meaning = (
+        "what torch.compile compiles: nothing, or each layer's arithmetic; default: layers on GPUs, nothing on CPUs"
+    )
     example = "compile=none"
     switch = True
     under_split = NONE

@@ -19,10 +19,7 @@ class Logits(Technique):
     modes = (Mode(WHOLE, cell=WHOLE), Mode(SLICED, "in slices of the vocabulary", SLICED))
     subject = "logits"
     single_layer = True
-    meaning = (
-        "how the layer with the loss computes its logits: whole, or in slices of the vocabulary, which the backward pass "
-        "recomputes"
-    )
+    meaning = "how the loss layer computes its logits: all at once, or in slices of the vocabulary, which the backward pass recomputes"
     example = "logits=sliced"
     modules = ("kernels_logits",)
     rewrite = "slice_logits"

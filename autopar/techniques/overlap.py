@@ -20,10 +20,10 @@ class Overlap(Technique):
     modes = (
         Mode(TENSOR, cell=TENSOR, early_collectives=True),
         Mode(NONE, cell=NONE),
-        Mode(HALVES, "in two halves that take turns", HALVES, early_collectives=True, parts=2, fallback=TENSOR),
+        Mode(HALVES, "in two alternating halves", HALVES, early_collectives=True, parts=2, fallback=TENSOR),
     )
     subject = "microbatches"
-    meaning = "which collectives run under the layer's own arithmetic; tensor where none is pinned"
+    meaning = "which collectives overlap with computation of the same layer (default: tensor)"
     example = "overlap=none"
     default_if_missing = NONE
     under_split = NONE
@@ -61,7 +61,7 @@ class Overlap(Technique):
             yield f"pipeline 2 x tensor+sequence {half}, in halves", pipeline | halves
 
     def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
-        yield "halves", "microbatches in two halves that take turns", {self.name: HALVES}, ""
+        yield "halves", "microbatches in two alternating halves", {self.name: HALVES}, ""
 
 
 OVERLAP = Overlap()

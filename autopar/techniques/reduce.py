@@ -21,7 +21,7 @@ class Reduce(Technique):
         Mode(STEP, "reduced once a step", STEP, min_zero=2, unsharded_gradients=True),
     )
     subject = "gradients"
-    meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once a step"
+    meaning = "how often gradients are reduced under ZeRO 2 and 3: in every microbatch, or once per step"
     example = "reduce=step"
     adds_work = True
     specified = True

@@ -37,7 +37,7 @@ class Sync(Technique):
             "averaged every {} steps",
             LOCAL_STEPS,
             deviation=LOCAL_SGD,
-            inexact="between two averages every replica trains by itself, which one device does not",
+            inexact="between averages replicas train independently, unlike one device",
             max_zero=0,
             counted=1,
             local_sgd=True,
@@ -54,7 +54,7 @@ class Sync(Technique):
         ),
     )
     subject = "replicas"
-    meaning = "how replicas are synchronized under ZeRO 0; all-reduce where none is pinned"
+    meaning = "how replicas are synchronized under ZeRO 0; default: all-reduce"
     example = "sync=parameter-server"
     conflicts = (
         Conflict(

@@ -186,9 +186,9 @@ class _Choice:
             if family.bound_s < self.best_s:
                 self._evaluate(family.setting)
         if self.best is None:
-            reason = self.refusal or "the devices, the batch and the model admit none"
+            reason = self.refusal or "none is valid for the devices, the batch and the model"
             if self.lacking < math.inf:
-                reason = f"even the one that lacks least needs {self.lacking / 1e9:.1f} GB more on a device"
+                reason = f"even the smallest one needs {self.lacking / 1e9:.1f} GB more per device"
             raise InfeasibleError(
                 f"no setting of {self.trainer.title} fits: {reason}",
                 "use more devices, more memory, or another trainer",

@@ -69,7 +69,7 @@ class DeepSpeed(Trainer):
             notes.append("for the plan's memory call model.gradient_checkpointing_enable() in your script")
         if s.microbatches > 1:
             notes.append(
-                "let your module return its loss alone: gradients are divided by gradient_accumulation_steps at every output"
+                "let your module return only its loss: gradients are divided by gradient_accumulation_steps at every output"
             )
         if s.precision == "float8":
             notes.append("products in 8 bits are not written: bfloat16 is")

@@ -176,9 +176,9 @@ class Megatron(Trainer):
                 "on GPUs before Blackwell Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1, which the file exports"
             )
         if s.expert > 1 and _DISPATCH in s.facts:
-            notes.append("the flex dispatcher needs DeepEP, of its branch hybrid-ep")
+            notes.append("the flex dispatcher needs DeepEP (branch hybrid-ep)")
         if s.expert > 1 and s.tensor > 1 and not s.sequence:
-            notes.append("Megatron requires --sequence-parallel for experts beside tensor parallelism")
+            notes.append("Megatron requires --sequence-parallel for experts with tensor parallelism")
         return Exported({"megatron_args.sh": "\n".join(lines) + "\n"}, tuple(notes))
 
     def read(self, options: Sequence[Option], blocks: int, devices: int) -> Reading | None:
@@ -218,7 +218,7 @@ def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if sliced not in (1, tensor):
         raise UsageError(
-            f"expert_tensor_parallel_size is {sliced}, and autopar prices experts that are whole (1) or sliced like the rest ({tensor})",
+            f"expert_tensor_parallel_size is {sliced}, but autopar prices only a degree of 1 or {tensor} (as for other layers)",
             "give one of the two",
         )
     inner = context * (tensor if sliced == 1 else 1)

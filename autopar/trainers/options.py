@@ -50,7 +50,7 @@ def read_options(path: str | Path) -> list[Option]:
     """
     named = _FUNCTION.fullmatch(str(path))
     file, function = Path(named[1] if named else path), named[2] if named else ""
-    hint = "give a file of your trainer's configuration; its suffix says how it is read (.py, .json, .yaml, .toml, else a shell script)"
+    hint = "give a file of your trainer's configuration; its format follows from its suffix (.py, .json, .yaml, .toml, else a shell script)"
     try:
         with file.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
@@ -152,7 +152,7 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         factors = _literal(node.left), _literal(node.right)
         if not all(isinstance(factor, int) and abs(factor) < 2**32 for factor in factors):
-            raise ValueError("no product of whole numbers")
+            raise ValueError("not a product of integers")
         return factors[0] * factors[1]
     return ast.literal_eval(node)
 

@@ -181,7 +181,7 @@ def granularity_word(activations: str) -> str:
 def whole_number(text: str) -> int:
     """Return the number. Raises ``UsageError`` for text that is not a whole number from 1."""
     if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 2**53):
-        raise UsageError(f"{text!r} is not a whole number from 1", "degrees and sizes are whole numbers")
+        raise UsageError(f"{text!r} is not a positive integer", "degrees and sizes are positive integers")
     return int(text)
 
 

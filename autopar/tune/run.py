@@ -235,7 +235,7 @@ class Tuning:
                 f"{seconds(best_s)}, measured to within {noise:.1%}"
             )
         return (
-            f"every plan found that could be faster than {seconds(best_s)} by more than the noise of {noise:.1%} was measured; "
+            f"all plans that could be faster than {seconds(best_s)} by more than the noise of {noise:.1%} were measured; "
             f"the bound under the corrected prices is {seconds(bound_s)}"
         )
 
@@ -380,7 +380,7 @@ class Tuning:
     def _none_runs(self) -> LaunchError:
         name, failure = next(iter(self.log.failures.items()))
         return LaunchError(
-            f"none of {len(self.log.failures)} plans runs: {name}: {failure.error}",
+            f"all {len(self.log.failures)} plans failed to run: {name}: {failure.error}",
             "`autopar doctor` checks what programs need; `autopar run` runs one plan",
         )
 

@@ -218,17 +218,17 @@ def _same_shapes(batch: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, T
     integers = {n: t for n, t in others.items() if not t.is_floating_point() and not t.is_complex()}
     floating = {n: t for n, t in others.items() if t.is_floating_point()}
     if not integers:
-        yield "unevenly ignored labels", None, "no input holds integers"
+        yield "unevenly ignored labels", None, "no input has integers"
     for name, tensor in integers.items():
         yield f"unevenly ignored labels in {name}", given | {name: _uneven(tensor)}, ""
     if not masks:
-        yield "a fully masked row", None, "no input holds zeros and ones"
+        yield "a fully masked row", None, "no input has zeros and ones"
     for name, tensor in masks.items():
         yield f"a fully masked row in {name}", given | {name: _first_row(tensor, 0)}, ""
     edges = {n: _edges(t) for n, t in integers.items()}
-    yield "integers at the ends of their range", (given | edges) if edges else None, "no input holds integers"
+    yield "integers at the ends of their range", (given | edges) if edges else None, "no input has integers"
     extremes = {n: _extremes(t) for n, t in floating.items()}
-    yield "extreme values", (given | extremes) if extremes else None, "no input holds floating values"
+    yield "extreme values", (given | extremes) if extremes else None, "no input has floating-point values"
 
 
 def _uneven(tensor: Tensor) -> Tensor:

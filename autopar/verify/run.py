@@ -237,7 +237,7 @@ class _Run:
                 emit(graph, plan, folder)
                 stages = check_program(folder)
             except ProgramError as error:
-                self._fail("the given plan at its own size", plan, error.message, None)
+                self._fail("the plan at full size", plan, error.message, None)
                 return
         self._typechecked += 1
         self.notes.append(
@@ -260,7 +260,7 @@ class _Run:
         if graph.accumulated > 1:
             notes.append(
                 f"one device accumulated over {graph.accumulated} microbatches, as microbatch_statistics allows: the mean of their "
-                f"losses is not the whole batch's ({graph.unmicrobatchable})"
+                f"losses is not the loss of the full batch ({graph.unmicrobatchable})"
             )
         return Report(
             model=graph.name,

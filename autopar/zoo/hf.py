@@ -149,7 +149,7 @@ def _with_tied_parameters(model: nn.Module, moved: _MetaParameters) -> nn.Module
             if begin < end:
                 raise ModelError(
                     f"{name} and {other} of the model overlap in memory but are not tied",
-                    "give each its own storage, or tie whole parameters of one shape",
+                    "give each its own storage, or tie full parameters of the same shape",
                 )
     return model
 
@@ -329,7 +329,7 @@ def _build_module(auto: Any, hf_config: Any, dtype: torch.dtype, device: str) ->
     except Exception as error:  # any error that a model's code raises for inconsistent sizes
         raise ModelError(
             f"transformers cannot build the model (model_type {hf_config.model_type!r}): {error}",
-            "its sizes may be inconsistent: check whether transformers alone can build the model",
+            "its sizes may be inconsistent: check whether transformers can build the model without autopar",
         ) from error
     return _placed(_with_tied_parameters(model, moved), device)
 

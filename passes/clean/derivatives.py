@@ -156,7 +156,7 @@ def _traced(
     except RuntimeError as error:
         raise CaptureError(
             f"forward computes a derivative that autograd refuses: {str(error).splitlines()[0]}\n{source_line(marker)}",
-            hint="the model must run on this batch by itself first",
+            hint="check that the model runs on this batch without autopar",
         ) from error
     for node in traced.graph.nodes:
         value = meta(node).get("val")

@@ -229,7 +229,7 @@ class _Functionaliser:
         if parameter is not None and parameter.trainable:
             raise _refused(
                 node,
-                f"writes to the parameter {parameter.name} in forward, and in a captured step the optimizer alone writes parameters",
+                f"writes to the parameter {parameter.name} in forward, but in a captured step only the optimizer writes parameters",
                 "compute with a changed copy (w = self.weight.clamp(...)), change the parameter after the step under torch.no_grad(), or, "
                 "where it is not trained, freeze it: parameter.requires_grad_(False)",
             )

@@ -63,7 +63,7 @@ class Model(nn.Module):
         ("no loss", X, "logits: a tensor float32[4, 4], features: a tensor float32[4, 8], count: int", "loss_fn"),
         ("plain", X.long(), "x int64", "the model's dtype"),
         ("plain", X.half(), "x float16", "precision"),
-        ("embedding", X, "self.embed(x)", "run on this batch by itself"),
+        ("embedding", X, "self.embed(x)", "runs on this batch without autopar"),
         ("plain", X[:0], "no rows", "one global batch"),
         ("plain", X.numpy(), "'x' of the batch is a numpy array, float32[4, 8], not a tensor", "torch.from_numpy"),
         ("plain", {"x": {"a": X, "b": X.numpy()}}, "'x_b' of the batch is a numpy array", "torch.from_numpy"),

@@ -89,7 +89,7 @@ def listed(model: Any, y: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a buffer that grows": (lambda: Tabled(table), "table (None, then a tensor [1, 8])", "register_buffer"),
     "a buffer registered anew": (lambda: Tabled(registered), "table (None, then a tensor [1, 8])", "register_buffer"),
-    "the model's own error": (lambda: Model(missing), '`return y * {"a": 1}["b"]`: KeyError', "by itself first"),
+    "the model's own error": (lambda: Model(missing), '`return y * {"a": 1}["b"]`: KeyError', "without autopar"),
     "an attribute's method": (
         lambda: Model(lambda m, y: y, held=Uncopied(a=1)),
         "cannot be copied (LookupError: no items",

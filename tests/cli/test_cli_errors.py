@@ -235,7 +235,7 @@ def test_described_devices_are_never_run_on(capsys):
 def test_an_emission_does_not_overwrite_other_files(capsys, tmp_path):
     (tmp_path / "thesis.tex").write_text("the only copy")
     status, _, err = invoke(capsys, "emit", "gpt2", "--devices", "8xH100-80GB", "-o", str(tmp_path))
-    assert status == 2 and "holds other files" in err
+    assert status == 2 and "has files that are not a program's" in err
     assert (tmp_path / "thesis.tex").read_text() == "the only copy"
 
 
@@ -243,7 +243,7 @@ def test_a_plan_beside_other_files_does_not_make_a_program_of_their_folder(capsy
     for name in ("plan.json", "model.py", "train.py"):
         (tmp_path / name).write_text("mine")
     status, _, err = invoke(capsys, "emit", "gpt2", "--devices", "8xH100-80GB", "-o", str(tmp_path))
-    assert status == 2 and "holds other files" in err and (tmp_path / "model.py").read_text() == "mine"
+    assert status == 2 and "has files that are not a program's" in err and (tmp_path / "model.py").read_text() == "mine"
 
 
 def test_models_lists_the_zoo(capsys):

@@ -176,7 +176,7 @@ def test_configuration_files(tmp_path):
     assert loaded.name == "small" and loaded.batch["input_ids"].shape == (4, 32)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
     for text, words in (
-        ("{", r"small.json holds no configuration: line 1 is not JSON"),
+        ("{", r"small.json is no configuration: line 1 is not JSON"),
         ("[]", "is not a JSON object"),
         ("{}", "no model_type"),
     ):

@@ -79,7 +79,7 @@ def test_examples_of_the_table_are_pins(name: str):
         ({"port": True}, "port is True"),
         ({"loss_fn": "cross_entropy"}, "cannot be called"),
         ({"precision": torch.int8}, "no precision torch.int8"),
-        ({"folder": Path(__file__).parent}, "holds other files than a program"),
+        ({"folder": Path(__file__).parent}, "has files that are not a program's"),
         ({"folder": 3}, "is no path"),
     ],
     ids=str,

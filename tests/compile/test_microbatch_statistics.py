@@ -175,7 +175,7 @@ def test_the_program_trains_as_it_says(tmp_path: Path) -> None:
     want = accumulated(model, list(zip(x.chunk(2), y.chunk(2), strict=True)), loss_fn)
     assert compare(loss, gradients, *want).value <= EXACT
     assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [MICROBATCH_STATISTICS]
-    assert "each microbatch is a batch of its own" in (tmp_path / "model.py").read_text().lower()
+    assert "each microbatch has its own statistics and loss" in (tmp_path / "model.py").read_text().lower()
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

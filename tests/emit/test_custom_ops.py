@@ -46,7 +46,7 @@ def program(graph: Graph, folder: Path, **options: int) -> str:
 def test_without_a_rule_the_op_is_whole_and_named(subject: Subject, tmp_path: Path) -> None:
     annotated = annotate(subject.graph)
     assert any("custom_ops.gated" in name for name in annotated.replicated)
-    assert "needs the whole batch for custom_ops.gated (line" in annotated.unmicrobatchable
+    assert "needs the full batch for custom_ops.gated (line" in annotated.unmicrobatchable
     text = program(subject.graph, tmp_path, tensor=2)
     assert "torch.ops.custom_ops.gated.default(" in text and "custom.call" not in text
     assert check_program(tmp_path) == 1

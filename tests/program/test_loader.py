@@ -360,7 +360,7 @@ def test_rows_are_made_up_of_every_shape() -> None:
 UNREADABLE = {
     "there is no file": None,
     "cannot be read": "no tensors",
-    "holds no tensors by name, but a list": [1, 2],
+    "has no dict of tensors, but a list": [1, 2],
     "has entries that are no tensors with rows: inputs, loss": {
         "x": torch.ones(2),
         "inputs": {"x": torch.ones(2)},

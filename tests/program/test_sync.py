@@ -401,7 +401,7 @@ class Coupled(nn.Module):
 
 
 def test_where_replicas_cannot_train_apart(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="(?s)not exact: between two averages .*allow=.'local_steps'."):
+    with pytest.raises(UsageError, match="(?s)not exact: between averages .*allow=.'local_steps'."):
         planned(tied(), data=2, sync="local-steps:4")
     with pytest.raises(UsageError, match="has ZeRO 1"):
         planned(tied(), data=2, zero=1, **local(4))

@@ -29,9 +29,8 @@ runs once, in a new random order. After the first round, programs more than twic
 picked by its measured times, after the runs. Two processes have a core each, and are the result; four processes share the two cores.
 """
 
-RATIOS = """Times are medians over rounds (fastest to slowest round). A ratio is the median over rounds of automatic / best by hand *of the
-same round*, with a bootstrap's 95 % interval. It is not the quotient of the two medians, which need not come from the same round: a
-round in which the machine is slow is slow for both programs. An interval that contains 1 shows no difference.
+RATIOS = """Times are medians over rounds (fastest to slowest round). A ratio is the median of automatic / best by hand within one round,
+with a bootstrap 95 % interval. It is not the quotient of the two medians. An interval that contains 1 shows no difference.
 """
 
 SCHEDULES = {

@@ -118,43 +118,51 @@ def page(lines: list[dict[str, Any]], machine: str) -> str:
     return f"""# The captured graph against the model
 
 A plan never changes what is computed, provided that the captured graph equals the model. So `compile`, `plan`, `emit` and `run` compare the
-graph with the model before planning, if the model has values; a note of the plan has the result.
+graph with the model before planning, if the model's parameters have values, and note the result in the plan.
 
 **What is compared.** A copy of the model exactly as given (each module in its `train` or `eval` mode, with the same shared memory) runs
 two steps in eager PyTorch, in float64, on 2 rows of the batch, with a parameter update between them. The model is captured for these
 rows, and the graph runs the same two steps. The loss, the gradient of every parameter (or its absence), and every buffer after each step
-must agree to 1e-9. A step of 3 rows follows, with each tensor's values in another order. Then both graphs are compared with the graph
-of the full batch, node by node: numbers may differ only where they depend on the number of rows. Dropout has probability 0 in both runs,
-and other random numbers are a fixed pattern; a separate check finds dropout in the graph that the model does not have. If the graph of a
-few rows differs in structure, or the model runs only with its own number of rows, the full batch is compared, if it has at most 64 rows;
-otherwise the note names the first node that differs.
+must agree to 1e-9. A third step has 3 rows, and permutes the values of each tensor. Then both graphs are compared with the graph of the
+full batch, node by node: numbers may differ only where they depend on the number of rows. Dropout has probability 0 in both runs, and
+other random numbers are replaced by a fixed pattern; a separate check finds dropout in the graph that the model does not have. Some
+models have another graph for few rows, or run only with their own number of rows. They are compared on the full batch, if it has at most
+64 rows; otherwise the note names the first node that differs.
 
-**What a difference says.** A `CaptureError` names the gradient (or the loss, or a buffer) that differs and by how much, the first
-value in the graph that the model does not compute, and its line in the model. `autopar.opaque(module)` runs that module as one
-opaque op.
+**If they differ.** A `CaptureError` names the gradient (or the loss, or a buffer) that differs and by how much, the first value in the
+graph that the model does not compute, and its line in the model. `autopar.opaque(module)` runs that module as one opaque op.
 
-**What is not compared.** A model whose buffers are on the meta device, or whose parameters are there and take more than 64 MiB in
-float64; one that takes more than 16 GB with its gradients in float64, or more than 10^14 operations; one of more than 64 rows that does
-not run with fewer. A note with the reason begins with "{NOT_COMPARED}".
+**Models that are not compared:**
 
-**What is refused.** A model that could be compared and does not run: it raises an error on the CPU, its loss is not a number, or it
-cannot be copied. Also a model that leaves state for its next call (in a global, a class attribute, a closure, a default argument), if
-that call needs the state, or if nothing can be compared. A model that does not run in float64 is compared in its own precision, with
-a tolerance for rounding. Casts to float32 inside the model are part of the program and not compared.
+- buffers are on the meta device, or parameters are and take more than 64 MiB in float64;
+- the model takes more than 16 GB with its gradients in float64, or more than 10^14 operations;
+- the batch has more than 64 rows, and the model does not run with fewer.
 
-**Switching it off.** `capture_check=False` in Python, `--no-capture-check` on the command line; the plan says so, too.
+The plan then has a note that begins with "{NOT_COMPARED}", and gives the reason.
+
+**Models that are refused:**
+
+- the model could be compared, but raises an error on the CPU, returns a loss that is not a number, or cannot be copied;
+- it leaves state for its next call (in a global, a class attribute, a closure, a default argument), and that call needs the state, or
+  nothing can be compared.
+
+A model that does not run in float64 is compared in its own precision, with a tolerance for rounding. Casts to float32 inside the model
+are part of the program and not compared.
+
+**To turn it off:** `capture_check=False` in Python, `--no-capture-check` on the command line. The plan notes that.
 
 ## What it costs
 
 {machine}
-Seconds of capturing the model, of the comparison, which captures it twice more, and of the whole `autopar.compile(model, 2, batch)`,
-comparison, search and emission included.
+Seconds: *capture* of the model, *comparison* (which captures it two more times), and *compile*, the whole call `autopar.compile(model, 2,
+batch)` with capture, comparison, search and emission.
 
 | model | parameters | capture | comparison | compile | share of compile |
 |---|---|---|---|---|---|
 {rows}
-Made by `make report NAME=capture-check`. What the comparison finds is measured by [faults put into capture on purpose](mutations.md).
-Do not edit.
+Which faults the comparison detects is tested by [injecting faults into capture](mutations.md).
+
+Made by `make report NAME=capture-check`. Do not edit.
 """
 
 

@@ -321,19 +321,21 @@ def page(lines: list[dict[str, Any]]) -> str:
     silent = sum("silent" in line["outcomes"] for line in hurt)
     refused = sum(set(line["outcomes"]) == {"refused"} for line in hurt)
     harmless = ", ".join(line["done"] for line in hurt if "read" in line["outcomes"])
-    same = f" Read with the values that were saved, because the bytes are the same: {harmless}." if harmless else ""
+    same = (
+        f" Loaded with the right values, because the damage left the bytes unchanged: {harmless}." if harmless else ""
+    )
     before, after = plans["before"], plans["after"]
     wall = times["wall_and_processor_s"]
     rows = "".join(
         f"| {title} | {_number(before.get(key))} | {_number(after[key])} |\n"
         for key, title in (
-            ("bytes_of_a_rank", "bytes that a rank sent rank 0, or now writes at its file's end, at most"),
-            ("bytes_on_rank_0", "bytes of all ranks that rank 0 reads; before, on its GPU"),
+            ("bytes_of_a_rank", "bytes of one rank, at most (before: sent to rank 0; now: the table in its file)"),
+            ("bytes_on_rank_0", "bytes that rank 0 reads from all ranks (before: into GPU memory)"),
             ("boxes", "boxes in the metadata"),
             ("seconds_of_rank_0", "processor seconds of rank 0"),
-            ("seconds_of_a_rank", "processor seconds of any rank, for its own part of the plan"),
+            ("seconds_of_a_rank", "processor seconds of each rank for its part of the save plan"),
             ("metadata_bytes", "bytes of the metadata"),
-            ("seconds_to_open", "processor seconds of a reader to open them"),
+            ("seconds_to_open", "processor seconds to read the metadata"),
         )
     )
     kinds: dict[str, list[dict[str, Any]]] = {}
@@ -348,32 +350,38 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 ## Plans
 
-Llama-3-405B with AdamW in float32 on {plans["ranks"]:,} ranks (pipeline 2 x tensor 16 x data 512, ZeRO 3), computed from its layouts.
-*Before*, each rank sent its plan to rank 0, which merged them; seconds are of this machine, scaled from 64 ranks. *Now* the ranks of a ZeRO
-group exchange their ranges first, each writes large boxes into a file with a table, and rank 0 reads the tables.
+The save plans of Llama-3-405B with AdamW in float32 on {plans["ranks"]:,} ranks (pipeline 2 x tensor 16 x data 512, ZeRO 3), computed
+from its layouts. *Before*: each rank sent its save plan to rank 0, which merged them (measured with 64 ranks and extrapolated). *Now*:
+the ranks of a ZeRO group exchange their ranges first, each writes large boxes into a file that ends with a table of them, and rank 0
+reads the tables.
 
 | | before | now |
 |---|---|---|
 {rows}
-## Files of a thread that saves
+## File descriptors of asynchronous saves
 
-Descriptors that its process group opens in a process. Before, every process was connected to every other one; now two processes connect
-when they exchange something, and reductions and broadcasts go along rings and trees.
+The number of file descriptors in each process that the process group of the saving thread opens. Before, every process was connected to
+every other one. Now two processes connect when they exchange data, and reductions and broadcasts use rings and trees.
 
 | processes | before | now |
 |---|---|---|
 {groups}
-## The time of checksums
+## Cost of checksums
 
-Seconds, and seconds of a processor, for {times["mebibytes"]} MiB in boxes of 64 MiB, medians: with checksums {wall["with"][0]} and
-{wall["with"][1]}, without {wall["without"][0]} and {wall["without"][1]}, by torch's writer {wall["torch"][0]} and {wall["torch"][1]}.
+Median seconds to write {times["mebibytes"]} MiB in boxes of 64 MiB:
+
+| | elapsed | processor |
+|---|---|---|
+| with checksums | {wall["with"][0]} | {wall["with"][1]} |
+| without | {wall["without"][0]} | {wall["without"][1]} |
+| torch's writer | {wall["torch"][0]} | {wall["torch"][1]} |
 
 ## Damage
 
-{len(hurt)} damaged checkpoints, each loaded under the plan that saved it and on one device: {refused} refused under both, {silent} read
-with values that were not saved.{same}
+{len(hurt)} checkpoints were damaged, and each was loaded under the plan that saved it and on one device. {refused} are refused under both
+plans, {silent} are loaded with wrong values.{same}
 
-| damage | cases | refused | for example | said |
+| damage | cases | refused | example | its error message |
 |---|---|---|---|---|
 {damage}
 Made by `make report NAME=checkpoint-scale` with torch {torch.__version__}, from the lines of

@@ -91,16 +91,16 @@ def page(lines: list[dict[str, Any]]) -> str:
     rows = "".join(_row(line) for line in lines)
     return f"""# Checkpoints
 
-{sum(map(passed, lines))} of {len(lines)} pairs of plans are exact: a program trains for {STEPS} steps under one plan and saves a
-checkpoint, another program loads it under another plan and trains for {STEPS} more. The error is the largest of the relative errors of
-all losses, and of the differences of parameters and buffers at the end, against eager PyTorch on one device without a pause, in float64.
-The largest of all is {worst:.1e}, and exact means up to {EXACT:.0e}. Before loading, the second program has other values and no
-optimizer state.
+A program trains for {STEPS} steps under one plan and saves a checkpoint; another program loads it under another plan and trains for
+{STEPS} more. {sum(map(passed, lines))} of {len(lines)} pairs of plans are exact. The error is the largest relative error of any loss,
+final parameter or final buffer, against an uninterrupted run of eager PyTorch on one device, in float64. Exact means at most {EXACT:.0e};
+the largest error is {worst:.1e}. Before loading, the second program has other values and no optimizer state.
 
-Models, optimizers (AdamW with amsgrad and weight decay; SGD with Nesterov's momentum; in the last {max(0, len(lines) - ELEMENTWISE)} pairs
-Adafactor, or Muon beside AdamW, with a scheduler of warm-up and cosine), numbers of processes and plans are drawn by a seeded generator:
-half of the plans are of the kinds in [exactness](exactness.md), and in half of them every layer differs
-(`autopar/verify/mixtures.py`). `python tests/reports checkpoints --count 500 --seed 7 --results FILE` draws others.
+A seeded generator draws models, optimizers, numbers of processes and plans. Half of the plans are of the kinds in
+[exactness](exactness.md), the other half have a randomly drawn strategy for each layer (`autopar/verify/mixtures.py`). Optimizers are
+AdamW with amsgrad and weight decay, SGD with Nesterov momentum, and in the last {max(0, len(lines) - ELEMENTWISE)} pairs Adafactor, or
+Muon together with AdamW, with a scheduler of warm-up and cosine. `python tests/reports checkpoints --count 500 --seed 7 --results FILE`
+draws other pairs.
 
 | model | optimizer | processes | saved under | loaded under | error |
 |---|---|---|---|---|---|

@@ -24,58 +24,60 @@ def page(lines: list[Line]) -> str:
     tables = {part: "".join(map(_ROWS[part], parts.get(part, []))) for part in _ROWS}
     return f"""# Hangs and waits under NCCL, before and now
 
-Every rank of a program is recorded on CPUs without communication, for two steps, and the order of its events follows from NCCL's rules, as
-in `autopar verify --collectives`. *Before* are today's programs, changed back in the places that each section names.
+Every rank of a program is recorded on CPUs without communication, for two steps, and a simulation of NCCL's rules orders the events, as in
+`autopar verify --collectives`. No GPU is involved. *Now* is the emitted program; *before* is the same program with the change that each
+section describes reverted.
 
 ## Ring attention over two axes
 
-Events that never come if the host waits for all members of a communicator when it is first used. Before, no group was used before the first
-step, and chunks were exchanged on entry to the ring by batches of transfers, on those ranks alone that move one. Where no event was lost,
-the ranks that move nothing come to their first use of the group in time, at a later step of the ring.
+Events that never complete if the host waits for all members of a communicator at its first use. Before, no group was used before the first
+step, and on entry to the ring only the ranks that move a chunk issued a batch of transfers. In the cases without a hang, the other ranks
+first use the group at a later step of the ring, in time.
 
-| rings | ranks | events, before | never come | events, now | never come |
+| rings | ranks | events, before | hang | events, now | hang |
 |---|---|---|---|---|---|
 {tables["rings"]}
 ## Chimera
 
-Events that never come if a device runs its collectives and transfers one after the other, in the order of their issue, without or with
-`device_id`. NCCL runs two communicators at a time only where the device has room for both kernels. Before, the sums over both copies of a
-stage started under the backward pass of each copy, so that two ranks issued sums and transfers in opposite orders, and transfers were
-one-sided batches on the pipeline's group. Now sums and transfers are in one order on all ranks.
+Events that never complete if a device runs its collectives and transfers one at a time, in issue order, without or with `device_id`. (NCCL
+runs two communicators concurrently only if the device has room for both kernels.) Before, the gradient all-reduces over both copies of a
+stage started during the backward pass of each copy, so two ranks issued all-reduces and transfers in opposite orders, and transfers were
+one-sided batches on the pipeline's group. Now all ranks issue all-reduces and transfers in the same order.
 
-| program | ranks | events, before | never come | events, now | never come |
+| program | ranks | events, before | hang | events, now | hang |
 |---|---|---|---|---|---|
 {tables["chimera"]}
-## Seconds of a step
+## Waits in pipeline schedules
 
-The longest path through the events of a step if the forward pass of a stage takes 1 s, its backward pass 2 s (in two halves of 1 s where
-the schedule splits it), and a transfer the seconds in the table's head. Before, Chimera's transfers were batches, which a group runs on one
-communicator in the order of their issue, and those of torch's schedules were too under a torch before 2.13, or with `device_id`; the column
-shows that. Now each pair of ranks that exchanges tensors has a group, under any torch. *Order alone* is the schedule without transfers, as
-it is priced.
+The critical path of a step in seconds, if the forward pass of a stage takes 1 s, its backward pass 2 s (1 s each for input and weight
+gradients where the schedule splits them), and a transfer 0.02 s or 0.5 s. Before, transfers were batches, which a group runs on one
+communicator in issue order: those of Chimera always, those of torch's schedules with torch before 2.13 or with `device_id`. Now each pair
+of ranks that exchanges tensors has its own group, with any torch. *Without transfers* is the critical path of the schedule alone, which the
+cost model uses.
 
-| schedule | ranks | microbatches | order alone | 0.02 s, before | now | 0.5 s, before | now |
+| schedule | ranks | microbatches | without transfers | 0.02 s, before | now | 0.5 s, before | now |
 |---|---|---|---|---|---|---|---|
 {tables["makespans"]}
-## Descriptors of asynchronous saves
+## File descriptors of asynchronous saves
 
-Descriptors that the process group of the thread that saves opens in a process. Before, every process was connected to every other one; now
-two processes connect when they exchange something.
+The number of file descriptors in each process that the process group of the saving thread opens. Before, every process was connected to
+every other one; now two processes connect when they exchange data.
 
 | group of | before | now |
 |---|---|---|
 {tables["files"]}
 ## FSDP2 between microbatches
 
-The longest path in the same way on two ranks, through eight layers: the forward pass of a layer takes 1 s, its backward pass 2 s, a gather
-of its parameters 0.5 s and a reduction of its gradients 1 s, on the streams that FSDP2 gives them. Before, FSDP2 took each backward pass
-for the step's last one: the compute stream waited for the last reduction of a microbatch, and for the first gather of the next one.
+The critical path of a step of eight layers on two ranks, in seconds: the forward pass of a layer takes 1 s, its backward pass 2 s, an
+all-gather of its parameters 0.5 s and a reduce-scatter of its gradients 1 s, on FSDP2's streams. Before, FSDP2 treated each backward pass
+as the last one of the step: the compute stream waited for the last reduction of a microbatch, and for the first all-gather of the next
+one.
 
-| program | computation | before | now |
+| program | computation alone | before | now |
 |---|---|---|---|
 {tables["fsdp"]}
 Made by `make report NAME=collective-waits` with torch {versions}, on CPUs, from the lines of
-[collective-waits.jsonl](collective-waits.jsonl), which have a fingerprint of the code that they are of: {codes}. Do not edit.
+[collective-waits.jsonl](collective-waits.jsonl), each with a fingerprint of the code that produced it: {codes}. Do not edit.
 """
 
 

@@ -31,38 +31,40 @@ def page(lines: list[Line]) -> str:
     return f"""# Collectives
 
 Every rank of {len(programs)} programs is recorded on CPUs without communication (`autopar verify --collectives`): {ranks:,} ranks,
-{operations:,} collectives and transfers. {clean} programs are clean: all members of a communicator issue the same operations with the same
-counts, dtypes, reduce ops and roots; no order of events deadlocks in any of {len(MODES)} modes
-({"; ".join(mode.name for mode in MODES)}); losses and parameters after the steps are bit for bit the same whether results arrive at once
-or only at the wait; nothing is written while an operation has it; every result is waited for; operands are contiguous and of a dtype that
-NCCL sends.
+{operations:,} collectives and transfers. {clean} programs pass all of these checks:
+
+- all members of a communicator issue the same operations, with the same counts, dtypes, reduce ops and roots;
+- no order of events deadlocks in any of {len(MODES)} modes: {"; ".join(mode.name for mode in MODES)};
+- losses and parameters after the steps are bitwise the same whether results arrive at once or only at the wait;
+- no buffer is written while an operation uses it, and every result is waited for;
+- operands are contiguous, and of a dtype that NCCL supports.
 
 *lazy*: a send or a receive outside of a batch uses a communicator of its two ranks. *connecting at first use*: the host waits for all
-members when a communicator is first used. *device_id*: communicators connect when they are made, and all transfers of a group share one.
-*in order*: a device runs its operations one after the other, as issued; NCCL needs no such order where a device has room for both kernels.
+members when a communicator is first used. *device_id*: communicators connect when they are created, and all transfers of a group share one.
+*in order*: a device runs its operations one at a time, in issue order (NCCL may run two at once if the device has room for both kernels).
 
 {_table(programs)}
-## What was found
+## Problems
 
 {_findings(programs)}
 ## Large plans by their distinct ranks
 
-Ranks of one pipeline position that do the same, each in groups of its own, are recorded once: the first of every position, and at the
-first and the last position ranks at the ends and in the middle of every axis, which must do the same. They run at their real sizes, without
-values.
+Ranks of one pipeline position do the same, each in its own groups, so one rank of each position is recorded. At the first and the last
+position, ranks at both ends and in the middle of every axis are recorded, too, and must do the same. They run at their real sizes, on
+tensors without values.
 
-| model | devices | plan | ranks | operations | found | check | memory of a process |
+| model | devices | plan | ranks | operations | problems | time | memory of a process |
 |---|---|---|---|---|---|---|---|
 {"".join(map(_large, large))}
-## Planted faults
+## Injected faults
 
-{sum(map(passed, faults))} of {len(faults)} are found.
+{sum(map(passed, faults))} of {len(faults)} are detected.
 
-| fault | program | found |
+| fault | program | detected as |
 |---|---|---|
 {"".join(map(_fault, faults))}
 Made by `make report NAME=collectives` with torch {versions}, on CPUs, from the lines of [collectives.jsonl](collectives.jsonl), each with a
-fingerprint of the code that it is of: {codes}. Do not edit.
+fingerprint of the code that produced it: {codes}. Do not edit.
 """
 
 
@@ -83,7 +85,7 @@ def _table(programs: list[Line]) -> str:
 def _findings(programs: list[Line]) -> str:
     wrong = [line for line in programs if not passed(line)]
     if not wrong:
-        return "Nothing.\n"
+        return "None.\n"
     return "".join(
         f"* {line['model']}, {line['kind']}: {line.get('failure') or line['findings'][0]}\n" for line in wrong
     )
@@ -92,7 +94,7 @@ def _findings(programs: list[Line]) -> str:
 def _large(line: Line) -> str:
     if "failure" in line:
         return f"| {line['model']} | {line['kind']} | | | | **{line['failure']}** | | |\n"
-    found = "; ".join(line["findings"]) or "nothing"
+    found = "; ".join(line["findings"]) or "none"
     cells = [line["model"], f"{line['devices']:,}", line["plan"], str(line["ranks"]), f"{line['operations']:,}", found]
     return f"| {' | '.join(cells)} | {line['check_s']:.0f} s | {size(line['memory_bytes'])} |\n"
 

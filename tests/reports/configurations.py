@@ -96,11 +96,14 @@ def page(lines: list[dict[str, Any]]) -> str:
     parts = [
         "# Published configurations, priced and compared\n",
         f"{len(lines)} configurations from trainers' own repositories, read by `autopar compare FILE --model M --devices D`. "
-        f"{len(read)} are priced, {len(lines) - len(read)} are refused by name. Sizes that a file leaves to its user's command or script",
-        "are the trainer's defaults or those of the model. *Best* is the fastest configuration of the same trainer in the same precision",
-        "that keeps to the memory a plan may fill; *autopar* is the program that autopar would emit, in the model's 16-bit precision.",
-        "All three are predictions, and none was run.\n",
-        "| file | model, devices | yours | memory | best of the trainer | autopar | change that gains most |",
+        f"{len(read)} are priced, {len(lines) - len(read)} are refused, with the name of the unsupported option. Sizes that "
+        "a file does not set",
+        "are the trainer's defaults or those of the model. *Configuration* is the step time of the file's own setting, "
+        "*best* that of the fastest",
+        "setting of the same trainer in the same precision that fits in memory, and *autopar* that of the program that "
+        "autopar would emit, in the",
+        "model's 16-bit precision. All three are predictions; none was run.\n",
+        "| file | model, devices | configuration | memory | best of the trainer | autopar | most useful single change |",
         "|---|---|---|---|---|---|---|",
     ]
     for line in lines:

@@ -33,21 +33,21 @@ def page(lines: list[dict[str, Any]]) -> str:
     """The page that is made of the results."""
     parts = [
         "# From the command line to the plan\n",
-        "`autopar plan`: a process each, imports, capture, prices and search included.",
+        "Time and memory of `autopar plan`, each in a new process: imports, capture, cost model and search.",
         f"{machine_words(lines)}\n",
-        "At default settings, which look for interleaved pipelines (several chunks of layers on each device) too:\n",
+        "With default settings, which also search interleaved pipelines (several chunks of layers on each device):\n",
         *_table([line for line in lines if not line["plain"]]),
-        "\nThe same requests with `--pin chunks=1`, one chunk on each device, where the proof is tighter and the plan may be slower:\n",
+        "\nThe same requests with `--pin chunks=1`, one chunk on each device, where the bound is tighter and the plan may be slower:\n",
         *_table([line for line in lines if line["plain"]]),
-        f"\nWanted are the seconds, at most {GAP:.0%} between the plan and its proved bound, and {MEMORY_BYTES / 1e9:.0f} GB; "
-        "in bold is what is more than that.\n\nMade by `make report NAME=endtoend`. Do not edit.",
+        f"\n*Target* is the wall time; the targets for the gap and the memory are {GAP:.0%} and {MEMORY_BYTES / 1e9:.0f} GB. "
+        "Bold figures miss their target.\n\nMade by `make report NAME=endtoend`. Do not edit.",
     ]
     return "\n".join(parts) + "\n"
 
 
 def _table(lines: list[dict[str, Any]]) -> list[str]:
     found = [
-        "| model | request | wall | processor | wanted | peak memory | gap | one step | chunks |",
+        "| model | request | wall | processor | target | peak memory | gap | one step | chunks |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:

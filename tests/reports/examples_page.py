@@ -19,19 +19,18 @@ PARTS = ("eager", "soft_cap", "classifier", "train_llama_stdlib")
 
 _HEAD = """# Examples
 
-Each is a short program that trains, or plans, and compares what came out with one device. `make install` installs what they need:
-transformers, and scikit-learn for `vit.py`, accelerate for `hf_trainer.py`, pytorch-lightning for `with_lightning.py`. Models are in
-float64. Where differences are around 1e-7, transformers computes the loss in float32 all the same, or Lightning logs it so.
+Short programs that train (or plan) and compare the result with one device. `make install` installs their dependencies: transformers,
+scikit-learn for `vit.py`, accelerate for `hf_trainer.py`, pytorch-lightning for `with_lightning.py`. Models are in float64. Differences of
+about 1e-7 remain where transformers computes the loss, or Lightning logs it, in float32.
 
-| what | command | its last line, as run |
+| example | command | last line of its output |
 |---|---|---|
 """
 
 _TAIL = """
-[`train_llama_stdlib.py`](train_llama_stdlib.py) is `make demo`: a Llama of 9.9 M parameters on 4 processes and on 1.
-[`classifier.py`](classifier.py) is the model of the [guide](../docs/guide/start.md). [`eager.py`](eager.py) is the plain loop
-that the others are compared with, and [`soft_cap.py`](soft_cap.py) the op of `custom_op.py`. `python tests/reports examples` runs them and
-writes this page.
+[`train_llama_stdlib.py`](train_llama_stdlib.py) is `make demo`: a Llama with 9.9 M parameters on 4 processes and on 1.
+[`classifier.py`](classifier.py) is the model of the [guide](../docs/guide/start.md), [`eager.py`](eager.py) the plain PyTorch loop for the
+comparisons, [`soft_cap.py`](soft_cap.py) the op of `custom_op.py`. `python tests/reports examples` runs the examples and writes this page.
 """
 
 

@@ -117,24 +117,24 @@ def page(lines: list[Line]) -> str:
     c, best, losses, machine = config(), best_by_hand(line), line["losses"], link["calibration"]["machine"]
     return f"""# Expert parallelism on limited nodes
 
-{NODES} nodes, each a network namespace with a link of {RATE} and processors of its own, as in [overlap](overlap.md).
-Measured on {machine["cores"]} cores of {machine["processor"]}, at a load of {line["load"]} (the report itself makes about 2).
+{NODES} nodes, each a network namespace with a link of {RATE} and its own share of the processors, as in [overlap](overlap.md). Measured
+on {machine["cores"]} cores of {machine["processor"]}, at a load average of {line["load"]}, of which the report itself causes about 2.
 
 The model is Qwen3-MoE of transformers: {c.num_hidden_layers} layers of {c.hidden_size} features, each with {c.num_experts} experts of
-{c.moe_intermediate_size}, of which a token takes {c.num_experts_per_tok}; batches of {MODEL.rows} rows, {MODEL.tokens:,} tokens in all,
-float32, AdamW. By hand it is a program of PyTorch's own parts (`tests/reports/experts_by_hand.py`): rows sorted by expert,
-`all_to_all_single` with split sizes, `grouped_mm`; the other parameters' gradients averaged by DDP, whose hooks ignore the experts, or in
-one all-reduce. Its loss and gradients are those of transformers' model on one device: a test compares them in float64.
+{c.moe_intermediate_size}, with {c.num_experts_per_tok} experts per token; batches of {MODEL.rows} rows, {MODEL.tokens:,} tokens in all,
+float32, AdamW. The hand-written program (`tests/reports/experts_by_hand.py`) sorts rows by expert, and calls `all_to_all_single` with split
+sizes and `grouped_mm`. The gradients of the other parameters are averaged by DDP, whose hooks ignore the experts, or in one all-reduce. A
+test compares its loss and gradients with transformers' model on one device, in float64.
 
-Programs take turns on the same nodes. Each of {line["rounds"]} rounds visits every program once, in an order drawn anew, and times
-{line["steps"]} steps after one that is not timed. Times are medians over rounds; ratios are medians over rounds of the ratio within the
-round, with a bootstrap's 95 % interval. The best by hand is picked after the fact. The programs' losses differ by at most
-{losses["first_difference"]:.1g} of their value in the first step, and by {losses["largest_difference"]:.1g} in {losses["steps"]} steps.
+Programs take turns on the same nodes: each of {line["rounds"]} rounds runs every program once, in a new random order, with one warm-up
+step and {line["steps"]} timed steps. Times are medians over rounds; ratios are medians over rounds of the ratio within the round, with a
+bootstrap 95 % interval. The best by hand is picked by its measured times. The losses of the programs differ by at most a share of
+{losses["first_difference"]:.1g} in the first step, and of {losses["largest_difference"]:.1g} in {losses["steps"]} steps.
 
 ## With and without overlap
 
-Both plans have expert parallelism over all nodes. With overlap (`overlap=halves`) each layer computes its rows in two halves, and one
-half's all-to-alls run under the other's computation. Communication is that of a trace of one more step.
+Both plans have expert parallelism over all nodes. With overlap (`overlap=halves`) each layer computes its rows in two halves, and the
+all-to-alls of one half run during the computation of the other. The communication share is taken from a trace of one more step.
 
 {_overlap(line)}
 
@@ -153,17 +153,17 @@ def _overlap(line: Line) -> str:
     priced = {name: line["plans"][name]["priced_s"] for name in (WITH, WITHOUT)}
     rows.append(f"| measured | {_ms(line, WITH)} | {_ms(line, WITHOUT)} | {_ratio(line, WITH, WITHOUT)} |")
     rows.append(
-        f"| priced | {1e3 * priced[WITH]:.0f} ms | {1e3 * priced[WITHOUT]:.0f} ms | {priced[WITH] / priced[WITHOUT]:.2f} |"
+        f"| predicted | {1e3 * priced[WITH]:.0f} ms | {1e3 * priced[WITHOUT]:.0f} ms | {priced[WITH] / priced[WITHOUT]:.2f} |"
     )
     shares = {name: communication_share(line["traces"][name]) for name in (WITH, WITHOUT)}
     hidden = {name: hidden_share(line["traces"][name]) for name in (WITH, WITHOUT)}
     rows.append(f"| communication, share of a step | {shares[WITH]:.0%} | {shares[WITHOUT]:.0%} | |")
-    rows.append(f"| of it under computation | {hidden[WITH]:.0%} | {hidden[WITHOUT]:.0%} | |")
+    rows.append(f"| of it overlapped with computation | {hidden[WITH]:.0%} | {hidden[WITHOUT]:.0%} | |")
     return "\n".join(rows)
 
 
 def _contest(line: Line, best: str) -> str:
-    rows = ["| program | a step | priced | over the best by hand | plan |", "|---|---|---|---|---|"]
+    rows = ["| program | step | predicted | ratio to the best by hand | plan |", "|---|---|---|---|---|"]
     order = sorted(line["rounds_s"], key=lambda name: statistics.median(line["rounds_s"][name]))
     for name in order:
         plan = line["plans"].get(name)

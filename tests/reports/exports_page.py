@@ -28,56 +28,55 @@ Versions: {versions}.
 
 ## Parsed by the trainers
 
-For each trainer the fastest setting of ten models and clusters is exported, and one with pinned decisions, and goes through the
-trainer's own code. A parser that accepts is not enough: every degree, size and switch that it read is compared
-with the setting, and so are the stages of a pipeline.
+For each trainer, the fastest settings for ten pairs of model and cluster, and one with pinned decisions, are exported and then read by the
+trainer's own code. A parser that accepts is not enough: every degree, size and switch that it read, and the stages of a pipeline, are
+compared with the setting.
 
-| trainer | accepted | by |
+| trainer | accepted | checked with |
 |---|---|---|
 {"".join(map(by_trainer, group(made)))}
 {"".join(f"- {text}{chr(10)}" for text in LIMITS)}
 | model, devices | {" | ".join(trainer.title for trainer in TRAINERS.values())} |
 |---|{"---|" * len(TRAINERS)}
-{table(plans)}
-{good(faults)} of {len(faults)} words that were changed on purpose are noticed: a degree, a stage's border, a misspelt name, a missing
-switch.
+{table(plans)} {good(faults)} of {len(faults)} injected errors in exported files are detected: a wrong degree, a wrong stage boundary, a
+misspelt name, a missing switch.
 
-An empty cell has no plan, for one of these reasons:
+Empty cells have no plan:
 
 {reasons(plans)}
 ## Run on a CPU
 
-Two processes train a small Llama in float32 for three steps, and each step's loss is that of plain PyTorch on one device with the same
-weights and sequences. AdamW's epsilon is large, so that a wrong scale of gradients shows.
+Two processes train a small Llama in float32 for three steps. Each step's loss is compared with plain PyTorch on one device, with the same
+weights and sequences. AdamW's epsilon is large, so that a wrong scale of gradients changes the losses.
 
-| trainer | pinned | largest difference of a loss | |
+| trainer | pinned | largest difference in loss | |
 |---|---|---|---|
 {"".join(map(run_row, runs))}
 What a CPU needed besides the exported configuration:
 
-- **Accelerate** takes processes on CPUs as plain data parallelism, whatever its configuration says: the script says that they are on GPUs.
-- **DeepSpeed** runs as it is. A module that returns its logits beside the loss, as those of transformers do, trains with gradients that
-  are too small: DeepSpeed 0.19.0 divides them by `gradient_accumulation_steps` at every output. The exported notes say so.
-- **torchtitan** asks for a CUDA device where torch sees no accelerator: the script names the CPU instead, and leaves out what only GPUs
-  have (memory statistics, a barrier by device). Its models have plain attention, because FlexAttention has no backward pass on a CPU,
-  and `--parallelism.spmd_backend partial_dtensor`, because FSDP of torch 2.13 does not read the types that the default needs. FSDP's
-  reductions are sums, because gloo cannot scale them, and the pipeline takes microbatches as later versions of torch do.
-- **Megatron-LM** does not start on a CPU: `initialize_megatron` ends with "Megatron requires CUDA."
+- **Accelerate** uses plain data parallelism on CPUs, whatever its configuration says. The script claims to be on GPUs.
+- **DeepSpeed** needs nothing. A module that returns logits together with the loss, as transformers' models do, trains with gradients that
+  are too small: DeepSpeed 0.19.0 divides them by `gradient_accumulation_steps` at every output. The exported notes warn of that.
+- **torchtitan** requires a CUDA device if torch sees no accelerator. The script substitutes the CPU, and skips what only GPUs have (memory
+  statistics, a barrier by device). Its models use plain attention, because FlexAttention has no backward pass on CPUs, and
+  `--parallelism.spmd_backend partial_dtensor`, because FSDP of torch 2.13 does not read the types that the default needs. FSDP's reductions
+  are sums, because gloo cannot scale them, and the pipeline splits microbatches as later versions of torch do.
+- **Megatron-LM** does not start on a CPU: `initialize_megatron` fails with "Megatron requires CUDA."
 
-`make report NAME=exports` installs the trainers in a new environment and does all of that again; `--megatron-lm FOLDER` names a clone of
+`make report NAME=exports` installs the trainers in a new environment and repeats all of this; `--megatron-lm FOLDER` names a clone of
 Megatron-LM, whose parser is in no package. The [lines](exports.jsonl) have every setting.
 """
 
 
 LIMITS = (
     "**torchtitan**: `ConfigManager` reads the flags, and the exported function sets the same fields. The model is built on the meta "
-    "device, and rank 0 of it is cut, sharded and given its schedule on a process group that sends nothing. Models that torchtitan lacks "
-    "have the blocks of one of its own.",
+    "device, and split into stages, sharded and scheduled for rank 0 on a process group that sends nothing. Models that torchtitan lacks "
+    "are built from the blocks of one that it has.",
     "**Megatron-Core**: the flags are fields of its configuration classes, and the layout's stages have the setting's blocks. `parse_args` "
-    "and `validate_args` of Megatron-LM read them beside flags of the model; one function is replaced, which asks the GPU for its "
-    "generation. Transformer Engine is not installed, so `--no-rope-fusion` is added.",
+    "and `validate_args` of Megatron-LM read them together with the flags of the model; the function that queries the GPU's compute "
+    "capability is replaced. Transformer Engine is not installed, so `--no-rope-fusion` is added.",
     "**DeepSpeed**: `DeepSpeedConfig` for the number of ranks.",
-    "**Accelerate**: the arguments of `accelerate launch`, and its plug-ins made from the environment that it sets.",
+    "**Accelerate**: the arguments of `accelerate launch`, and the plug-ins that it builds from the environment variables that it sets.",
 )
 
 

@@ -321,36 +321,41 @@ def page(lines: Sequence[Line]) -> str:
     failures = "".join(f"- {line['case']}, {line['plan']}, {line['kind']}: {line['failure']}\n" for line in bad)
     return f"""# Faults
 
-{alike} of {len(same)} trainings that were struck under one plan ended by themselves and went on from their newest complete checkpoint,
-with bit for bit the losses of the same training without a pause. {good} of {len(shrunk)} that lost a node went on under another plan
-with the losses of one device. A case ends a training at a random time, starts it again with `--resume`,
-and ends that start by SIGUSR1, which saves after the step. A checkpoint is written every {EVERY} steps, and a rank that is silent for
-{LOST_AFTER_S:g} s counts as lost.
+In each case a fault is injected into a training run at a random time. The run is restarted with `--resume`, and stopped by SIGUSR1, which
+saves a checkpoint after the current step. {alike} of {len(same)} runs under one plan exited by themselves and resumed from their newest
+complete checkpoint, with bitwise the losses of an uninterrupted run. {good} of {len(shrunk)} runs that lost a node resumed under another
+plan, with the losses of one device. Checkpoints are written every {EVERY} steps, and a rank that is silent for {LOST_AFTER_S:g} s counts
+as lost.
 
-| what was struck | cases | as it should be | most steps lost | half-written checkpoints left | longest end |
+| fault in | cases | passed | most steps lost | half-written checkpoints left | longest time to exit |
 |---|---|---|---|---|---|
 {rows}
-A case is as it should be if all of this holds: every process ended by itself within {LIMIT_S:g} s; a rank said why, except in the
-set-up, where ranks may not know each other yet; no checkpoint with a final name is damaged; the next start went on no earlier
-than the last save that had ended; every loss of both starts has the bits of the training without a pause; SIGUSR1 to one rank was
-answered with a checkpoint. The longest end is from the fault until no process was left.
+A case passes if all of this holds:
 
-In the {len(shrunk)} elastic cases one of four nodes is killed with its agent, and the training goes on under a plan for the three
-others. The losses of all {STEPS} steps are compared with those of one device in eager PyTorch, in float64: the largest relative error
-is {error:.1e}. There the end is the time until the new ranks had loaded the checkpoint.
+- every process exits by itself within {LIMIT_S:g} s, and a rank reports the reason (except during set-up, when ranks may not know each
+  other yet);
+- no checkpoint with a final name is damaged, and the restart resumes from the last completed save or a later one;
+- every loss, before and after the restart, is bitwise that of the uninterrupted run;
+- SIGUSR1 to one rank makes all ranks save a checkpoint.
 
-Plans: {"; ".join(PLANS)}. Trainings were
-started by torchrun's agent in forks of a process that had imported torch, {commands} of them by the `torchrun` command. The links
-are those of two network namespaces of one machine.
+The time to exit is from the fault until the last process has exited.
 
-The sentences of the last case of each kind ("last seen" is what the rank had last told, half a second before at most):
+In the {len(shrunk)} elastic cases one of four nodes is killed with its agent, and training resumes under a plan for the three others. The
+losses of all {STEPS} steps are compared with those of one device in eager PyTorch, in float64: the largest relative error is {error:.1e}.
+In these cases the last column is the time until the new ranks have loaded the checkpoint.
+
+Plans: {"; ".join(PLANS)}. torchrun's agent started the
+runs, {commands} of them by the `torchrun` command, the others in forks of a process that had imported torch. Links are between two network
+namespaces of one machine.
+
+The error message of the last case of each kind ("last seen" is a rank's last report, at most half a second old):
 
 {examples}
 {"Failures:" if bad else "No case failed."}
 
 {failures}
 Made by `make report NAME=faults` with torch {", ".join(sorted({line["torch"] for line in lines}))}, gloo, on CPUs, from the lines of
-[faults.jsonl](faults.jsonl), on {len(codes)} state{"s" * (len(codes) > 1)} of the code. Do not edit.
+[faults.jsonl](faults.jsonl), measured with {len(codes)} version{"s" * (len(codes) > 1)} of the code. Do not edit.
 """
 
 

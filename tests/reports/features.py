@@ -154,9 +154,11 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
     """The page that is made of the results."""
     text = [
         "# What each feature gains\n",
-        "Predicted tokens per second and GPU, H100-80GB in nodes of 8, bfloat16. Each row is planned anew for a program with one feature "
-        "more than the row above, so that its plan suits it; in brackets the step time against the row above. Only the "
-        "published figures are measured. A plan is within the stated gap of the best that its prices allow.\n",
+        "Predicted tokens per second per GPU, for nodes of 8 H100-80GB, in bfloat16. Each row adds one feature of emitted "
+        "programs to the row "
+        "above, and has its own plan. *Change* is the change of the step time from the row above. Only the published figures are "
+        "measured. *Gap* is the distance to the lower bound of the search. Layouts: p pipeline, m microbatches, d data, t "
+        "tensor, z ZeRO.\n",
     ]
     for request in REQUESTS:
         own = {line["step"]: line for line in lines if (line["model"], line["gpus"]) == (request.model, request.gpus)}
@@ -165,7 +167,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
             continue
         text += [
             f"\n## {request.title} on {request.gpus:,} GPUs, {found[0]['global_batch']:,} sequences of {found[0]['seq']:,}\n",
-            "| program | one step | tokens/s per GPU | MFU | against the row above | gap | layout |",
+            "| features | one step | tokens/s per GPU | MFU | change | gap | layout |",
             "|---|---|---|---|---|---|---|",
         ]
         before = None
@@ -176,15 +178,17 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
                 f"{line['mfu']:.1%} | {ratio} | {line['gap']:.1%} | {line['layout']} |"
             )
             before = line["step_time_s"]
-        text.append(f"\nAll together: {found[0]['step_time_s'] / found[-1]['step_time_s']:.2f} times as fast.")
+        text.append(
+            f"\nAll features together: {found[0]['step_time_s'] / found[-1]['step_time_s']:.2f} times as fast as without."
+        )
         if (row := published(request)) is not None:
             ratio = found[-1]["tokens_per_s_per_gpu"] / rate(row)
             text.append(
                 f"\nPublished, tuned by hand ({row['source']['title']}, `{row['id']}`): {rate(row):,.0f} tokens/s per GPU; the prediction "
-                f"of the automatic plan is {ratio:.2f} of it."
+                f"for the automatic plan is {ratio:.2f} times that."
             )
         else:
-            text.append("\nOur file of published runs has none of this model on these GPUs in bfloat16.")
+            text.append("\nThe collected published runs include none of this model on these GPUs in bfloat16.")
     return "\n".join([*text, "\nMade by `make report NAME=features`. Do not edit."]) + "\n"
 
 

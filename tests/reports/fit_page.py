@@ -20,19 +20,18 @@ LIMIT_VALUES = (0.76, 0.80, 0.84, 0.88, 0.92)
 
 HEAD = """# Fitted constants, with each source left out
 
-Some constants of the price are *fitted*: chosen with published rows in view ([validation](validation.md) lists all constants with their
-sources; the others come from papers, data sheets, code or measurements, and are not touched here). This page fits them again by
-cross-validation over sources. A source is left out, every constant is fitted on the rows of all other sources, and the left-out rows are
-priced with what was fitted. A constant that touches no row of another source has its neutral value there, at which it has no effect.
+Some constants of the cost model are *fitted* to published measurements. ([Validation](validation.md) lists all constants with their
+sources; the others come from papers, data sheets, code or measurements, and are not changed here.) This page fits them again by
+cross-validation over sources: all constants are fitted on the rows of all sources but one, and predict the rows of the source that was
+left out. A constant that affects no row of the other sources gets its neutral value, at which it has no effect.
 
 Rows are those of [published.jsonl](groundtruth/published.jsonl), [records.jsonl](groundtruth/records.jsonl) and
-[layout_sweep.jsonl](groundtruth/layout_sweep.jsonl); of the sweep up to 16 nodes every fourth layout. Sources whose titles begin
-with the same word (one publisher, or one trainer) are one source and left out together. The loss is Huber's of the log error
-of time and of memory, with {delta} as the border between squares and sizes; each quantity of each source counts the same,
-whatever its number of rows. Every price is
-computed by the code that prices plans, with the constant's figure replaced in the cluster, the trainer's cost model or the setting
-(`tests/reports/fit_constants.py`). All rows are priced with the neutral and the extreme values, and those that these change with the other
-values, too. Values of several constants are chosen as if their effects on log errors added up; the rows are then priced with the choice.
+[layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (every fourth layout of up to 16 nodes). Sources whose titles begin with the same
+word (one publisher, or one trainer) count as one source. The objective is the Huber loss of the log errors of time and memory, with delta
+{delta}; time and memory of each source have equal weight, whatever the number of rows. The code that prices plans computes every
+prediction, with the constant replaced in the cluster, the trainer's cost model or the setting (`tests/reports/fit_constants.py`). All
+rows are priced with the neutral and the extreme values of a constant, and with its other values those rows that change. The fit assumes
+that the effects of several constants on log errors add up; the rows are then priced with the chosen values.
 """
 
 
@@ -60,14 +59,14 @@ def page(fit: Fit) -> str:
         "Fitted together": f"{TOGETHER}\n\n{together_table(fit.every, fit.chosen)}\n\n{additive(fit)}",
         "Memory that a plan may use": limits(fit.base),
         "Rows": f"{rows_table(fit.rows, fit.base)}\n\n{refusals(fit.base)}",
-        "Switches": switches_text(fit),
+        "Options": switches_text(fit),
     }
     text = "\n\n".join(f"## {title}\n\n{part}" if title else part.strip() for title, part in sections.items())
-    took = f"Pricing took {fit.seconds / 60:.0f} minutes of one processor."
+    took = f"Pricing took {fit.seconds / 60:.0f} minutes of processor time."
     return f"{text}\n\n{took}\n\nMade by `make report NAME=fit`. Do not edit.\n"
 
 
-ERRORS = """Relative errors, median / 90th percentile: *committed*, with the product's constants, which were chosen with these rows in view;
+ERRORS = """Relative errors, median / 90th percentile: *committed*, with the product's constants, which were fitted to these rows;
 *refitted*, with all constants fitted together on all rows; *left out*, with all constants fitted together on the rows of the other
 sources."""
 
@@ -93,12 +92,12 @@ def _spread(errors: Sequence[float]) -> str:
     return "-" if found is None else f"{100 * found.median:.1f} / {100 * found.p90:.1f} %"
 
 
-CONSTANTS = """Each constant alone, the others being the product's. *Left out*: its values fitted on the other sources, as a range over the
-sources that it touches. The losses are means over these sources: without the constant, with the product's value, and with the value that
-was fitted on the other sources. *Others fitted*: the same two losses where all other constants are fitted, too, on the other sources, with
-this one and without; constants of the left-out source alone keep their values. A constant *helps* if the left-out loss is lower with it,
-both alone and with the others fitted (where single steps of other constants' coarse values weigh, too), and *helps alone* if only the
-former holds. One that touches a single source cannot be fitted without it."""
+CONSTANTS = """Each constant is fitted alone, while the others have the product's values. *Left out*: the range of its fitted values when
+each source that it affects is left out in turn. Losses are means over these sources: without the constant, with the product's value, and
+with the value fitted on the other sources. *Others fitted*: the losses without and with the constant if all other constants are also
+fitted on the other sources; constants that affect only the left-out source keep their values. A constant *helps* if the left-out loss is
+lower with it, both alone and with the others fitted (other constants have coarse values, so single steps of these matter, too), and
+*helps alone* if only the former holds. A constant that affects a single source cannot be fitted without it."""
 
 
 def constants_table(found: PriceTable) -> str:
@@ -166,7 +165,7 @@ def _mean(values: Iterable[float]) -> str:
     return f"{sum(known) / len(known):.4f}" if known else "-"
 
 
-TOGETHER = "All constants fitted together, on all rows, and with each source left out: the values and for how many left-out sources."
+TOGETHER = "All constants fitted together: on all rows, and with each source left out (values, each with its number of left-out sources)."
 
 
 def together_table(every: Values, chosen: Mapping[str, Values]) -> str:
@@ -187,8 +186,8 @@ def additive(fit: Fit) -> str:
     added = dict(zip(fit.table.observations, fit.table.errors(fit.every), strict=True))
     apart = [abs(added[one] - error) for one, error in fit.sets["refitted"].items() if one in added]
     return (
-        f"The sum of effects differs from the price by {percent(float(np.quantile(apart, 0.5)))} in the median and "
-        f"{percent(float(np.quantile(apart, 0.9)))} in one of ten rows, with the values of all rows."
+        f"The sum of effects differs from the prediction by {percent(float(np.quantile(apart, 0.5)))} in the median and "
+        f"{percent(float(np.quantile(apart, 0.9)))} at the 90th percentile, for the values fitted on all rows."
     )
 
 
@@ -205,10 +204,10 @@ def limits(base: Mapping[str, Line]) -> str:
             lost = [share <= value for share, failed in known if failed]
             lines.append((source, f"{value:.2f}", f"{sum(ran)} of {len(ran)}", f"{sum(lost)} of {len(lost)}"))
     text = (
-        f"No price depends on `{name}` ({committed:g}): it keeps plans from layouts that run out of memory. By source, for each value, "
-        "the layouts that ran and that it refuses, and those that failed (some for other reasons) and that it admits:"
+        f"No prediction depends on `{name}` ({committed:g}): it is the limit that keeps plans from running out of memory. By source and "
+        "value: layouts that ran but are above the limit, and layouts that failed (some for other reasons) but are below it:"
     )
-    return text + "\n\n" + table(("source", "value", "ran, refused", "failed, admitted"), lines)
+    return text + "\n\n" + table(("source", "value", "ran, above the limit", "failed, below the limit"), lines)
 
 
 def rows_table(rows: Mapping[str, Sequence[Any]], base: Mapping[str, Line]) -> str:
@@ -240,15 +239,17 @@ def switches_text(fit: Fit) -> str:
     single = [name for name, sources in found.items() if len(sources) == 1]
     none = [name for name, sources in found.items() if not sources]
     text = (
-        f"Words of a row switch {len(found)} things on (`autopar/validate/words.py`). The words of {len(single)} of them are those of one "
-        f"source, so that no other source tests them; no row has those of {len(none)}. Errors are those of the rows with the words, as "
-        "priced and as if the words were not there, median / 90th percentile."
+        f"Keywords in the text of a row turn on {len(found)} options of the cost model (`autopar/validate/words.py`). "
+        f"{len(single)} options occur in "
+        f"one source only, so no other source tests them; {len(none)} occur in no row. Errors are those of the rows with "
+        "the keyword, with and "
+        "without the option, median / 90th percentile."
     )
     lines = []
     for name, sources in sorted(found.items(), key=lambda item: len(item[1])):
         effect = _effect(fit.facts.get(name, {}), fit.base)
         lines.append((name, str(len(sources)), ", ".join(sources), *effect))
-    header = ("switch", "sources", "", "rows", "time", "without", "memory", "without")
+    header = ("option", "sources", "", "rows", "time", "without", "memory", "without")
     return text + "\n\n" + table(header, lines)
 
 

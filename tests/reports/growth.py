@@ -31,7 +31,7 @@ CONFIG = {
 
 PEERS = (  # who, what, how long, where it is said
     (
-        "meta-pytorch/autoparallel", "Llama 8B: op placements on a mesh that is given; no pipeline, no degrees",
+        "meta-pytorch/autoparallel", "Llama 8B: op placements on a given mesh; no pipeline, no degrees",
         "46.8 s: trace 13.4, build 15.5, solve 17.5", "https://github.com/meta-pytorch/autoparallel/pull/521",
     ),
     (
@@ -64,9 +64,9 @@ def page(lines: list[dict[str, Any]]) -> str:
     """The page that is made of the results."""
     parts = [
         "# How planning time grows\n",
-        "`autopar plan` on models in the shape of Llama-3-8B with more layers, on nodes of 8 H100; a process each, imports and capture",
-        f"included; global batch {ROWS:,} sequences of 8,192 tokens. Seconds are the processor's (user); a plan uses one core, and a",
-        "search aims at a gap of 1 %.",
+        "`autopar plan` for Llama-3-8B and variants with more layers, on nodes of 8 H100, with a global batch of",
+        f"{ROWS:,} sequences of 8,192 tokens. Each plan is made in a new process on one core. Times are user time, imports and capture",
+        "included. The search stops at a gap of 1 %.",
         f"{machine_words(lines)}\n",
         "![planning time](growth.svg)\n",
     ]
@@ -89,9 +89,10 @@ def page(lines: list[dict[str, Any]]) -> str:
         parts.append("")
     same = [x for x in lines if (x["layers"], x["devices"]) == (FIXED_LAYERS, PEER_DEVICES) and "gap" in x]
     parts += [
-        "## Beside others\n",
-        "What the authors of other planners report, each on a machine of its own; what they plan differs, and so this is no race.\n",
-        "| who | what | time | source |",
+        "## Other planners\n",
+        "Planning times that the authors of other planners report. Machines and problems differ, so the times are not "
+        "comparable directly.\n",
+        "| planner | problem | time | source |",
         "|---|---|---|---|",
         *(
             f"| autopar | Llama-3-8B on {PEER_DEVICES} GPUs: everything, from the first import to the plan | {x['user_s']:.1f} s | above |"

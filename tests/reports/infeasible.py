@@ -125,8 +125,9 @@ def page(lines: list[dict[str, Any]]) -> str:
     """The page that is made of the results."""
     text = [
         "# Infeasible requests, and what would help\n",
-        "Each suggestion was found by search, and then applied to the request by itself, which was planned again from the start.\n",
-        "| request | why not | suggestion | applied, it fits |",
+        "The suggestions come from searches. Each one was then applied to the request alone, and the changed request was "
+        "planned from scratch.\n",
+        "| request | reason | suggestion | the changed request fits |",
         "|---|---|---|---|",
     ]
     for one in lines:

@@ -28,10 +28,11 @@ def page(lines: list[dict[str, Any]]) -> str:
         'without `allow={"int8_activations"}, saved="int8"`,',
         "from the same values, on the same batches.\n",
         "![loss by step](int8-activations.svg)\n",
-        f"The difference is that of the curves' means over {WINDOW} steps, where it is largest, to the curve of the same precision with "
-        "saved activations as they are.",
-        "Activations are the plan's predicted bytes between forward and backward, the layer that gives the loss among them.\n",
-        "| curve | activations | first loss | last loss | mean of the last steps | largest difference | at step | of the loss there |",
+        f"Curves are smoothed by means over {WINDOW} steps. *Largest difference* is to the curve of the same precision with "
+        "unrounded saved "
+        "activations.",
+        "*Activations* are the predicted bytes that are saved from the forward to the backward pass, including those of the loss layer.\n",
+        "| curve | activations | first loss | last loss | last smoothed loss | largest difference | at step | share of the loss |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for line in lines:

@@ -36,9 +36,10 @@ def page(lines: list[dict[str, Any]]) -> str:
     """Return the page of the lines."""
     parts = [
         "# Large mixtures of experts\n",
-        f"`autopar plan` with its default limit of 20 s for the search, sequences of {TOKENS:,} tokens, in a process each. Seconds are the",
-        "processor's (user), from the first import to the plan, so that they include imports and the capture of the model. The gap is the",
-        f"largest share of the step by which any searched plan may be faster. {machine_words(lines)}\n",
+        f"`autopar plan` with its default time limit of 20 s for the search, for sequences of {TOKENS:,} tokens, each plan "
+        "in a new process.",
+        "Times are user time from the first import to the plan, capture included. The gap is the largest share of the step time that",
+        f"another searched plan could save. {machine_words(lines)}\n",
         "| model | devices | sequences | pins | step | gap | processor | peak memory |",
         "|---|---|---|---|---|---|---|---|",
     ]

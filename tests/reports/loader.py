@@ -106,18 +106,18 @@ def page(lines: list[dict[str, Any]]) -> str:
     rows = "".join(_row(line) for line in lines)
     return f"""# Data sets
 
-{sum(map(passed, lines))} of {len(lines)} cases pass. A case trains a program from a file of {ROWS} rows with global batches of {BATCH}:
+{sum(map(passed, lines))} of {len(lines)} cases pass. A case trains a program on a file of {ROWS} rows with global batches of {BATCH}:
 two shuffled epochs of {STEPS} batches. It passes if
 
-- every row of an epoch's batches is read, by as many processes as every other row, and by none of them twice;
-- losses and gradients are bit for bit those of whole global batches that every process is given;
-- after a checkpoint in the middle of the second epoch, new trainers read the same rows in the same order, with the same losses.
+- every row of an epoch's batches is read by the same number of processes, and by no process twice;
+- losses and gradients are bitwise those of a run in which every process gets the full global batches;
+- runs that resume from a checkpoint in the middle of the second epoch read the same rows in the same order, with the same losses.
 
-The last two columns are what each process reads of an epoch: the share of its rows, and the share of its bytes that are copied out of the
-file, where all inputs of all rows are 1. Data axes divide the rows. Processes of a tensor or sequence axis read the same rows, because the
-first layer takes whole sequences. Of a pipeline, the first stage copies one input and the last stage another.
+The last two columns have, for each process, the share of the rows of an epoch that it reads, and the share of the bytes of all rows that
+it copies out of the file. Data axes divide the rows. Processes along a tensor or sequence axis read the same rows, because the first
+layer takes full sequences. In a pipeline, the first stage copies the inputs and the last stage the labels.
 
-| model | plan | rows once | same bits | resumed | rows | bytes |
+| model | plan | rows once | bitwise equal | resumed | rows | bytes |
 |---|---|---|---|---|---|---|
 {rows}
 Made by `make report NAME=loader` with torch {versions}, gloo, on CPUs, from the lines of [loader.jsonl](loader.jsonl). Do not edit.

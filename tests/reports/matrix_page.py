@@ -39,27 +39,28 @@ def page(lines: list[Line], kinds: list[str]) -> str:
 
 Each number is the largest error of a training step's loss and gradients under a plan, against eager PyTorch on one device, in float64:
 `max|g - g0| / max(max|g0|, 1e-6 max|all gradients|)` over all parameters, and the loss's relative error. Below {EXACT:.0e} the two are
-the same up to rounding. {exact} of {len(ran)} cases are; the largest error is {worst:.1e}. They are {len(models)} models under
-{len(kinds)} kinds of plans, and {len(mixtures)} plans drawn at random; a number in brackets stands where a model does not admit a kind, and
-says why below; a dot where the case was not run yet (`make report NAME=exactness` goes on from here).
+the same up to rounding. {exact} of {len(ran)} cases are below; the largest error is {worst:.1e}. The cases are {len(models)} models under
+{len(kinds)} kinds of plans, and {len(mixtures)} random plans. A number in brackets refers to the reason, at the end of the page, why a
+kind is not valid for a model. A dot is a case that was not run yet (`make report NAME=exactness` runs the missing ones).
 
-The models are small and made to be awkward: masked labels that fall unevenly over microbatches and slices, tied and fused weights,
-biases, padding. Each program was also type-checked ({stages} stages), and a quarter of them widened to 64 devices ({stages_64} stages).
+The models are small, with features that are easy to get wrong: masked labels distributed unevenly over microbatches and slices, tied and
+fused weights, biases, padding. Each program was also type-checked ({stages} stages), a quarter of them also for 64 devices ({stages_64}
+stages).
 {_compiled(ran)}
 {"".join(tables)}## Mixtures
 
-Drawn by a seeded generator (`autopar/verify/mixtures.py`): mesh, cuts, schedule, microbatches, and each layer's roles, ZeRO stage and
-recomputation. `python tests/reports exactness --mixtures 500 --seed 7` draws others.
+A seeded generator (`autopar/verify/mixtures.py`) draws mesh, stage boundaries, schedule, microbatches, and each layer's roles, ZeRO stage
+and recomputation. `python tests/reports exactness --mixtures 500 --seed 7` draws others.
 
 | model | processes | plan | error |
 |---|---|---|---|
 {"".join(_mixture(line, notes) for line in mixtures)}
-## Why cells are empty
+## Kinds that are not valid for a model
 
-{reasons or "None is."}
+{reasons or "None."}
 
 Made by `make report NAME=exactness` with torch {versions}, gloo, on CPUs, from the lines of [exactness.jsonl](exactness.jsonl), each with a
-fingerprint of the code that it is of: {_codes(lines)}. Do not edit.
+fingerprint of the code that produced it: {_codes(lines)}. Do not edit.
 """
 
 

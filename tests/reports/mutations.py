@@ -492,15 +492,19 @@ def page(lines: list[dict[str, Any]]) -> str:
     )
     return f"""# Mutations
 
-{len(lines)} faults injected one at a time; {total} are caught. Faults in a rule are found by executing the
-rule on shards. Faults in passes may stop emission, which compares shapes with types. The structural check compares the emitted
-collectives with the priced ones, the type checker checks types, and the exactness run compares numbers. Faults in capture must be found
-by the comparison of the captured graph with the model, within one `compile`.
+{len(lines)} faults are injected one at a time, and {total} are detected. The columns are the checks that detect them:
 
-| what is broken | where | {" | ".join(f"{who} ({counts[who]})" for who in CATCHERS)} |
+- *rules*: a sharding rule is executed on shards;
+- *passes*: emission fails, because shapes contradict types;
+- *structure*: the emitted collectives are compared with the priced ones;
+- *types*: the type checker of programs;
+- *exactness*: a program's numbers are compared with eager PyTorch;
+- *capture*: `compile` compares the captured graph with the model.
+
+| fault | in | {" | ".join(f"{who} ({counts[who]})" for who in CATCHERS)} |
 |---|---|{"---|" * len(CATCHERS)}
 {rows}
-Made by `make report NAME=mutations`, from the lines of [mutations.jsonl](mutations.jsonl), which say what each of them said. Do not edit.
+Made by `make report NAME=mutations`, from the lines of [mutations.jsonl](mutations.jsonl), which have the messages. Do not edit.
 """
 
 

@@ -37,10 +37,9 @@ Line = dict[str, Any]
 
 HEAD = """# One device: emitted programs against eager PyTorch
 
-An emitted program on one device has nothing to communicate: it is compared with the same model trained by a plain loop, eager and by
-`torch.compile` of the whole model. The emitted program compiles each layer class once. Both programs use AdamW and
-start from the same values; they take turns, in an order drawn anew each round. Ratios are medians over rounds, with a bootstrap's 95 %
-interval.
+An emitted program on one device does not communicate. It is compared with a plain training loop of the same model, without and with
+`torch.compile`; the emitted program compiles each layer class once, the plain loop the full model. Both use AdamW and start from the same
+values. They take turns, in a new random order in each round. Ratios are medians over rounds, with a bootstrap 95 % interval.
 """
 
 
@@ -95,7 +94,7 @@ def page(lines: list[Line]) -> str:
         versions = ", ".join(sorted({line["torch"] for line in here}))
         parts.append(f"\n## {device} (torch {versions})\n\n")
         rows = [
-            "| model | parameters | tokens a step | programs | emitted | by hand | emitted / by hand |",
+            "| model | parameters | tokens per step | programs | emitted | plain loop | emitted / plain |",
             "|---|---|---|---|---|---|---|",
         ]
         for line in here:
@@ -112,7 +111,7 @@ def page(lines: list[Line]) -> str:
             if found:
                 parts.append(
                     f"\n{'Compiled' if compiled else 'Eager'}: median {statistics.median(found):.3f}, largest {max(found):.3f}; "
-                    f"{sum(r <= limit for r in found)} of {len(found)} are at most {limit:.2f}.\n"
+                    f"{sum(r <= limit for r in found)} of {len(found)} ratios are at most {limit:.2f}.\n"
                 )
     return "".join(parts) + "\nMade by `make report NAME=one-device`. Do not edit.\n"
 

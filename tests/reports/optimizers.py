@@ -127,15 +127,16 @@ def page(found: dict[Case, dict[str, Any]]) -> str:
     moved = min((line["moved"] for line in ran), default=0.0)
     return f"""# Optimizers
 
-{sum(map(passed, lines))} of {len(lines)} cases are exact: {STEPS} steps of an emitted program against a plain loop of eager PyTorch with
-torch's optimizer, `clip_grad_norm_` and scheduler on one device, in float64. The error is the largest of the relative errors of all losses
-and of the differences of all parameters at the end; the largest of all is {worst:.1e}, and exact means up to {EXACT:.0e}. In each case
-some parameter moves by {moved:.1e} or more.
+{STEPS} steps of an emitted program are compared with a plain loop of eager PyTorch with torch's optimizer, `clip_grad_norm_` and
+scheduler, on one device in float64. {sum(map(passed, lines))} of {len(lines)} cases are exact. The error is the largest relative error of
+any loss or final parameter. Exact means at most {EXACT:.0e}; the largest error is {worst:.1e}. In each case some parameter changes by
+{moved:.1e} or more.
 
-Every case clips gradients to a norm of {NORM} (the first one's is {norms[0]} or more), has weight decay in groups by name (embeddings) and
-by number of dims, a learning rate of its own for a group, and a schedule of three steps of warm-up and a cosine. Muon takes the matrices
-of the layers, and AdamW the rest: the program's optimizer is the list of the two. With its default `eps` Adafactor also moves a parameter
-whose gradient is zero but for the rounding, as that of an attention's key bias: there its errors are the largest.
+Every case clips gradients to a norm of {NORM} (in the first step the norm is {norms[0]} or more), has parameter groups by name
+(embeddings) and by number of dims with their own weight decay, one group with its own learning rate, and a scheduler of three warm-up
+steps and a cosine. Muon updates the matrices of the layers and AdamW all other parameters: the optimizer of the program is a list of
+both. With its default `eps`, Adafactor also changes parameters whose gradient is zero up to rounding, such as the bias of attention's
+keys; its errors are largest there.
 
 {head}{rows}
 Muon and Adafactor read full tensors. If the plan shards a parameter, one rank gathers and updates it. The number of elements that each
@@ -146,8 +147,8 @@ rank's optimizer updates:
 {shares}
 Muon computes in bfloat16 internally. In float64 the gradients under two plans agree to about 1e-15, so they round to different bfloat16
 numbers only within 1e-15 of a midpoint, which did not occur. In float32 they agree to about 1e-7: some numbers round differently, and two
-plans differ as two orders of summation in bfloat16 do. For comparison: the same loop on one device, with a random relative change of this
-size in every element of every gradient, ends at values that differ by:
+plans differ as much as two orders of summation in bfloat16. For comparison, the plain loop on one device was run with a random relative
+change of this size in every element of every gradient. Its final values differ by:
 
 {head}{noises}
 Made by `make report NAME=optimizers` with torch {versions}, gloo, on CPUs, from the lines of [optimizers.jsonl](optimizers.jsonl). Do not

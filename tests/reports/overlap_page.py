@@ -24,25 +24,24 @@ Line = dict[str, Any]
 
 HEAD = """# Communication under computation, measured without a GPU
 
-Between processes of one machine, communication uses the same processors as computation, so hiding it gains little. Here every process runs
-on a *limited node*: a network namespace with a link of a given rate (`tc`, a token bucket). A transfer then takes its time on the link and
-almost no processor time, as between machines. Each node has one process with one computing thread, which gets an equal share of three
-quarters of the machine's processors and no more (`cpu.cfs_quota_us`), so an idle node does not make others faster. gloo's threads use the
-rest, without a limit. Programs use gloo, float32 and AdamW.
+Between processes of one machine, communication uses the same processors as computation, so overlapping them gains little. Here every
+process runs on a *limited node*: a network namespace with a link of a given rate (`tc`, a token bucket). A transfer takes its time on the
+link and almost no processor time, as between machines. Each node has one process with one computing thread, which gets an equal share of
+three quarters of the machine's processors and no more (`cpu.cfs_quota_us`), so an idle node does not make others faster. gloo's threads
+use the rest, without a limit. Programs use gloo, float32 and AdamW.
 
 Programs take turns on the same nodes: in each round every program runs once, in a new random order, with one warm-up step. Times are
-medians over rounds; ratios are medians over rounds of the ratio within a round, with a bootstrap's 95 % interval. Plans are priced with
+medians over rounds; ratios are medians over rounds of the ratio within a round, with a bootstrap 95 % interval. Predictions use
 measurements of the same links.
 """
 
 FEATURES_HEAD = """
 ## With and without each kind of overlap
 
-The program without overlap is the same program with a few lines at the end of one file that remove the overlap: both compute the same, and
-the report fails unless the losses of all steps are bitwise equal. Or it is the program of a plan with one other pin, which may sum in
-another order: then losses differ by rounding. Communication, and the share of it that is hidden, come from torch's profiler over one
-more step of each program. A span of communication includes the wait for the slowest node; in a pipeline it lasts from a send until it
-is received.
+There are two kinds of programs without overlap. Either a few lines at the end of one file turn the overlap off: then the report fails
+unless the losses of all steps are bitwise equal. Or the plan has one different pin, and the program may sum in another order: then losses
+differ by rounding. Communication time, and the share of it that is hidden, come from torch's profiler over one more step of each program.
+A span of communication includes the wait for the slowest node; in a pipeline it lasts from a send to its receipt.
 """
 
 
@@ -102,7 +101,7 @@ def _features(lines: Sequence[Line]) -> str:
     if not found:
         return ""
     rows = [
-        "| overlap | model, link | with | without | with / without | by the prices | by hand | with / by hand | communication |",
+        "| overlap | model, link | with | without | with / without | predicted ratio | by hand | with / by hand | communication |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for feature, line in found:
@@ -136,15 +135,19 @@ def _feature(feature: Feature, line: Line) -> str:
 
 ![spans of computation and communication]({picture(feature)})
 
-- {line["rounds"]} rounds of {steps}, at a load of {line["load"]}.
-- The price of a step is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
-- The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} without,
-  and {_differ(losses["by_hand_difference"])} by hand ({line["by_hand"]}).
+- {line["rounds"]} rounds of {steps}, at a load average of {line["load"]}.
+- The predicted step time is {1e3 * priced[WITH]:.0f} ms with and {1e3 * priced[WITHOUT]:.0f} ms without the overlap.
+- The losses of {losses["steps"]} steps {_differ(losses["without_difference"])} the program without overlap, and
+  {_differ(losses["by_hand_difference"])} the program by hand ({line["by_hand"]}).
 {_change(feature)}"""
 
 
 def _differ(difference: float) -> str:
-    return f"differ by at most {difference:.1g} of their value from those" if difference else "equal in every bit those"
+    return (
+        f"differ by at most a share of {difference:.1g} from those of"
+        if difference
+        else "are bitwise equal to those of"
+    )
 
 
 def _change(feature: Feature) -> str:
@@ -152,7 +155,7 @@ def _change(feature: Feature) -> str:
     if feature.pins_without:
         return f"- The plan without overlap pins {' and '.join(f'`{k}={v}`' for k, v in feature.pins_without.items())}."
     return "\n".join(
-        f"- These lines at the end of `{name}` take the overlap out:\n\n```python\n{patch.rstrip()}\n```"
+        f"- These lines at the end of `{name}` turn the overlap off:\n\n```python\n{patch.rstrip()}\n```"
         for name, patch in feature.patch.items()
     )
 
@@ -164,7 +167,8 @@ def _clock(lines: Sequence[Line]) -> str:
     layers, times = found[0]["layers"], found[0]["times_s"]
     compute_s = layers * (times["forward"] + times["backward"])
     rows = [
-        "| gather, reduction of a layer | each layer its own root | one root, a layer ahead | one root, two layers ahead | least |",
+        "| all-gather, reduce-scatter of a layer | one root per layer | one root, prefetch 1 layer | one root, prefetch 2 "
+        "layers | lower bound |",
         "|---|---|---|---|---|",
     ]
     for line in found:
@@ -178,9 +182,9 @@ def _clock(lines: Sequence[Line]) -> str:
     return f"""
 ## FSDP on a device with streams
 
-A clock in place of the device: torch's own FSDP2 runs on gloo, and its streams and events keep the time that they would take, while the
-host takes none. ZeRO 3 on two ranks, {layers} layers that compute for {times["forward"]:g} s forward and {times["backward"]:g} s backward
-each. The least is all computation with the first gather and the last reduction, or all communication where that is longer.
+Simulated: torch's FSDP2 runs on gloo, while a simulated clock replaces the device's streams and events; the host takes no time. ZeRO 3 on
+two ranks, with {layers} layers of {times["forward"]:g} s forward and {times["backward"]:g} s backward. The lower bound is the computation
+plus the first all-gather and the last reduce-scatter, or all communication, if that is longer.
 
 {table}
 """
@@ -193,11 +197,11 @@ def _contests(lines: Sequence[Line]) -> str:
     text = f"""
 ## Automatic programs against hand-written ones with the same overlap
 
-The automatic program is that of the plan for these nodes. By hand, on all nodes: DDP with buckets of 25 MB, its default, and of 4 MB; FSDP2
-nested, a block gathered ahead, with parameters kept after the forward pass or not; tensor parallelism by `parallelize_module`;
-pipelines under torch's {schedules([line["result"] for line in found])}, with up to four microbatches for every
-node and a block or more in every stage. The best by hand is picked after the fact. Programs twice slower than the best are left out of the
-rounds that follow.
+The automatic program has the plan for these nodes. The hand-written programs use all nodes: DDP with buckets of 25 MB (its default) and
+of 4 MB; nested FSDP2 with prefetch of one block, with and without resharding after the forward pass; tensor parallelism by
+`parallelize_module`; pipelines with torch's {schedules([line["result"] for line in found])}, up to four microbatches per node, and at
+least one block per stage. The best by hand is picked by its measured times. After the first round, programs more than twice as slow as
+the best are dropped.
 """
     for nodes in sorted({line["nodes"] for line in found}):
         chosen = [line for line in found if line["nodes"] == nodes]
@@ -216,7 +220,7 @@ rounds that follow.
             rows.append(f"| {' | '.join(cells)} |")
         text += f"\n### {nodes} nodes\n\n{verdict([line['result'] for line in chosen])}\n\n" + "\n".join(rows) + "\n"
         for line in chosen:
-            text += f"\n#### {line['result']['name']} on {nodes} nodes, at a load of {line['load']}\n\n{contenders(line['result'])}"
+            text += f"\n#### {line['result']['name']} on {nodes} nodes, at a load average of {line['load']}\n\n{contenders(line['result'])}"
     return text
 
 
@@ -237,7 +241,7 @@ def links(lines: Sequence[Line]) -> str:
     if not found:
         return ""
     rows = [
-        "| nodes, rate | 256 bytes | 4 MiB | all-reduce of 4 MiB | hidden communication costs |",
+        "| nodes, rate | 256 bytes | 4 MiB | all-reduce of 4 MiB | slow-down of computation by hidden communication |",
         "|---|---|---|---|---|",
     ]
     for line in found:
@@ -259,7 +263,7 @@ def links(lines: Sequence[Line]) -> str:
             f"{1e6 * wire('p2p', 1 << 8):.0f} us",
             f"{1e3 * long_s:.0f} ms, {8e-6 * (1 << 22) / long_s:.0f} Mbit/s",
             f"{1e3 * wire('all_reduce', 1 << 22):.0f} ms",
-            f"{share:.0%} of it",
+            f"{share:.0%} of the hidden time",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n## The links, as `autopar profile` measures them\n\n" + "\n".join(rows) + "\n"

@@ -131,16 +131,16 @@ def page(line: dict[str, Any]) -> str:
     installed = "".join(f"| {name} | {version} |\n" for name, version in line["versions"].items())
     return f"""# The distribution
 
-`{line["wheel"]}` ({line["wheel_files"]} files, {line["wheel_bytes"] / 1e6:.1f} MB) and `{line["sdist"]}` ({line["sdist_files"]} files,
-{line["sdist_bytes"] / 1e6:.1f} MB) are built, the wheel from the sdist. In a new environment, from a folder outside of the checkout that
-has a model's file alone, the wheel's `autopar plan` plans it for 2 processes, and `autopar.compile` trains a step on them: its loss,
-{line["loss"]:.6f}, differs from that of eager PyTorch by {line["difference"]:.0e}. `{line["version"]}` is what `autopar --version` prints.
-`{CFFCONVERT.replace("==", " ")}` says of `CITATION.cff`: "{line["citation"].rstrip(".")}".
+`make package` builds `{line["sdist"]}` ({line["sdist_files"]} files, {line["sdist_bytes"] / 1e6:.1f} MB), and from it `{line["wheel"]}`
+({line["wheel_files"]} files, {line["wheel_bytes"] / 1e6:.1f} MB). The wheel is installed in a new environment. In a folder outside of the
+checkout with only a model file, `autopar plan` plans the model for 2 processes, and `autopar.compile` trains one step on them: the loss,
+{line["loss"]:.6f}, differs from eager PyTorch by {line["difference"]:.0e}. `autopar --version` prints `{line["version"]}`. Result of
+`{CFFCONVERT.replace("==", " ")}` for `CITATION.cff`: "{line["citation"].rstrip(".")}".
 
 | installed | version |
 |---|---|
 {installed}
-`make package` does all of that again, and writes this page from [its line](package.jsonl).
+`make package` repeats all of this, and writes this page from [its line](package.jsonl).
 """
 
 

@@ -52,7 +52,7 @@ def machine_words(lines: Iterable[Mapping[str, Any]]) -> str:
         return words + "."
     return (
         words
-        + f", at a load average of {min(loads):.1f} to {max(loads):.1f}, the measured process itself being about 1."
+        + f", at a load average of {min(loads):.1f} to {max(loads):.1f}, of which the measured process causes about 1."
     )
 
 

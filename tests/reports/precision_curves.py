@@ -226,12 +226,13 @@ def page(lines: list[dict[str, Any]], states: list[dict[str, Any]], fp8: list[di
         f"of {reference['tokens_per_step']:,} bytes, as an emitted program on one device ({reference['device']}, torch "
         f"{reference['torch']}, Python {reference['python']}). All precisions start from the same",
         "values and read the same batches; AdamW, gradients clipped to a norm of 1. In bfloat16 and float16 the parameters' master",
-        "copies, the sums of gradients and Adam's moments are float32; in float16 the loss is scaled dynamically. fp8 is bfloat16 with the",
-        "products of the blocks in 8 bits.\n",
+        "copies, the accumulated gradients and Adam's moments are float32; in float16 the loss is scaled dynamically. fp8 "
+        "is bfloat16 with the",
+        "matmuls of the blocks in 8 bits.\n",
         "![loss by step](precision.svg)\n",
-        f"The difference is that of the curves' means over {WINDOW} steps, where it is largest, to {REFERENCE}'s curve, which ends "
-        f"at {last:.4f}.\n",
-        "| precision | first loss | last loss | largest difference | at step | of the loss there |",
+        f"Curves are smoothed by means over {WINDOW} steps. *Largest difference* is to the curve of {REFERENCE}, whose last smoothed "
+        f"loss is {last:.4f}.\n",
+        "| precision | first loss | last loss | largest difference | at step | share of the loss |",
         "|---|---|---|---|---|---|",
     ]
     for line in lines:
@@ -243,7 +244,7 @@ def page(lines: list[dict[str, Any]], states: list[dict[str, Any]], fp8: list[di
         if line["loss_scale"] is not None:
             skipped = round(math.log2(65536 / line["loss_scale"]))
             parts.append(
-                f"\nThe loss scale of {line['precision']} is {line['loss_scale']:,.0f} at the end: {skipped} steps were skipped."
+                f"\nThe loss scale of {line['precision']} is {line['loss_scale']:,.0f} in the last step: {skipped} steps were skipped."
             )
     return (
         "\n".join([*parts, states_page(states), fp8_page(fp8), "Made by `make report NAME=precision`. Do not edit."])
@@ -260,7 +261,7 @@ def states_page(lines: list[dict[str, Any]]) -> str:
         f"{len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
         f"in four microbatches ({reference['device']}, torch {reference['torch']}, Python {reference['python']}), with AdamW's "
         "`betas=(0.9, 0.999)` and gradients clipped to a norm of 1.",
-        "Sums of gradients and Adam's moments are in float32, or in bfloat16 as `allow` names them.\n",
+        "Accumulated gradients and Adam's moments are float32, unless `allow` names them.\n",
         "![loss by step](precision-states.svg)\n",
     ]
     return "\n".join([*parts, *last_losses("states", lines, STATES_REFERENCE)]) + "\n"
@@ -275,7 +276,7 @@ def fp8_page(lines: list[dict[str, Any]]) -> str:
         f"same text: {len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
         f"({reference['device']}, torch {reference['torch']}, Python {reference['python']}). fp8 has one scale for each tensor, and its "
         "experts stay in bfloat16;",
-        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, in the experts, too. With fp8_dispatch, experts are",
+        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, also in the experts. With fp8_dispatch, experts are",
         "distributed over two processes, and rows are sent to them in 8 bits with one scale for each 128 numbers.\n",
         "![loss by step](precision-fp8.svg)\n",
     ]
@@ -285,10 +286,12 @@ def fp8_page(lines: list[dict[str, Any]]) -> str:
 def last_losses(title: str, lines: list[dict[str, Any]], against: str) -> list[str]:
     """The rows of a table of the losses at the end of every curve, compared with those of the reference with the same seeds."""
     runs = by_curve(lines)
-    several = f"Figures are means of {len(runs[against])} runs, each with initial values and batches of its own; ± is the standard error.\n"
+    several = (
+        f"Means of {len(runs[against])} runs with different initial values and batches; ± is the standard error.\n"
+    )
     parts = [
         *([several] if len(runs[against]) > 1 else []),
-        f"| {title} | last loss | to float32's | mean of the last {WINDOW} | to float32's |",
+        f"| {title} | last loss | change from float32 | mean of the last {WINDOW} | change from float32 |",
         "|---|---|---|---|---|",
     ]
     for name, own in runs.items():

@@ -15,13 +15,13 @@ SCORED_GPUS = 128  # cells of more GPUs are reported apart: that network's sends
 
 HEAD = """# The automatic layout against 995 published ones
 
-For every cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) (one model on one number of H100 nodes; nanotron), pins restrict
-the search to the measured layouts (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation), with that trainer's
-kernels and overlap. The search chooses one of them, and its pipeline stages. Layouts that exceed the memory limit with the trainer's own
-stages are excluded, because these stages were measured. *Regret* is the measured time of the choice over the best measured time, minus
-one. If the choice failed in the sweep (out of memory or another crash), the table says so, and the regret is that of the fastest
-predicted layout that ran. The constants of the cost model were fitted with these rows in view, so the figures are in-sample
-([validation](validation.md)).
+A cell of [layout_sweep.jsonl](groundtruth/layout_sweep.jsonl) is one model on one number of H100 nodes, measured with nanotron. For each
+cell, pins restrict the search to the measured layouts (data, tensor and pipeline degree, ZeRO stage, microbatches; no recomputation),
+with that trainer's kernels and overlap. The search chooses one of them, and its pipeline stages. Layouts that exceed the memory limit
+with the trainer's own stages are excluded, because these stages were measured. *Regret* is the measured time of the chosen layout divided
+by the best measured time, minus one. If the chosen layout failed in the sweep (out of memory or another crash), the table says so, and
+the regret is that of the layout with the shortest predicted time among those that ran. Constants of the cost model were fitted to these
+rows, so the figures are in-sample ([validation](validation.md)).
 """
 
 
@@ -57,7 +57,7 @@ def page(cells: list[CellResult]) -> str:
             text += (
                 f"\n## {title}\n\nRegret {s['mean_regret']:.1%} on average and {s['worst_regret']:.1%} at worst over "
             )
-            text += f"{s['cells']} cells; {s['failed']} of the choices failed when they were tried.\n\n{markdown(some)}"
+            text += f"{s['cells']} cells; {s['failed']} of the chosen layouts failed in the sweep.\n\n{markdown(some)}"
     return text + "\nMade by `make report NAME=published`. Do not edit.\n"
 
 

@@ -51,7 +51,7 @@ def gaps() -> str:
     small, large = (
         _row("endtoend.md", name)[5].strip("*").removesuffix("%") for name in ("Llama-3-70B", "Llama-3-405B")
     )
-    return f"""There, the gap is {small} % for Llama-3-70B on 1,024 GPUs, and {large} % for Llama-3-405B on 16,384, where the bound of
+    return f"""There, the gap is {small} % for Llama-3-70B on 1,024 GPUs, and {large} % for Llama-3-405B on 16,384, where the bound of \
 interleaved pipelines is loose.
 """
 

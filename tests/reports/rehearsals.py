@@ -146,9 +146,9 @@ def run_case(case: Case, calibration: str | None, done: set[int]) -> Iterator[Li
 
 HEAD = """# Ranks of large plans alone on one device
 
-Each rank runs its emitted program alone: the real stage modules at the real local shapes and the real schedule, with collectives that
-return at once (`autopar dev rehearse`). Peak memory is that of PyTorch's allocator over a step; the time is that of arithmetic and update
-without communication, and the prediction is that of the same prices.
+Each rank runs its emitted program alone: the real stage modules, local shapes and schedule, with collectives that return at once
+(`autopar dev rehearse`). Peak memory is measured by PyTorch's allocator over a step. Times are for computation and the optimizer step,
+without communication; predictions are those of the cost model for the same parts.
 """
 
 
@@ -164,7 +164,7 @@ def page(lines: list[Line]) -> str:
         ("cuda", "Published models at full size, in bfloat16 with AdamW in float32, planned for H100s."),
         (
             "cpu",
-            "The same models at reduced width on a processor, float32. Times are not those of the GPUs that were planned for.",
+            "The same models at reduced width on a CPU, in float32: memory only, because the plans are for GPUs.",
         ),
     ):
         here = [line for line in lines if line["kind"] == kind]
@@ -172,8 +172,8 @@ def page(lines: list[Line]) -> str:
             continue
         parts.append(f"\n## {here[0]['device']} (torch {here[0]['torch']})\n\n{text}\n\n")
         timed = kind == "cuda"
-        head = ["request", "plan", "rank", "stages", "predicted", "measured", "off by"]
-        head += ["step predicted", "measured", "off by"] if timed else []
+        head = ["request", "plan", "rank", "stages", "predicted", "measured", "error"]
+        head += ["step predicted", "measured", "error"] if timed else []
         parts.append(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
         for line in here:
             cells = [
@@ -192,12 +192,12 @@ def page(lines: list[Line]) -> str:
             parts.append(f"| {' | '.join(cells)} |\n")
         errors = [abs(line["memory_error"]) for line in here]
         parts.append(
-            f"\nMemory of {len(here)} ranks: off by {statistics.median(errors):.1%} in the median, {max(errors):.1%} at most.\n"
+            f"\nMemory of {len(here)} ranks: error {statistics.median(errors):.1%} in the median, {max(errors):.1%} at most.\n"
         )
         if timed:
             times = [abs(line["time_error"]) for line in here if is_timed(line)]
             parts.append(
-                f"Time of {len(times)}: off by {statistics.median(times):.1%} in the median, {max(times):.1%} at most.\n"
+                f"Time of {len(times)} ranks: error {statistics.median(times):.1%} in the median, {max(times):.1%} at most.\n"
             )
     return "".join(parts) + "\nMade by `make report NAME=rehearsal`. Do not edit.\n"
 

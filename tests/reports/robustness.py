@@ -89,8 +89,9 @@ def page(lines: list[dict[str, Any]]) -> str:
     parts = [
         "# Plans under wrong prices\n",
         f"{len(planned)} requests under {TABLES} perturbed price tables each: FLOP/s, memory bandwidth and the bandwidths of the links",
-        f"inside and between nodes are each multiplied by a random factor between {1 - ERROR:g} and {1 + ERROR:g}. A plan's *regret* under",
-        "a table is its step time over that of the best plan found by a search under the same table, less one.\n",
+        f"inside and between nodes are each multiplied by a random factor between {1 - ERROR:g} and {1 + ERROR:g}. The "
+        "*regret* of a plan under",
+        "a table is its step time divided by that of the best plan that a search with the same table finds, minus one.\n",
         "| plan | median | 95th percentile | worst |",
         "|---|---|---|---|",
     ]

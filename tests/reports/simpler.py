@@ -1,16 +1,16 @@
 """Simpler searches under the same prices: how much slower is each one's plan? ``make report NAME=simpler`` writes ``docs/simpler.*``.
 
 ============  =========================================================================================================
-greedy        starts at data parallelism, one microbatch, and takes the best single step (double a degree, the microbatches,
-              ZeRO or recomputation for all layers) while it helps; from what does not fit, the step that needs less memory
-megatron      the rule of thumb: the least tensor degree within a node, then the least pipeline, that fits with the rest data
-              parallel; ZeRO-1; no recomputation where that fits at the same degrees; as many microbatches as are fastest
-uniform       every plan in which all layers have one strategy and stages have equal numbers of layers, one by one
-bucketed      as Galvatron: per configuration, even stages, and in each stage dynamic programming over the layers on a memory axis of
-              ``BUCKETS`` buckets (rounded up, so that what it calls feasible is); layers that share parameters are made alike
+greedy        starts with data parallelism and one microbatch, and repeats the best single change (double a degree or the
+              microbatches, ZeRO or recomputation for all layers) while it helps; if the plan does not fit, the change that saves memory
+megatron      the rule of thumb: the smallest tensor degree within a node, then the smallest pipeline, that fits, the rest data
+              parallel; ZeRO-1; no recomputation if that fits at the same degrees; the fastest number of microbatches
+uniform       tries every plan in which all layers have the same strategy and stages have equal numbers of layers
+bucketed      as Galvatron: for each configuration, even stages, and in each stage dynamic programming over the layers on a memory axis
+              of ``BUCKETS`` buckets (rounded up, so that feasible plans fit); layers that share parameters get the same strategy
 ============  =========================================================================================================
 
-All price with the same pricer and end in ``search.evaluate``; a plan that does not fit counts as none.
+All use the same cost model and end in ``search.evaluate``; a plan that does not fit counts as none.
 """
 
 from __future__ import annotations
@@ -359,13 +359,13 @@ def page(lines: list[dict]) -> str:
         )
     doc = __doc__ or ""
     return (
-        "# Against simpler searches\n\nHow much slower the plan of a simpler search is than autopar's, at the same prices. *none*: it "
-        "finds no plan that fits. A negative figure is inside the gap at which autopar's search stops.\n\n```text\n"
+        "# Against simpler searches\n\nHow much slower the plan of a simpler search is than autopar's, by the same cost model. *none*: it "
+        "finds no plan that fits. Negative figures are within the gap at which autopar's search stops.\n\n```text\n"
         + doc.split("\n\n")[1]
         + "\n```\n\n" + "\n".join(rows)
-        + "\n\n| search | median | worst | found none | slower by more than 1 % |\n|---|---|---|---|---|\n"
+        + "\n\n| search | median | worst | found no plan | slower by more than 1 % |\n|---|---|---|---|---|\n"
         + "\n".join(summary)
-        + "\n\nEvery plan in a line, and what each search cost: `simpler.jsonl`. Made by `make report NAME=simpler`. Do not edit.\n"
+        + "\n\n`simpler.jsonl` has every plan, and the time of each search. Made by `make report NAME=simpler`. Do not edit.\n"
     )  # fmt: skip
 
 

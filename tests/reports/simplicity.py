@@ -98,10 +98,13 @@ def page(lines: list[dict[str, Any]]) -> str:
 
     parts = [
         "# The simplest plan within 1 %\n",
-        f"{len(lines)} requests: {len(MODELS)} models on {len(CLUSTERS)} clusters, {ROWS} rows of the batch for each device, bfloat16,",
-        f"searches of at most {LIMIT_S:.0f} s. {len(lines) - len(planned)} do not fit. *Exceptions* are strategies of a layer class beyond",
-        "its first: 0 means that equal layers have equal strategies. *Strategies* are distinct ones, *axes* those of parallelism with",
-        "the pipeline, *techniques* values that differ from what the search tries first.\n",
+        f"{len(lines)} requests: {len(MODELS)} models on {len(CLUSTERS)} clusters, {ROWS} rows per device, bfloat16, at "
+        f"most {LIMIT_S:.0f} s for a search.",
+        f"{len(lines) - len(planned)} do not fit. A plan's complexity has four counts:\n",
+        "- *exceptions*: additional strategies within a layer class; with 0, equal layers have equal strategies;",
+        "- *strategies*: distinct strategies of the plan;",
+        "- *axes*: axes of parallelism, the pipeline included;",
+        "- *techniques*: options of layers that are not at their first value.\n",
         "| means over all plans | " + " | ".join(names) + " |",
         "|---|---|---|---|---|",
         *(

@@ -194,13 +194,17 @@ def page(lines: list[Line]) -> str:
     others = [line["user_s"] for line in lines if "step_time_s" not in line]
     largest = max((line.get("process_bytes", 0) for line in lines), default=0)
     text = [
-        "# Pins against the plan without one\n",
-        f"{len(found)} requests, {sum(each['pins'] for each in found)} plans with a pin. In {len(broken)} requests a pin is faster",
-        f"than the plan without one by more than {MORE:.0%}, in {len(below)} requests a pinned plan is below the bound that the plan",
-        f"without one claims. Of {len(planned)} plans the slowest took {max(planned, default=0.0):.1f} s of a processor, of {len(others)}",
-        f"answers that nothing fits or that a pin is impossible {max(others, default=0.0):.1f} s; the largest process, of all plans of a",
-        f"request, had {largest / 1e9:.2f} GB. The column *faster* says by how much of the default's step.\n",
-        "| request | step without a pin | gap | best pin | its step | faster | below the bound |",
+        "# Pinned plans against the default plan\n",
+        "A pin restricts the search, so a pinned plan that is faster than the default plan (without pins), or below its lower bound, is an",
+        f"error of the search. For {len(found)} requests, {sum(each['pins'] for each in found)} plans with one pin each were searched. In",
+        f"{len(broken)} requests a pinned plan is faster than the default by more than {MORE:.0%}; in {len(below)} requests "
+        "a pinned plan is below the",
+        f"bound. The slowest of {len(planned)} plans took {max(planned, default=0.0):.1f} s of processor time; the slowest "
+        f"of {len(others)} refusals (nothing",
+        f"fits, or the pin is impossible) took {max(others, default=0.0):.1f} s. The process that made all plans of a "
+        "request needed at most",
+        f"{largest / 1e9:.2f} GB. *Faster* is a share of the default's step time.\n",
+        "| request | default step | gap | best pin | its step | faster | below the bound |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in sorted(found, key=lambda each: -max(each["faster"].values(), default=0.0)):

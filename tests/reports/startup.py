@@ -127,22 +127,24 @@ def page(lines: list[dict[str, Any]]) -> str:
     later = [line for line in lines if line["step"] not in ("initialise", "start")]
     return f"""# Memory while a program starts and saves
 
-{sum(map(passed, lines))} of {len(lines)} steps stay within 1.15 shares and 0.5 GB in every process, and what is written and read adds at
-most {max(line["added_bytes"] for line in later) / GB:.2f} GB to a process. The model is Llama-2-7B in bfloat16 with {most["layers"]} of its
-32 layers, {most["model_bytes"] / GB:.2f} GB, built on meta; {most["processes"]} processes train the parameters themselves. The last plan
-alone has masters in float32, and few layers: those of the whole model need more memory than this machine has. A process's share are its
-parameters, master copies and gradient buffers; parameters without replicas have gradients in a step alone.
+The limit of a process is 1.15 times its *share* (its parameters, master copies and gradient buffers) plus 0.5 GB.
+{sum(map(passed, lines))} of {len(lines)} steps stay below it in every process, and saving and loading add at most
+{max(line["added_bytes"] for line in later) / GB:.2f} GB to a process.
 
-Peaks are VmHWM, pages of mapped files included, beyond what the process had before, which is torch, the program's modules and the process
-group; after the start the share is part of the peak, and *added* is the rest. Each row is the process that is farthest up to its limit.
-`initialise` is the one process that runs the model's own initialisers into `initial.safetensors`; its share is that of a rank. `save
-weights` writes a folder of {max(line.get("files", 0) for line in lines)} safetensors files (fewer for fewer layers), which `load
-safetensors` reads. Before each load parameters and masters are zeroed, and compared afterwards byte by byte.
+The model is Llama-2-7B in bfloat16 with {most["layers"]} of its 32 layers, {most["model_bytes"] / GB:.2f} GB, built on meta, on
+{most["processes"]} processes without master copies. Only the last plan has float32 master copies, with few layers: with all layers they
+exceed the memory of this machine. Parameters without replicas have gradients only during a step.
+
+*Peak* is the increase of VmHWM, which includes pages of mapped files, over its value after torch, the program's modules and the process
+group are loaded. *Added* is the peak after start-up less the share. Each row shows the process that is closest to its limit. `initialise`
+runs the model's own initialisers in one process, which writes `initial.safetensors`; its share is that of a rank. `save weights` writes
+{max(line.get("files", 0) for line in lines)} safetensors files (fewer for fewer layers), which `load safetensors` reads. Before each
+load, parameters and master copies are zeroed; after it, they are compared byte by byte.
 
 | plan | layers | step | rank | share GB | peak GB | limit GB | added GB | seconds |
 |---|---|---|---|---|---|---|---|---|
 {rows}
-Made by `make report NAME=startup` with torch {torch.__version__}, gloo, on a CPU that did other work too, from the lines of
+Made by `make report NAME=startup` with torch {torch.__version__}, gloo, on a CPU that also did other work, from the lines of
 [startup.jsonl](startup.jsonl). Do not edit.
 """
 

@@ -1,4 +1,4 @@
-"""The page of a survey, from its lines: counts by group, every model with what came of it, and the plans that models do not admit."""
+"""The page of a survey, from its lines: counts by group, the outcome of every model, and the plans that are not valid for a model."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ def page(lines: list[Line], known: int, name: str, devices: int) -> str:
     groups = list(dict.fromkeys(line["group"] for line in lines))
     return f"""# {name.capitalize().replace("-", ": ")}
 
-{len(lines)} of {known} models, as their libraries ship them: tiny configurations, drawn weights, a batch that is always the same. Of each,
-the loss and every gradient of the captured graph on one device, and of its programs on {NUMBERS[devices]} processes under a few kinds of
-plans, are compared in float64 with eager PyTorch: {ran} plans. *Exact* means that all that a model admits differ by less than
-{EXACT:.0e} (the largest: {worst:.1e}); *refused* that autopar says, before anything is run,
-why it cannot capture the model; *failed* that a plan was
-offered and then did not run; *traceback* that an exception came out that is none of autopar's; *dead* that a process died or did not end;
-*wrong* that the numbers differ.
+{len(lines)} of {known} models, with their libraries' own code: tiny configurations, random weights, a fixed batch. For each model, the
+loss and every gradient of the captured graph on one device, and of programs on {NUMBERS[devices]} processes under a few kinds of plans,
+are compared in float64 with eager PyTorch: {ran} plans.
+
+| outcome | meaning |
+|---|---|
+| exact | all kinds that are valid for the model differ by less than {EXACT:.0e} (the largest: {worst:.1e}) |
+| refused | autopar reports, before anything runs, why it cannot capture the model |
+| failed | a plan was found, but its program did not run |
+| traceback | an exception other than autopar's own errors |
+| dead | a process died or hung |
+| wrong | the numbers differ |
 
 | group | models | {" | ".join(OUTCOMES)} | plans |
 |---|---|{"---|" * len(OUTCOMES)}---|
 {"".join(_group(group, lines) for group in groups)}{_total(count, len(lines), ran)}
 
-*Plans* says how many of the kinds tried ran and were exact{EXPERTS if _tell_experts(lines) else ""}.
+*Plans* is how many of the tried kinds ran and were exact{EXPERTS if _tell_experts(lines) else ""}.
 
-| model | outcome | plans |{" experts |" if _tell_experts(lines) else ""} seconds | why |
+| model | outcome | plans |{" experts |" if _tell_experts(lines) else ""} seconds | error, or reason |
 |---|---|---|{"---|" if _tell_experts(lines) else ""}---|---|
 {"".join(_row(line, experts=_tell_experts(lines)) for line in lines)}
 {_not_admitted(lines)}Made by `make report NAME={name}` from the lines of [{name}.jsonl]({name}.jsonl). Do not edit.
@@ -79,7 +84,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split())[:400].replace("|", "/")
 
 
-EXPERTS = "; *experts* how many experts a layer's mixture has (-: no layer was recognised as one, so that its experts stay where they are)"
+EXPERTS = "; *experts* is the number of experts in a layer (-: no layer was recognised as a mixture, so experts are not distributed)"
 
 
 def _tell_experts(lines: list[Line]) -> bool:
@@ -96,4 +101,4 @@ def _not_admitted(lines: list[Line]) -> str:
     if not by_reason:
         return ""
     rows = "".join(f"| {model} | {'; '.join(kinds)} | {why} |\n" for (model, why), kinds in by_reason.items())
-    return f"Kinds that a model does not admit:\n\n| model | kinds | why |\n|---|---|---|\n{rows}\n"
+    return f"Kinds that are not valid for a model:\n\n| model | kinds | reason |\n|---|---|---|\n{rows}\n"

@@ -82,9 +82,8 @@ def page(lines: list[dict[str, Any]]) -> str:
     """The page of the results."""
     parts = [
         "# Predicted against measured timelines\n",
-        f"Seconds of the actions of a step on two limited nodes: the median of {TRACED} traced steps. "
-        f"{machine_words(lines)} The collectives of data parallelism, once a step, belong to no action, and slow the actions that they run "
-        "under: no program here has them.\n",
+        f"Durations of the actions of a pipeline schedule on two limited nodes: medians of {TRACED} traced steps. {machine_words(lines)} "
+        "The programs have no data parallelism, whose gradient collectives would slow the actions that they overlap with.\n",
         "| program | model, link | action | predicted | measured | measured / predicted |",
         "|---|---|---|---|---|---|",
     ]

@@ -191,14 +191,14 @@ def measured(case: Case, done: Mapping[tuple[str, str], Line]) -> Line:
 
 HEAD = """# Plans tuned from wrong calibrations
 
-Nodes are network namespaces with links of {rate} and processors of their own, as in [overlap](overlap.md), on {cores} cores of {processor}.
-Their measured calibration is falsified: the times of all ops, launches and the optimizer are multiplied by 0.6, those of all collectives
-and sends by 0.5, or both. [`autopar tune`](../guide/tune.md) starts from the falsified calibration.
+Nodes are network namespaces with links of {rate} and their own share of the processors, as in [overlap](overlap.md), on {cores} cores of
+{processor}. Their measured calibration is falsified: the times of all ops, launches and the optimizer are multiplied by 0.6, those of all
+collectives and sends by 0.5, or both. [`autopar tune`](../guide/tune.md) starts from the falsified calibration.
 
-Then all plans that the three tunings measured, the plan under the calibration as it was measured, and all hand-written programs take
-turns, in an order drawn anew each round; those twice slower than the best by hand are left out of the rounds that follow. Times are medians
-over rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap's 95 % interval. *The best other* is the fastest
-of all these programs but the tuned one, picked after the fact: that favours it.
+Then all plans that the three tunings measured, the plan with the true calibration, and all hand-written programs take turns, in a new
+random order in each round. Programs more than twice as slow as the best by hand are dropped. Times are medians over rounds; ratios are
+medians over rounds of the ratio within the round, with a bootstrap 95 % interval. *Best other* is the fastest of all programs except the
+tuned one, picked by its measured times, which favours it.
 
 The contest is a later run of other processes, so its times are independent of those that the tuning measured. A tuned plan is *predicted*
 by the falsified calibration, priced by the *corrected* one, and *expected* to take what the corrected price and the measurements of this

@@ -109,14 +109,15 @@ def page(lines: list[dict[str, Any]]) -> str:
     good = sum(line["status"] == 0 for line in ran)
     return f"""# Versions of Python and torch
 
-{good} of {len(ran)} pairs that ran pass; {len(lines) - len(ran)} did not run here. A pair has an environment of its own with this
-checkout installed, and runs {len(TESTS)} rooms or files of the tests: {", ".join(f"`{test}`" for test in TESTS)}.
+Each pair of Python and torch gets a new environment with this checkout installed. {good} of {len(ran)} pairs that ran pass;
+{len(lines) - len(ran)} could not run on this machine. {len(TESTS)} folders or files of the tests are run:
+{", ".join(f"`{test}`" for test in TESTS)}.
 
 | Python | torch | outcome |
 |---|---|---|
 {"".join(map(row, lines))}
-`make versions` asks pip anew and runs what it can; its [lines](versions.jsonl). Where pip finds a build for CPUs, in an index of yours, the
-pairs that are missing here run, too.
+`make versions` asks pip for builds and runs all pairs that it can install, also from an index that pip is configured to use. This page is
+written from its [lines](versions.jsonl).
 """
 
 

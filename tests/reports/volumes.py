@@ -216,25 +216,25 @@ def page() -> str:
     table = "\n".join(rows)
     return f"""# Communication volumes
 
-What one device sends for one layer, as emitted, beside the published formula: millions of elements, forward and backward. Counted on
-the collectives in the emitted graphs, each by its bandwidth-optimal algorithm: a ring passes on (n-1)/n of the tensor in an all-gather
-or a reduce-scatter and twice that in an all-reduce, an all-to-all sends (n-1)/n of a device's slice. The structural check holds
-the same collectives to what the search priced.
+Millions of elements that one device sends for one layer, forward and backward, compared with published formulas. They are counted from the
+collectives of the emitted graphs, with bandwidth-optimal algorithms: an all-gather or reduce-scatter sends (n-1)/n of the tensor, an
+all-reduce twice that, an all-to-all (n-1)/n of a device's slice. The structural check compares the same collectives with the priced ones.
 
-The layer is the papers': attention and an MLP of four times the width, no biases, not causal; b = {B}, s = {SEQ}, h = {H}, {HEADS} heads.
+The layer is that of the papers: attention and an MLP of four times the width, no biases, not causal; b = {B}, s = {SEQ}, h = {H}, {HEADS}
+heads.
 
-| way | mesh | forward | by formula | backward | by formula | collectives | formula | source |
+| method | mesh | forward | by formula | backward | by formula | collectives | formula | source |
 |---|---|---|---|---|---|---|---|---|
 {table}
 
-Where the papers count otherwise:
+Differences from the papers:
 
-- *2D, 2.5D*: the panels are the papers', each gathered once and kept for the backward pass, which scatters gradients alone and so
-  sends what the forward pass sent. SUMMA broadcasts panels step by step, and again for the backward's products, which is more.
-- *3D*: "rows" are the batch and the sequence: one axis cuts the batch and gathers parameters, one cuts the sequence. A whole transformer
-  layer has norms and attention between its products, for which Bian et al. give no volume.
-- *Ring attention*: under a causal mask the balanced order moves each of q, k, v and the result once more, bsh/n each way.
-- The gradients of the norms' parameters (2h each) are not counted, here or there.
+- *2D, 2.5D*: panels are gathered once and kept for the backward pass, which only reduce-scatters gradients, so it sends as much as the
+  forward pass. SUMMA broadcasts panels step by step, and again in the backward pass, which is more.
+- *3D*: "rows" are the batch and the sequence: one axis shards the batch and gathers parameters, one shards the sequence. A full transformer
+  layer has norms and attention between its matmuls, for which Bian et al. give no volume.
+- *Ring attention*: with a causal mask, the balanced order moves each of q, k, v and the result one more time, bsh/n in each direction.
+- The gradients of the norms' parameters (2h each) are counted neither here nor in the papers.
 
 Made by `make report NAME=volumes`. Do not edit.
 """

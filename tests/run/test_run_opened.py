@@ -58,9 +58,7 @@ def test_arguments_that_differ_from_the_recipe_of_the_folder_are_refused(
     options: dict[str, Any], home: tuple[Program, Path]
 ) -> None:
     program, folder = home
-    with pytest.raises(
-        UsageError, match="has a recipe, which differs from the given optimizer, scheduler, lr"
-    ) as error:
+    with pytest.raises(UsageError, match="has a recipe that differs from the optimizer, scheduler, lr") as error:
         opened(program, folder, **options)
     assert "leave all of them out" in error.value.hint
 

@@ -123,7 +123,7 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="the batches ended after 0 of 2"):
         program.train([], steps=2)
     for nonsense in (-1, 1.5, True, "3"):
-        with pytest.raises(UsageError, match=f"steps is {nonsense!r}, but a number of steps") as refused:
+        with pytest.raises(UsageError, match=f"steps is {nonsense!r}, but must be a non-negative integer") as refused:
             program.train([mlp_batch()], steps=nonsense)  # type: ignore[arg-type]
         assert refused.value.hint
     with socket.socket() as taken:

@@ -407,7 +407,7 @@ def test_the_busiest_device_has_no_padded_experts() -> None:
 
 def test_a_loss_over_all_tokens_choices_says_where_it_is() -> None:
     why = annotate(subject("mixtral_balanced").graph).unmicrobatchable
-    assert re.search(r"needs the whole batch for histc \(line \d+ of modeling_mixtral.py: .*load_balancing_loss", why)
+    assert re.search(r"needs the full batch for histc \(line \d+ of modeling_mixtral.py: .*load_balancing_loss", why)
 
 
 def test_a_degree_that_does_not_divide_the_batch_has_no_types(mixtral: Graph) -> None:

@@ -79,7 +79,10 @@ class TestRefused:
             ({"schedule": "interleaved-1f1b", "chunks": 1}, "several stages on each device, and chunks is 1"),
             ({"schedule": "zbv", "chunks": 3}, "two stages on each device, and chunks is 3"),
             ({"schedule": "zero-bubble", "pipeline": 1}, "the pipeline has one device"),
-            ({"schedule": "dualpipev", "pipeline": 2, "microbatches": 2}, "over 4 stages needs a microbatch for each"),
+            (
+                {"schedule": "dualpipev", "pipeline": 2, "microbatches": 2},
+                "over 4 stages needs at least as many microbatches",
+            ),
             ({"schedule": "zbv", "pipeline": 4}, "5 layers cannot be cut into 8 stages"),
             ({"chunks": 3}, "5 layers cannot be cut into 6 stages"),
             ({"layers.0.chunks": 2}, "chunks is a pin of the whole plan"),

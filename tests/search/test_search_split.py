@@ -118,7 +118,7 @@ def test_pinned_plans(plans: dict[str, Plan]) -> None:
     assert len({plan.prediction.step_time_s for plan in plans.values()}) == len(plans)
 
 
-NOTE = "{}: searched besides 1f1b and gpipe"
+NOTE = "schedules searched: 1f1b, gpipe and {}"
 
 
 @pytest.mark.parametrize(

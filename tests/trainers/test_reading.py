@@ -264,8 +264,8 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
     ("name", "text", "message"),
     [
         ("x.sh", "echo hello", "no option that autopar reads"),
-        ("x.sh", "--micro-batch-size one", "'one' is not a whole number"),
-        ("x.sh", "--micro-batch-size \u00b2", "is not a whole number"),
+        ("x.sh", "--micro-batch-size one", "'one' is not a positive integer"),
+        ("x.sh", "--micro-batch-size \u00b2", "is not a positive integer"),
         ("x.sh", "--micro-batch-size", "--micro-batch-size has no value"),
         ("x.sh", "--tensor-model-parallel-size 5", "64 devices do not divide by tensor 5"),
         ("x.sh", "--micro-batch-size 3", "does not divide into microbatches of 3"),
@@ -276,7 +276,7 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ("x.py", "def (", "is not readable"),
         ("x.toml", "[parallelism", "is not readable"),
         ("x.toml", "[activation_checkpoint]\nmode = 'some'", "activation checkpointing is 'some'"),
-        ("x.sh", "--tensor-model-parallel-size 0", "'0' is not a whole number"),
+        ("x.sh", "--tensor-model-parallel-size 0", "'0' is not a positive integer"),
         ("x.sh", "--use-megatron-fsdp --bf16", "use_megatron_fsdp is not priced"),
         ("x.sh", "--tensor-model-parallel-size 2 --expert-model-parallel-size 64", "an expert degree of 64"),
         (

@@ -97,7 +97,7 @@ def test_failures_cost_their_turn_and_the_log_resumes(tmp_path: Path, monkeypatc
 @pytest.mark.timeout(120)
 def test_where_no_plan_runs_the_first_error_is_said(monkeypatch: pytest.MonkeyPatch):
     with_faults(monkeypatch, {f"plan-{i}": 'raise ValueError("planted")' for i in range(1, 100)})
-    with pytest.raises(LaunchError, match=r"none of \d+ plans runs: plan-1: rank 1: ValueError: planted"):
+    with pytest.raises(LaunchError, match=r"all \d+ plans failed to run: plan-1: rank 1: ValueError: planted"):
         run(None, Effort(seconds=1, first_plans=1))
 
 

@@ -67,7 +67,7 @@ def test_every_model_is_tried() -> None:
 @pytest.mark.parametrize("model", ["two towers", "contrastive"])
 def test_negatives_from_the_batch_forbid_microbatches(model: str, tmp_path: Path) -> None:
     graph = subject(model).graph
-    assert "needs the whole batch" in annotate(graph).unmicrobatchable
+    assert "needs the full batch" in annotate(graph).unmicrobatchable
     with pytest.raises(ProgramError, match="over the microbatches"):
         emit(graph, manual_plan(graph, data=2, microbatches=2), tmp_path)
 

@@ -216,7 +216,7 @@ def test_tensors_without_elements_are_verified() -> None:
     assert "nothing" in given.gradients
     found = attack(model, None, given)
     assert not found.broken and all(error.exact for error in found.tried.values()), found
-    assert found.skipped["integers at the ends of their range"] == "no input holds integers"
+    assert found.skipped["integers at the ends of their range"] == "no input has integers"
 
 
 def test_a_parameter_without_a_gradient_must_stay_as_it_is() -> None:

@@ -199,8 +199,8 @@ def _transfers(traces: Mapping[int, RankTrace]) -> Iterator[CollectiveFinding]:
                 unmatched = (sends if len(sends) > len(receipts) else receipts)[min(len(sends), len(receipts))]
                 yield CollectiveFinding(
                     SEQUENCE,
-                    f"{len(sends)} sends from rank {sender} to rank {receiver} over {group} meet {len(receipts)} receives: the first "
-                    f"without a partner is {_description(unmatched)}",
+                    f"{len(sends)} sends from rank {sender} to rank {receiver} over {group}, but {len(receipts)} receives: the first "
+                    f"unmatched one is {_description(unmatched)}",
                     (sender, receiver),
                     str(group),
                     unmatched.place,
