@@ -65,6 +65,19 @@ class BatchStructure:
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(_leaves(self.tree))
 
+    @property
+    def sample(self) -> Any:
+        """The structure of a sample, as ``autopar.program.spec.ProgramSpec.sample``."""
+        return _sample(self.tree)
+
+
+def _sample(tree: Any) -> Any:
+    if isinstance(tree, Leaf):
+        return tree.name
+    if isinstance(tree, dict):
+        return {key: _sample(value) for key, value in tree.items()}
+    return tuple(_sample(value) for value in tree) if isinstance(tree, tuple) else None
+
 
 def describe_batch(
     model: nn.Module, batch: Any, loss_fn: Any = None, dtype: torch.dtype | None = None
