@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autopar import zoo
+from autopar.capture.batch import count_tokens, describe_batch
 from autopar.cli.options import check_file
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import AutoparError, BatchError, ModelError
@@ -136,12 +137,17 @@ def _from_factory(model: str, sizes: SizeOptions, device: str) -> Workload:
     workload = _unpack(model, result)
     if workload.batch is None:
         return replace(workload, batch=batch_of(model, workload.model, sizes, device))
-    for name in ("seq", "global_batch"):
-        if getattr(sizes, name) is not None and name not in arguments:
-            raise BatchError(
-                f"{model} has no parameter {name} for --{name.replace('_', '-')}, and returns a fixed batch",
-                f"add {name} to the factory's parameters, or leave the option out",
-            )
+    given = {name: getattr(sizes, name) for name in ("seq", "global_batch")}
+    wanted = {name: size for name, size in given.items() if size is not None and name not in arguments}
+    if wanted:
+        leaves = describe_batch(workload.model, workload.batch, workload.loss_fn).leaves
+        rows, tokens = leaves[0].shape[0], count_tokens(leaves)
+        for name, fixed in (("seq", tokens // rows), ("global_batch", rows)):
+            if wanted.get(name, fixed) != fixed:
+                raise BatchError(
+                    f"{model} returns a batch of {rows:,} x {tokens // rows:,} tokens, and {name} is to be {wanted[name]:,}",
+                    f"give the factory a parameter {name}: def {model.rpartition(':')[2]}({name}={fixed})",
+                )
     return workload
 
 
