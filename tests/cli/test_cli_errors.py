@@ -329,7 +329,9 @@ def test_resuming_says_where_it_continues_and_when_there_is_nothing_to_do(capsys
     run = ("run", f"{model}:model", "--devices", "1", *data)
     assert invoke(capsys, *run, "--steps", "3")[0] == 0  # the second epoch has begun
     status, out, err = invoke(capsys, *run, "--steps", "4", "--resume")
-    assert status == 0 and out.startswith("step 4 loss") and "continues after step 3, with the optimizer's options" in err
+    assert (
+        status == 0 and out.startswith("step 4 loss") and "continues after step 3, with the optimizer's options" in err
+    )
     status, out, err = invoke(capsys, *run, "--steps", "4", "--resume")
     assert (status, out) == (0, "") and "has 4 steps, and --steps 4 counts them" in err
     assert [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [1, 2, 3, 4]
