@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -174,6 +174,14 @@ class LayerClass:
         return bool(value.shape) and value.shape[0] == rows
 
 
+class Structure(Protocol):
+    """What programs need of the structure of a user's batch, which ``autopar.capture.batch`` describes."""
+
+    @property
+    def sample(self) -> Any:
+        """The structure of a sample, as ``autopar.program.spec.ProgramSpec.sample``."""
+
+
 @dataclass(frozen=True, slots=True)
 class GraphLayer:
     """An instance of a layer class: the names of its border values in ``Graph``, in the class's order."""
@@ -217,7 +225,7 @@ class Graph:
 
     name: str
     inputs: tuple[Value, ...]
-    structure: object
+    structure: Structure | None
     parameters: dict[str, Parameter]
     constants: dict[str, torch.Tensor]
     scalars: tuple[Value, ...]

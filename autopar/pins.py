@@ -198,6 +198,10 @@ PINS = {name: _PINS.get(name) or Pin(name, name in OF_LAYER, **_metadata[name]) 
 """All pins by name, beginning with the pins of the plan."""
 
 
+SHORT = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "ring", "ep": "expert", "vpp": "chunks"}
+"""The usual abbreviations of degrees, which an error explains with the pin's name."""
+
+
 def checked(key: str, value: Value) -> Value:
     """Return the canonical value of a pin. Raises ``UsageError`` for an unknown key or an invalid value."""
     if not isinstance(key, str):
@@ -208,6 +212,10 @@ def checked(key: str, value: Value) -> Value:
     if name in OF_PLAN:
         raise UsageError(f"{name} is a pin of the whole plan, not of {selector}", f"write {name} without {selector}")
     names = OF_LAYER if selector else tuple(PINS)
+    if (meant := SHORT.get(name)) in names:
+        raise UsageError(
+            f"there is no pin {key!r}", f"write {key.removesuffix(name)}{meant}=..., {PINS[meant].meaning}"
+        )
     closest = difflib.get_close_matches(name, names, n=1)
     raise UsageError(
         f"there is no pin {key!r}",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,21 @@ def plan_model(
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
     graph = compared_graph(workload, capture_check, progress, for_program=for_program)
     again = recapture or workload.resized
-    return plan_graph(graph, cluster, options, again, plan=given, progress=progress, start_s=start_s)
+    graph, found = plan_graph(graph, cluster, options, again, plan=given, progress=progress, start_s=start_s)
+    if workload.precision is None and given is None and cluster.kind == "cuda":
+        found = dataclasses.replace(found, notes=(*_slow_dtype(graph, cluster), *found.notes))
+    return graph, found
+
+
+def _slow_dtype(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
+    """Return a note if the model is in float32, and the devices are faster in bfloat16."""
+    peaks = cluster.gpu.peak_flops
+    faster = peaks.get("bfloat16", 0.0) / peaks.get("float32", math.inf)
+    if name_of(graph.dtype) != "float32" or faster <= 1:
+        return ()
+    return (
+        f"the model is in float32; in bfloat16 (--precision bfloat16) the devices have {faster:.0f} times the peak FLOP/s",
+    )
 
 
 def check_schedule(options: SearchOptions) -> None:

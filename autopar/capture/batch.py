@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import keyword
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from autopar.capture.layers import unique
 from autopar.errors import BatchError
+from autopar.graph import Value
 from autopar.techniques import ALL
 
 
@@ -64,6 +66,27 @@ class BatchStructure:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(_leaves(self.tree))
+
+    @property
+    def sample(self) -> Any:
+        """The structure of a sample, as ``autopar.program.spec.ProgramSpec.sample``."""
+        return _sample(self.tree)
+
+
+def _sample(tree: Any) -> Any:
+    if isinstance(tree, Leaf):
+        return tree.name
+    if isinstance(tree, dict):
+        return {key: _sample(value) for key, value in tree.items()}
+    return tuple(_sample(value) for value in tree) if isinstance(tree, tuple) else None
+
+
+def count_tokens(inputs: Sequence[Leaf | Value]) -> int:
+    """Return the tokens of a global batch: the elements of its first two-dimensional integer tensor, else its examples."""
+    for value in inputs:
+        if len(value.shape) == 2 and not value.dtype.is_floating_point:
+            return math.prod(value.shape)
+    return inputs[0].shape[0]
 
 
 def describe_batch(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.batch import BatchStructure, describe_batch, flatten_batch
+from autopar.capture.batch import BatchStructure, count_tokens, describe_batch, flatten_batch
 from autopar.capture.boundary import errors_as_capture_errors
 from autopar.capture.constants import fold_constants, share_constants, simplify_constants, used_constants
 from autopar.capture.evaluate import Evaluator
@@ -146,7 +146,7 @@ def _assemble(
         values=values,
         loss=layers[-1].outputs[0],
         dtype=dtypes[0][0],
-        tokens=_tokens(inputs),
+        tokens=count_tokens(inputs),
         notes=tuple(notes),
         unmicrobatchable=graph_meta(gm).get("unmicrobatchable", ""),
         opaque=opaque_modules(gm.graph),
@@ -210,11 +210,3 @@ def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     found.sort(key=lambda p: (order[p.original], p.start))
     return {parameter.name: parameter for parameter in found}
-
-
-def _tokens(inputs: tuple[Value, ...]) -> int:
-    """Return the tokens of a global batch: the elements of its first two-dimensional integer tensor, else its examples."""
-    for value in inputs:
-        if len(value.shape) == 2 and not value.dtype.is_floating_point:
-            return value.numel
-    return inputs[0].shape[0]

@@ -242,8 +242,9 @@ def check_guards(graph: Graph, batch: Sequence[Tensor]) -> Graph:
 
 def _data_dependent_error(guard: Guard, node: fx.Node) -> NotTraceableError:
     return NotTraceableError(
-        f"torch.export refused {guard.line}: its control flow or a shape depends on the data, which is more than the batch",
-        OPAQUE_HINT,
+        f"torch.export refused {guard.line}: its control flow or a shape depends on values that differ from step to step with the same "
+        "batch (parameters, buffers or random numbers)",
+        f"write it with torch.where; if only this module branches, {OPAQUE_HINT}",
         tuple(path for path, _, _ in stack(node)),
     )
 

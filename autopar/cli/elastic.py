@@ -47,7 +47,8 @@ def become_node(nodes: Nodes, request: PlanRequest, output: str | None, options:
             f"--devices {request.devices} are GPUs of this machine, and plans for several nodes need their kind",
             "give 8xH100-80GB",
         )
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    given = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     if is_path(init := init_of(request)):
         words += ["--init", str(init)]  # the ranks start in this process's folder
     programs = str(Path(output or Path(options["checkpoint"]) / "programs").resolve())

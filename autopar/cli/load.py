@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -20,10 +19,12 @@ import torch
 from torch import nn
 
 from autopar import zoo
+from autopar.capture.batch import count_tokens, describe_batch
 from autopar.cli.options import check_file
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import AutoparError, BatchError, ModelError
 from autopar.precision import normalise
+from autopar.program.importing import import_file
 from autopar.workload import FewBlocks, Workload
 from autopar.zoo.hf import batch_for, build_config
 
@@ -120,7 +121,7 @@ def call_factory(model: str, sizes: SizeOptions) -> tuple[Any, dict[str, int | s
     """
     source, _, factory = model.rpartition(":")
     check_file(model)
-    module = _guarded(source, _import_file if source.endswith(".py") else _import_package, source)
+    module = _guarded(source, import_file if source.endswith(".py") else _import_package, source)
     function = getattr(module, factory, None)
     if not callable(function):
         hint = _factory_hint(Path(module.__file__), source, factory) if getattr(module, "__file__", None) else _RETURNS
@@ -136,25 +137,18 @@ def _from_factory(model: str, sizes: SizeOptions, device: str) -> Workload:
     workload = _unpack(model, result)
     if workload.batch is None:
         return replace(workload, batch=batch_of(model, workload.model, sizes, device))
-    for name in ("seq", "global_batch"):
-        if getattr(sizes, name) is not None and name not in arguments:
-            raise BatchError(
-                f"{model} has no parameter {name} for --{name.replace('_', '-')}, and returns a fixed batch",
-                f"add {name} to the factory's parameters, or leave the option out",
-            )
+    given = {name: getattr(sizes, name) for name in ("seq", "global_batch")}
+    wanted = {name: size for name, size in given.items() if size is not None and name not in arguments}
+    if wanted:
+        leaves = describe_batch(workload.model, workload.batch, workload.loss_fn).leaves
+        rows, tokens = leaves[0].shape[0], count_tokens(leaves)
+        for name, fixed in (("seq", tokens // rows), ("global_batch", rows)):
+            if wanted.get(name, fixed) != fixed:
+                raise BatchError(
+                    f"{model} returns a batch of {rows:,} x {tokens // rows:,} tokens, and {name} is to be {wanted[name]:,}",
+                    f"give the factory a parameter {name}: def {model.rpartition(':')[2]}({name}={fixed})",
+                )
     return workload
-
-
-def _import_file(source: str) -> ModuleType:
-    path = Path(source).resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # like python FILE
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _import_package(source: str) -> ModuleType:

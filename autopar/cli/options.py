@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from autopar.errors import ModelError, UsageError
-from autopar.pins import PINS
+from autopar.pins import PINS, SHORT
 from autopar.plan import ALLOWED
 
 TIME_LIMIT_S = 20.0
@@ -212,13 +212,35 @@ class PinText(click.ParamType):
         return [CompletionItem(text) for text in texts if text.startswith(incomplete)]
 
 
+OTHER_NAMES = {
+    **dict.fromkeys(("dtype", "mixed-precision", "param-dtype"), "--precision bfloat16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "--precision bfloat16"),
+    **dict.fromkeys(("batch-size", "global-batch-size", "gbs"), "--global-batch N"),
+    **dict.fromkeys(("seq-length", "seq-len", "sequence-length"), "--seq N"),
+    **dict.fromkeys(("nproc-per-node", "nnodes", "gpus", "world-size"), "--devices SPEC, such as 4 or 2x8xH100-80GB"),
+    **dict.fromkeys(("data", "data-path"), "--dataset DATA"),
+    **dict.fromkeys(("save", "save-interval", "load"), "--checkpoint DIR, with --every N and --resume"),
+    "learning-rate": "--lr RATE",
+    **{name: f"--pin {pin}=N" for name, pin in SHORT.items()},
+    "tensor-model-parallel-size": "--pin tensor=N",
+    "pipeline-model-parallel-size": "--pin pipeline=N",
+}
+"""What other trainers and torchrun call the options, for the hint of an error."""
+
+
 class PinnedCommand(click.Command):
     """A command that also accepts ``--NAME VALUE`` for ``--pin NAME=VALUE``, for scripts that are older than ``--pin``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Rewrite every pin as ``--pin``, then parse the arguments."""
         has_pins = any(param.name == "pins" for param in self.params)
-        return super().parse_args(ctx, list(_with_pins(args)) if has_pins else args)
+        try:
+            return super().parse_args(ctx, list(_with_pins(args)) if has_pins else args)
+        except click.NoSuchOption as error:
+            meant = OTHER_NAMES.get(error.option_name.lstrip("-"), "")
+            if not any(meant.split(" ")[0] in param.opts for param in self.params):
+                raise
+            raise UsageError(f"`{ctx.command_path}` has no option {error.option_name}", f"write {meant}") from error
 
 
 def _with_pins(words: Sequence[str]) -> Iterator[str]:

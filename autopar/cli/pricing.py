@@ -131,7 +131,7 @@ def compare_command(request: PlanRequest, first: str, second: str | None, as_jso
         )
     rows = compared([read_plan(first), read_plan(second)])
     table = plain_table(None, ("",), (Path(first).name, Path(second).name, "second / first"))
-    for figure, (a, b), form in rows:
+    for figure, (a, b), form in _telling(rows):
         numbers = isinstance(a, (int, float)) and isinstance(b, (int, float)) and a > _NEGLIGIBLE
         table.add_row(figure, _formatted(a, form), _formatted(b, form), f"{b / a:.2f}" if numbers and form else "")
     show(as_json, [{"figure": a, "first": b, "second": c} for a, (b, c), _ in rows], table)
@@ -150,7 +150,7 @@ def _compare_configuration(request: PlanRequest, source: str, as_json: bool) -> 
     plans = {"yours": found.own.plan, f"best of {title}": found.best, "autopar's program": found.program}
     rows = compared(list(plans.values()))
     table = plain_table(None, ("",), tuple(plans))
-    for figure, values, form in rows:
+    for figure, values, form in _telling(rows):
         table.add_row(figure, *(_formatted(value, form) for value in values))
     now_s = found.own.plan.prediction.step_time_s
     changes = plain_table("single changes that gain most", ("change",), ("step", "gains"))
@@ -203,6 +203,11 @@ def compared(plans: Sequence[Plan]) -> list[tuple[str, list[Any], str]]:
         outside = row(words, lambda p, name=name: max(getattr(stage, name) for stage in p.stages), "B")  # type: ignore[misc]
         found += [outside] if any(outside[1]) else []
     return found
+
+
+def _telling(rows: Sequence[tuple[str, list[Any], str]]) -> list[tuple[str, list[Any], str]]:
+    """Return the rows of a comparison that a table shows: predictions, and decisions in which the plans differ."""
+    return [row for row in rows if row[2] or any(value != row[1][0] for value in row[1])]
 
 
 def _counted(values: Counter[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import signal
@@ -22,10 +23,11 @@ from autopar.cli.elastic import become_node
 from autopar.cli.options import PlanRequest
 from autopar.compile import start_program
 from autopar.devices import parse
-from autopar.errors import LaunchError, UsageError
+from autopar.errors import BatchError, LaunchError, UsageError
 from autopar.keywords import Request, Training
 from autopar.program.checkpoint_files import PARENT, CheckpointError, FolderLock, has_any, lock_folder
 from autopar.program.watch import heeded
+from autopar.run.data import named_source
 from autopar.run.elastic import Nodes
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import check_count
@@ -48,13 +50,14 @@ def run_command(
 ) -> None:
     """Train on this machine, or with ``--elastic`` become the agent of this node; ``training`` has the options of training by name."""
     data = DataOptions(**{field.name: training.pop(field.name) for field in dataclasses.fields(DataOptions)})
+    logs = Logs(*(training[field.name] for field in dataclasses.fields(Logs)))
     if elastic is not None:
         data.refuse_elastic()
         del training["resume"]  # every restart resumes
         become_node(Nodes.read(elastic, meet, restarts), request, output, training)
     steps, lr, seed = (training.pop(name) for name in ("steps", "lr", "seed"))
-    checkpoints = Checkpoints(training.pop("checkpoint"), **training)
-    _train(request, Training(seed=seed, lr=lr), steps, output, checkpoints, data, as_json)
+    checkpoints = Checkpoints(*(training[name] for name in ("checkpoint", "every", "keep", "resume")))
+    _train(request, Training(seed=seed, lr=lr), steps, output, checkpoints, data, logs, as_json)
 
 
 def _train(
@@ -64,6 +67,7 @@ def _train(
     output: str | None,
     checkpoints: Checkpoints,
     data: DataOptions,
+    logs: Logs,
     as_json: bool,
 ) -> None:
     """Train on the data, or on the model's example batch in every step, and print the loss of each step."""
@@ -74,6 +78,7 @@ def _train(
             "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
         )
     check_count(here.count)  # fail before planning, which takes up to a minute
+    data.check(request.model)
     folder = folder_for_program(output) if output else None
     lock = checkpoints.lock()
     torch.manual_seed(training.seed)
@@ -94,7 +99,7 @@ def _train(
     with program, Stop(checkpoints.folder is not None and not is_one_of_several()) as stop:
         batch = data.training(program, training.seed) or batch_with_values(request, workload)
         held_out = data.held_out(program)
-        done = begun = checkpoints.load(program)
+        done = begun = checkpoints.load(program, steps)
 
         def batches() -> Iterator[Any]:
             while done < steps and not stop.asked:
@@ -115,8 +120,11 @@ def _train(
                 losses = program.evaluate(held_out)
                 show("eval loss", sum(losses) / len(losses))
 
-        while done < steps and not stop.asked:
-            program.train(batches(), on_step=after)  # with a data set, one epoch
+        try:
+            program.train(batches(), max(0, steps - done), after, **logs.of_training())
+        except BatchError:
+            if not stop.asked:  # otherwise the batches end early
+                raise
         if done < steps:
             if done > begun and done % checkpoints.every:
                 checkpoints.save(program, done, done)
@@ -130,7 +138,7 @@ def _train(
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """The data sets of the command line: files or ``module:function``; ``eval_every`` is the number of steps between evaluations."""
+    """The data sets of the command line: files, ``module:function`` or ``file.py:function``; ``eval_every``: steps between evaluations."""
 
     dataset: str | None
     shuffle: bool
@@ -142,6 +150,17 @@ class DataOptions:
             raise UsageError("--shuffle has nothing to order", "add --dataset DATA")
         if self.eval_every is not None and self.eval_data is None:
             raise UsageError("--eval-every has nothing to evaluate", "add --eval-data DATA")
+
+    def check(self, model: str) -> None:
+        """Raise ``UsageError`` if a file or function of the data doesn't exist, before planning. Modules may be in this folder, or beside
+        the model's file."""
+        for source in (self.dataset, self.eval_data):
+            if source is None:
+                continue
+            for folder in (os.getcwd(), str(Path(model.rpartition(":")[0]).resolve().parent)):
+                if folder not in sys.path:
+                    sys.path.append(folder)
+            named_source(source)
 
     def refuse_elastic(self) -> None:
         """Raise ``UsageError`` if any data are given: nodes that join train on the example batch."""
@@ -170,6 +189,26 @@ class DataOptions:
     def evaluates_after(self, step: int, last: int) -> bool:
         """Return whether to evaluate after ``step``: every ``eval_every`` steps, and after ``last``."""
         return step == last or (self.eval_every is not None and step % self.eval_every == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logs:
+    """Where the records of steps go: a file of JSON lines, a folder for TensorBoard, and a project of W&B."""
+
+    log_file: str | None
+    tensorboard: str | None
+    wandb: str | None
+
+    def __post_init__(self) -> None:
+        for package in ("tensorboard", "wandb"):
+            if getattr(self, package) is not None and importlib.util.find_spec(package) is None:
+                raise UsageError(
+                    f"--{package} needs the package {package}", f"pip install {package}, or use --log-file FILE"
+                )
+
+    def of_training(self) -> dict[str, Any]:
+        """Return the arguments of ``Program.train``."""
+        return {"log": self.log_file, "tensorboard": self.tensorboard, "wandb": self.wandb}
 
 
 class Stop:
@@ -227,11 +266,17 @@ class Checkpoints:
         os.environ[PARENT] = lock.inherited  # the worker processes write the checkpoints, under this lock
         return lock
 
-    def load(self, program: Program) -> int:
-        """With ``resume``, load the newest checkpoint, if there is one. Return the number of steps done so far."""
+    def load(self, program: Program, steps: int) -> int:
+        """With ``resume``, load the newest checkpoint, if there is one, and say so. Return the number of steps done so far."""
         if self.folder is None or not self.resume or not has_any(Path(self.folder)):
             return 0
-        return program.load(self.folder)
+        done = program.load(self.folder)
+        if done < steps:
+            message = f"continues after step {done}, with the optimizer's options from the checkpoint"
+        else:
+            message = f"nothing to train: {self.folder} has {done} steps, and --steps {steps} counts them"
+        print(message, file=sys.stderr, flush=True)
+        return done
 
     def save(self, program: Program, step: int, last: int) -> None:
         """Write a checkpoint after ``step`` if one is due: every ``every`` steps, and after ``last``."""

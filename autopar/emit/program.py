@@ -228,10 +228,14 @@ def _program_record(program: LocalProgram, parts: Mapping[str, str], prelude: st
     mesh = ", ".join(f"{quoted(axis.name)}: {axis.size}" for axis in program.plan.mesh)
     stages = ", ".join(f"Stage{stage.index}" for stage in program.stages) + ("," if len(program.stages) == 1 else "")
     ignored = ignored_labels(program.graph)
+    sample = program.graph.structure and program.graph.structure.sample
+    if isinstance(sample, dict) and all(key == name for key, name in sample.items()):
+        sample = None  # a dict by input name
     fields = {
         "mesh": f"{{{mesh}}},  # of a stage, outermost axis first",
         "stages": f"({stages}),",
         "prelude": f"{prelude}," if prelude else "",
+        "sample": f"{literal(sample, {})},  # the structure of a data set's sample" if sample else "",
         "ignored": f"{literal(ignored, {})},  # labels of rows that the loss leaves out" if ignored else "",
         "flattened": f"{literal(program.flattened, {})}," if program.flattened else "",
         "no_evaluation": f"{quoted(refusal)}," if (refusal := program.graph.no_evaluation) else "",

@@ -49,15 +49,13 @@ class Order:
     """The order of a data set's rows, and how to read them.
 
     With ``shuffle`` an epoch's order is a permutation from ``seed + epoch``. ``workers`` is the number of reader processes of each
-    rank. ``names`` has the nested structure of a sample (tuples, lists, dicts) with the program's input names as leaves and ``None`` for
-    all other parts; without ``names`` a sample is a dict by input name. ``last`` says what happens to an incomplete last batch of an epoch:
-    ``"drop"``, or ``"pad"``, which fills the batch with rows that the loss ignores.
+    rank. ``last`` says what happens to an incomplete last batch of an epoch: ``"drop"``, or ``"pad"``, which fills the batch with rows that
+    the loss ignores.
     """
 
     shuffle: bool = False
     seed: int = 0
     workers: int = 0
-    names: Any = None
     last: str = "drop"
 
 
@@ -161,7 +159,7 @@ class Loader:
     ) -> None:
         self._order, self._collate = order or Order(), collate
         self._share = Share(program, world)
-        self._inputs = program.inputs
+        self._inputs, self._sample = program.inputs, program.spec.sample
         self.batch, self._pinned = self._share.batch, world.device.type == "cuda"
         self._dataset = self._map_style_dataset(dataset)
         if self._collate is not None and isinstance(self._dataset, Tensors):
@@ -383,12 +381,10 @@ class Loader:
         return found
 
     def _named(self, collated: Any) -> Mapping[str, Any]:
-        """Return a collated batch as a mapping from input names; raise ``DataError`` if it isn't one and ``Order.names`` doesn't fit it."""
+        """Return a collated batch as a mapping from input names; raise ``DataError`` if it is neither one nor as ``ProgramSpec.sample``."""
         named = collated
-        if self._order.names is not None and not (
-            isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)
-        ):
-            named = dict(_leaves(self._order.names, collated))
+        if self._sample is not None and not (isinstance(named, Mapping) and named.keys() >= set(self._share.inputs)):
+            named = dict(_leaves(self._sample, collated))
         if not isinstance(named, Mapping):
             raise DataError(
                 f"a sample is a {type(named).__name__}, not a dict by the names of the program's inputs",

@@ -122,7 +122,7 @@ class Meter:
         rows = [
             ("", "predicted", "measured", "measured / predicted"),
             ("step time", *_table_cells(plan["step_time_s"], measured_s, 1e-3, "ms")),
-            (memory, *_table_cells(predicted_bytes, memory_bytes, 1e6, "MB")),
+            (memory, *_table_cells(predicted_bytes, memory_bytes, 1e6, "MB")[: 3 if torch.cuda.is_available() else 2]),
         ]
         lines = ["  ".join(cell.rjust(20) if i else cell.ljust(40) for i, cell in enumerate(row)) for row in rows]
         if abs(measured_s - plan["step_time_s"]) > _LARGE_DEVIATION * plan["step_time_s"]:

@@ -90,6 +90,8 @@ class ProgramSpec:
     stages: tuple[Any, ...]  # the classes of the stages, in order
     schedule: Any  # runs a step's microbatches: ``Microbatches``, or a pipeline
     prelude: Prelude | None = None
+    # a sample's structure, nested tuples and dicts with input names as leaves and ``None`` for other parts; ``None``: a dict by input name
+    sample: Any = None
     ignored: Mapping[str, int] = field(default_factory=dict)  # by input: the label that the loss ignores
     flattened: tuple[tuple[str, ...], ...] = ()  # groups of axes over which one collective runs, outermost first
     no_evaluation: str = ""  # why the program can't evaluate the model, if it can't

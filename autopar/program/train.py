@@ -27,7 +27,7 @@ if __name__ == "__main__":
 # -- data and checkpoints: yours to edit ------------------------------------------------------------------------------
 
 STEPS = 10  # in total, including those before a resume; --steps
-DATASET: str | None = None  # a file, MODULE:FUNCTION or "synthetic", which None means; --dataset
+DATASET: str | None = None  # a file, MODULE:FUNCTION, FILE.py:FUNCTION or "synthetic", which None means; --dataset
 CHECKPOINT: str | None = None  # a folder for checkpoints; --checkpoint
 EVERY = 100  # steps from one checkpoint to the next; --every
 KEEP = 2  # the number of newest checkpoints to keep; --keep

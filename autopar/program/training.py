@@ -1,8 +1,9 @@
 """Trains a program by its recipe, ``train.py``: the command line, the data, the steps, and what is saved.
 
 Training starts from ``initial.safetensors``, the values of the compiled model, or from ``--init PATH``.
-``--dataset`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION``, a
-function that returns a map-style data set of dicts with these names; the module is in this folder, in the working folder, or installed.
+``--dataset`` is a file of ``torch.save({"input_ids": tensor, ...})`` whose tensors hold examples along dim 0, or ``MODULE:FUNCTION`` or
+``FILE.py:FUNCTION``, a function that returns a map-style data set whose samples are dicts with these names, or have the structure of the
+batch that the model was compiled with; a module is in this folder, in the working folder, or installed.
 ``--eval-data DATA --eval-every N`` prints the mean loss of held-out global batches, computed in evaluation mode.
 A step takes the next ``global_batch`` rows; each rank reads its own. ``--dataset synthetic`` generates rows of the right shapes.
 ``--checkpoint DIR --every 100`` writes checkpoints, and ``--resume`` continues from the newest one, under this plan or any other.
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from .expert_loads import Recorder
 from .guards import GuardError
 from .held_out import HeldOut
+from .importing import resolve
 from .loader import Loader, Order, Synthetic, Tensors
 from .metrics import Meter, as_json, explaining_out_of_memory, peak_memory_bytes
 from .optimizers import RefusedOptimizerError, Scheduler
@@ -113,7 +115,7 @@ def parser(recipe: Recipe) -> argparse.ArgumentParser:
         "--dataset",
         metavar="DATA",
         default=recipe.dataset,
-        help="a file, MODULE:FUNCTION that returns a data set, or 'synthetic' (the default, with a message)",
+        help="a file, MODULE:FUNCTION or FILE.py:FUNCTION that returns a data set, or 'synthetic' (the default, with a message)",
     )
     parser.add_argument("--data", dest="old_data", help=argparse.SUPPRESS)
     parser.add_argument("--eval-data", metavar="DATA", help="held-out data to evaluate, like --dataset")
@@ -270,13 +272,12 @@ def dataset(option: str, source: str, program: LoadedProgram, seed: int) -> Any:
     a file."""
     if source == "synthetic":
         return Synthetic(program.inputs, seed)
-    module, _, name = source.partition(":")
-    if name.isidentifier() and not Path(source).exists():
+    if source.rpartition(":")[2].isidentifier() and ":" in source and not Path(source).exists():
         try:
-            make = getattr(importlib.import_module(module), name)
-        except (ModuleNotFoundError, AttributeError) as error:
+            make = resolve(source)
+        except (ModuleNotFoundError, AttributeError, AssertionError, FileNotFoundError) as error:
             raise DataError(
-                f"{option} {source}: {error}", "it takes a file, or MODULE:FUNCTION that Python can import"
+                f"{option} {source}: {error}", "it takes a file of tensors, MODULE:FUNCTION or FILE.py:FUNCTION"
             ) from error
         try:
             return make()

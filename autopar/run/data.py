@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from autopar.capture.batch import BatchStructure, Leaf, check_tensors
+from autopar.capture.batch import check_tensors
 from autopar.errors import BatchError, UsageError
-from autopar.run.worker import resolve
+from autopar.program.importing import resolve
 
 
 @dataclass(frozen=True)
@@ -33,26 +33,14 @@ class Data:
         return self.batches
 
 
-def sample_names(structure: BatchStructure | None) -> Any:
-    """Return the nested structure of a sample with the program's input names as leaves, for ``autopar.program.loader.Order.names``."""
-
-    def names(tree: Any) -> Any:
-        if isinstance(tree, Leaf):
-            return tree.name
-        if isinstance(tree, dict):
-            return {key: names(value) for key, value in tree.items()}
-        return [names(value) for value in tree] if isinstance(tree, tuple) else None
-
-    return None if structure is None else names(structure.tree)
-
-
-def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
+def shareable_source(dataset: Any, sample: Any, path: Path) -> dict[str, str]:
     """Return how worker processes open a data set: ``{"file": path}`` (of tensors by name), or ``{"target": "module:function"}``.
 
-    Tensors are written to ``path``. Raises ``UsageError`` if worker processes couldn't open it, ``BatchError`` if the tensors don't fit.
+    ``sample`` is ``ProgramSpec.sample``. Tensors are written to ``path``. Raises ``UsageError`` if worker processes couldn't open it,
+    ``BatchError`` if the tensors don't fit.
     """
     if isinstance(dataset, TensorDataset):
-        flat = _flat(names)
+        flat = _flat(sample)
         if len(flat) != len(dataset.tensors):
             raise BatchError(
                 f"the TensorDataset has {len(dataset.tensors)} tensors, and a sample of the model {len(flat)}: {', '.join(flat)}",
@@ -64,17 +52,34 @@ def shareable_source(dataset: Any, names: Any, path: Path) -> dict[str, str]:
     if isinstance(dataset, Mapping) and all(isinstance(tensor, Tensor) for tensor in dataset.values()):
         torch.save(dict(dataset), path)
         return {"file": str(path)}
-    if isinstance(dataset, Path) or isinstance(dataset, str) and (":" not in dataset or Path(dataset).exists()):
-        if not Path(dataset).is_file():
-            raise UsageError(
-                f"there is no file {dataset}", "a file of torch.save of tensors by name, or module:function"
-            )
-        return {"file": str(Path(dataset).resolve())}
-    target = import_path(dataset, "data set", "a function that returns the data set")
+    if isinstance(dataset, str | Path):
+        return named_source(dataset)
+    return named_source(import_path(dataset, "data set", "a function that returns the data set"))
+
+
+def named_source(name: str | Path) -> dict[str, str]:
+    """Return how worker processes open a file of tensors or the function ``"module:function"`` or ``"file.py:function"``.
+
+    Raises ``UsageError`` if there is no such file, or the function can't be imported.
+    """
+    text = str(name)
+    if isinstance(name, Path) or ":" not in text or Path(text).exists():
+        if not Path(text).is_file():
+            raise UsageError(f"there is no file {text}", "a file of torch.save of tensors by name, or module:function")
+        return {"file": str(Path(text).resolve())}
+    source, _, function = text.rpartition(":")
+    target = f"{Path(source).resolve()}:{function}" if source.endswith(".py") else text
     try:
         resolve(target)
-    except (ImportError, AttributeError, AssertionError) as error:
-        raise UsageError(f"there is no data set {target}: {error}", 'name a function "module:function"') from error
+    except (ImportError, AttributeError, AssertionError, FileNotFoundError) as error:
+        raise UsageError(
+            f"there is no data set {text}: {error}",
+            "write module:function or file.py:function, a function that returns the data set",
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"{source} raised {type(error).__name__}: {error}", "the data set's module must be importable"
+        ) from error
     return {"target": target}
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError
+from autopar.program.importing import resolve
 from autopar.run.processes import Processes
-from autopar.run.worker import resolve
 from autopar.torch_private import forget_meshes
 
 _NOT_CONNECTED = "Gloo connectFullMesh failed"

@@ -39,7 +39,7 @@ from autopar.program.state import (
 )
 from autopar.program.weights import is_weights, mapped, write_file
 from autopar.run import remote
-from autopar.run.data import Data, import_path, sample_names, shareable_source
+from autopar.run.data import Data, import_path, shareable_source
 from autopar.run.folder import folder_for_program
 from autopar.run.processes import Processes, finalize_unless_forked
 from autopar.run.ranks import is_local_rank_0, is_rank_0
@@ -238,7 +238,8 @@ class Program:
         Args:
             dataset: a dict of tensors by input name, a ``TensorDataset``, the path of a file with such a dict (``torch.save``), or a
                 function that returns a map-style data set or a ``DataLoader`` of one. The function is at the top level of a module, or
-                given by its name ``"module:function"``. Under ``torchrun`` also a map-style data set, or a ``DataLoader`` of one.
+                given by its name, ``"module:function"`` or ``"file.py:function"``. Under ``torchrun`` also a map-style data set, or a
+                ``DataLoader`` of one.
             shuffle, seed: draw each epoch's order from ``seed + epoch``, as ``DistributedSampler`` does.
             last: what to do with an incomplete last batch: ``"drop"`` it, or ``"pad"`` it with rows that the loss ignores.
             workers: the number of reader processes per rank.
@@ -254,16 +255,15 @@ class Program:
         """
         if last not in ("drop", "pad"):
             raise UsageError(f"last is {last!r}", '"drop" or "pad"')
-        names = sample_names(self._structure)
         source, by = dataset, collate
         if not _is_rank() or isinstance(dataset, str | Path):
             with tempfile.NamedTemporaryFile(prefix="autopar-", suffix=".pt", delete=False) as file:
                 path = Path(file.name)
             finalize_unless_forked(self, path.unlink, missing_ok=True)
-            source = shareable_source(dataset, names, path)
+            source = shareable_source(dataset, None if self._structure is None else self._structure.sample, path)
         if not _is_rank() and collate is not None:
             by = import_path(collate, "collate function", "a function")
-        order = {"shuffle": shuffle, "seed": seed, "workers": workers, "names": names, "last": last}
+        order = {"shuffle": shuffle, "seed": seed, "workers": workers, "last": last}
         self._data_sets += 1
         return Data(**self._results("open_data", self._data_sets, source, order, by)[0])
 

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar import program as runtime_files
 from autopar.errors import UsageError
+from autopar.program.importing import resolve
 from autopar.program.optimizer_state import described_scheduler
 from autopar.program.optimizers import (
     CheckedRecipe,
@@ -43,7 +44,6 @@ from autopar.program.optimizers import (
 from autopar.program.world import load
 from autopar.run.data import import_path
 from autopar.run.folder import import_train, optimizer_maker, program_modules
-from autopar.run.worker import resolve
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | list[torch.optim.Optimizer]]
 

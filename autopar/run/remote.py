@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.program.importing import resolve
 from autopar.program.metrics import peak_memory_bytes
 from autopar.program.share import DataError
 from autopar.run.folder import import_runtime, import_train, optimizer_maker, program_modules
-from autopar.run.worker import resolve
 
 _opened_trainers: list[Any] = []  # one at most
 

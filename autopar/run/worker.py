@@ -8,8 +8,6 @@ inside a collective.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
 import os
 import queue
@@ -17,20 +15,12 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
 
+from autopar.program.importing import resolve
 from autopar.program.watch import SIGNALS, is_consequence
-
-
-def resolve(target: str) -> Callable[..., Any]:
-    """Import ``"package.module:function"``. Raises ``ImportError`` or ``AttributeError``; ``AssertionError`` if it isn't callable."""
-    module, _, name = target.partition(":")
-    function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    assert callable(function), target
-    return function
 
 
 def read_calls(stream: TextIO, calls: queue.Queue[dict[str, Any]]) -> None:

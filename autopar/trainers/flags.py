@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from autopar.trainers.options import Option
 from autopar.trainers.trainer import FACT, Flag, Reading, switch
 
 _OFF = ("false", "no", "off", "0", "none", "null")
+
+_TYPO = 0.95  # similarity (difflib's ratio) from which an unknown option may be a misspelled one: a wrong letter in 20
 
 _SHOWN = 12  # maximum number of unknown options that a note names
 
@@ -46,6 +49,9 @@ def read_flags(options: Iterable[Option], table: Mapping[str, Flag], key: Callab
     if unknown:
         names = list(dict.fromkeys(unknown))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        for name in names:
+            near = difflib.get_close_matches(key(name), table, n=1, cutoff=_TYPO)
+            notes += [f"{name} is not known: is {near[0]} meant?"] if near else []
         notes.append(f"not read: {', '.join(names[:_SHOWN])}{more}")
     return Reading(values, frozenset(facts), tuple(notes))
 

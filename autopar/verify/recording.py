@@ -40,10 +40,10 @@ from autopar.checks.nccl.sizes import sizes_only
 from autopar.emit import emit
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.program.importing import resolve
 from autopar.program.metrics import device_count
 from autopar.run.folder import compile_sources, import_runtime, program_modules
 from autopar.run.processes import Processes
-from autopar.run.worker import resolve
 
 LIMIT_S = 300.0
 """Timeout of a recorded rank in seconds; it waits for other ranks only to exchange Python objects and integer tensors."""

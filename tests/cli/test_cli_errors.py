@@ -78,6 +78,10 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("run", "gpt2", "--devices", "4", "--steps", "0"), "--steps"),
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("run", "gpt2", "--devices", "4", "--shuffle"), "add --dataset DATA"),
+        (("run", "gpt2", "--devices", "2", "--dataset", "nowhere.pt"), "there is no file nowhere.pt"),
+        (("run", "gpt2", "--devices", "2", "--eval-data", f"{__file__}:nothing"), "has no attribute 'nothing'"),
+        ((*PLAN, "--devices", "2", "--dtype", "bf16"), "hint: write --precision bfloat16"),
+        ((*PLAN, "--devices", "2", "--pin", "tp=2"), "hint: write tensor=..., the tensor-parallel degree"),
         (("run", "gpt2", "--devices", "4", "--eval-every", "2"), "add --eval-data DATA"),
         (
             ("run", MLP, "--devices", "1", "--time-limit", "1", "--no-capture-check", "--eval-data", "x.pt"),
@@ -312,3 +316,29 @@ def test_more_processes_than_a_machine_has_use_for_are_refused_unless_asked_for(
     processes.check_count(16)
     monkeypatch.setenv("AUTOPAR_PROCESSES", "64")
     processes.check_count(64)
+
+
+def test_a_log_that_needs_a_missing_package_is_refused_before_planning(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    status, _, err = invoke(capsys, "run", "gpt2", "--devices", "2", "--wandb", "project")
+    assert status == 2 and "--wandb needs the package wandb" in err and "pip install wandb" in err
+
+
+def test_resuming_says_where_it_continues_and_when_there_is_nothing_to_do(capsys, tmp_path):
+    model = tmp_path / "small.py"
+    model.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def rows():\n    return [(torch.full((4,), float(i)), torch.zeros(1)) for i in range(16)]\n"
+        "def model():\n    loss = lambda out, target: (out - target).square().mean()\n"
+        "    return nn.Linear(4, 1), (torch.ones(8, 4), torch.zeros(8, 1)), loss\n"
+    )
+    data = ("--dataset", f"{model}:rows", "--checkpoint", str(tmp_path / "saved"), "--log-file", str(tmp_path / "log"))
+    run = ("run", f"{model}:model", "--devices", "1", *data)
+    assert invoke(capsys, *run, "--steps", "3")[0] == 0  # the second epoch has begun
+    status, out, err = invoke(capsys, *run, "--steps", "4", "--resume")
+    assert (
+        status == 0 and out.startswith("step 4 loss") and "continues after step 3, with the optimizer's options" in err
+    )
+    status, out, err = invoke(capsys, *run, "--steps", "4", "--resume")
+    assert (status, out) == (0, "") and "has 4 steps, and --steps 4 counts them" in err
+    assert [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [1, 2, 3, 4]

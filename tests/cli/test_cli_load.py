@@ -102,8 +102,15 @@ def test_a_plan_has_a_title_that_says_something(tmp_path):
 
 def test_sizes_reach_the_factory(factories):
     assert load_model(f"{factories}:pair", SizeOptions(global_batch=6)).batch[0].shape == (6, 4)
-    with pytest.raises(BatchError, match="no parameter seq"):
+    with pytest.raises(BatchError, match="a batch of 8 x 1 tokens, and seq is to be 16") as caught:
         load_model(f"{factories}:pair", SizeOptions(seq=16))
+    assert caught.value.hint == "give the factory a parameter seq: def pair(seq=1)"
+
+
+def test_a_fixed_batch_has_the_sizes_that_a_trainers_file_sets(factories):
+    assert load_model(f"{factories}:triple", SizeOptions(global_batch=8, seq=1)).batch[0].shape == (8, 4)
+    with pytest.raises(BatchError, match="global_batch is to be 9"):
+        load_model(f"{factories}:triple", SizeOptions(global_batch=9))
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.devices import parse
 from autopar.errors import AutoparError, UsageError
 from autopar.keywords import Request, Training, as_keywords, keywords, read_keywords
 from autopar.pins import OF_LAYER, OF_PLAN, PINS, LayerPins, checked, read_pin
+from autopar.planning import plan_model
 from autopar.precision import normalise
 from autopar.run.recipe import TrainingRecipe
 from autopar.search import SearchOptions
 from autopar.techniques import LAYER
+from autopar.workload import Workload
 
 
 def test_keywords_are_those_of_the_table():
@@ -109,3 +112,13 @@ def test_a_precision_may_be_a_dtype():
 def test_only_modules_are_opaque():
     with pytest.raises(UsageError, match="opaque takes a torch.nn.Module, not 3"):
         autopar.opaque(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("devices", "precision", "noted"),
+    [("8xH100-80GB", None, True), ("8xH100-80GB", "float32", False), (2, None, False)],
+)
+def test_a_plan_in_float32_for_gpus_notes_the_faster_dtype(devices, precision, noted):
+    workload = Workload(nn.Linear(4, 1), (torch.ones(8, 4),), lambda out: out.sum(), "linear", precision=precision)
+    plan = plan_model(workload, parse(devices), SearchOptions(), capture_check=False)[1]
+    assert any("--precision bfloat16" in note for note in plan.notes) is noted

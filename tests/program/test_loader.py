@@ -155,7 +155,9 @@ def test_records_and_the_comparison_with_the_prediction(tmp_path: Path) -> None:
         tables.append(meter.comparison(2000, 1000))
     meter.close()
     assert [bool(table) for table in tables] == [step == 19 for step in range(25)]
-    assert "10,000.0 ms" in tables[19] and "The prediction has compute" in tables[19] and "2.00" in tables[19]
+    assert "10,000.0 ms" in tables[19] and "The prediction has compute" in tables[19]
+    # on CPUs the measured memory includes Python and torch: no ratio to the prediction
+    assert ("2.00" in tables[19]) is torch.cuda.is_available()
     assert record == json.loads((tmp_path / "log").read_text().splitlines()[24])
     assert set(record) == {
         "step",

@@ -419,3 +419,10 @@ def test_tokens_of_a_microbatch_without_a_length_are_a_note(tmp_path: Path) -> N
     (tmp_path / "config.py").write_text("TrainingConfig(num_tokens_per_microbatch_per_dp_rank=8192)\n")
     reading = read(TORCHTITAN, read_options(tmp_path / "config.py"), BLOCKS, DEVICES, "config.py")
     assert any("max_context_length is not in the file" in note for note in reading.notes)
+
+
+def test_a_misspelt_flag_is_named_with_the_one_that_is_meant() -> None:
+    words = ["--tensor-model-parallel-sise", "4", "--micro-batch-size", "1", "--num-layers", "32"]
+    notes = read(MEGATRON, of_words(words), BLOCKS, DEVICES, "flags").notes
+    assert "--tensor-model-parallel-sise is not known: is tensor_model_parallel_size meant?" in notes
+    assert [note for note in notes if note.endswith("meant?")] == notes[:1]

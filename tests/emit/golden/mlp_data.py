@@ -80,5 +80,6 @@ class Stage0(nn.Module):
 PROGRAM = ProgramSpec(
     mesh={"data": 2},  # of a stage, outermost axis first
     stages=(Stage0,),
+    sample=(("x",), "targets"),  # the structure of a data set's sample
     schedule=microbatches.Microbatches,
 )
