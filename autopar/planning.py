@@ -74,17 +74,17 @@ def plan_model(
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
     graph = compared_graph(workload, capture_check, progress, for_program=for_program)
     again = recapture or workload.resized
-    graph, found = plan_graph(graph, cluster, options, again, plan=given, progress=progress, start_s=start_s)
-    if workload.precision is None and given is None and cluster.kind == "cuda":
-        found = dataclasses.replace(found, notes=(*_slow_dtype(graph, cluster), *found.notes))
-    return graph, found
+    own_dtype = workload.precision is None
+    return plan_graph(
+        graph, cluster, options, again, plan=given, progress=progress, start_s=start_s, own_dtype=own_dtype
+    )
 
 
 def _slow_dtype(graph: Graph, cluster: Cluster) -> tuple[str, ...]:
-    """Return a note if the model is in float32, and the devices are faster in bfloat16."""
+    """Return a note if the model is in float32, and the devices are GPUs that are faster in bfloat16."""
     peaks = cluster.gpu.peak_flops
     faster = peaks.get("bfloat16", 0.0) / peaks.get("float32", math.inf)
-    if name_of(graph.dtype) != "float32" or faster <= 1:
+    if name_of(graph.dtype) != "float32" or faster <= 1 or cluster.kind != "cuda":
         return ()
     return (
         f"the model is in float32; in bfloat16 (--precision bfloat16) the devices have {faster:.0f} times the peak FLOP/s",
@@ -109,15 +109,20 @@ def plan_graph(
     plan: Plan | None = None,
     progress: Progress | None = None,
     start_s: float | None = None,
+    own_dtype: bool = False,
 ) -> tuple[Graph, Plan]:
-    """Run stage ``search`` of ``plan_model`` for a captured graph, after ``check_schedule``. ``wall_time_s`` counts from ``start_s``."""
+    """Run stage ``search`` of ``plan_model`` for a captured graph, after ``check_schedule``. ``wall_time_s`` counts from ``start_s``.
+    ``own_dtype``: no precision was requested, so that the plan notes if the model's dtype is slow."""
     begun_s = time.perf_counter() if start_s is None else start_s
     again = functools.cache(recapture)
 
     def find() -> Plan:
         found = search_model(graph, cluster, options, again, progress)
         return dataclasses.replace(
-            found, wall_time_s=time.perf_counter() - begun_s, planning_memory_bytes=peak_memory_bytes()
+            found,
+            notes=(*(_slow_dtype(graph, cluster) if own_dtype else ()), *found.notes),
+            wall_time_s=time.perf_counter() - begun_s,
+            planning_memory_bytes=peak_memory_bytes(),
         )
 
     chosen = plan or ranks.plan_of_rank_0(find)

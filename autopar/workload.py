@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture, deepen, in_float8, separate_microbatches
-from autopar.capture.batch import BatchStructure, flatten_batch
+from autopar.capture.batch import BatchStructure, count_tokens, describe_batch, flatten_batch
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.expert_loads import ExpertLoads
 from autopar.graph import Graph
@@ -103,6 +103,11 @@ class Workload:
                 local_batch_norm=self.local_batch_norm,
             )
         )
+
+    def batch_sizes(self) -> tuple[int, int]:
+        """Return the rows of the batch, and its tokens."""
+        leaves = describe_batch(self.model, self.batch, self.loss_fn).leaves
+        return leaves[0].shape[0], count_tokens(leaves)
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:
         """Return the batch's tensors by the names of the graph's inputs."""

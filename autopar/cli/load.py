@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from autopar import zoo
-from autopar.capture.batch import count_tokens, describe_batch
 from autopar.cli.options import check_file
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import AutoparError, BatchError, ModelError
@@ -140,8 +139,7 @@ def _from_factory(model: str, sizes: SizeOptions, device: str) -> Workload:
     given = {name: getattr(sizes, name) for name in ("seq", "global_batch")}
     wanted = {name: size for name, size in given.items() if size is not None and name not in arguments}
     if wanted:
-        leaves = describe_batch(workload.model, workload.batch, workload.loss_fn).leaves
-        rows, tokens = leaves[0].shape[0], count_tokens(leaves)
+        rows, tokens = workload.batch_sizes()
         for name, fixed in (("seq", tokens // rows), ("global_batch", rows)):
             if wanted.get(name, fixed) != fixed:
                 raise BatchError(

@@ -54,7 +54,9 @@ class Planner:
     def plan(self, arguments: list[str], folder: Path) -> None:
         request, cluster, options, graph = self._captured(arguments)
         options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
-        graph, plan = plan_graph(graph, cluster, options, recapture(request, cluster), progress=self._tell)
+        own_dtype = request.precision is None
+        again = recapture(request, cluster)
+        graph, plan = plan_graph(graph, cluster, options, again, progress=self._tell, own_dtype=own_dtype)
         plan = dataclasses.replace(plan, request=recorded_options(request))
         self._tell("report", "")
         cluster = cluster.used_by(plan.device_count)

@@ -71,13 +71,7 @@ def _train(
     as_json: bool,
 ) -> None:
     """Train on the data, or on the model's example batch in every step, and print the loss of each step."""
-    here = parse(request.devices)
-    if not here.local:
-        raise LaunchError(
-            f"{request.devices} describes devices that are not on this machine",
-            "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
-        )
-    check_count(here.count)  # fail before planning, which takes up to a minute
+    _check_devices(request.devices)
     data.check(request.model)
     folder = folder_for_program(output) if output else None
     lock = checkpoints.lock()
@@ -134,6 +128,17 @@ def _train(
     if lock is not None:
         os.environ.pop(PARENT, None)
         lock.close()
+
+
+def _check_devices(devices: str) -> None:
+    """Raise ``LaunchError`` if the devices are not on this machine, before planning, which takes up to a minute."""
+    here = parse(devices)
+    if not here.local:
+        raise LaunchError(
+            f"{devices} describes devices that are not on this machine",
+            "`autopar emit` writes the program for them; `--devices 4` runs on this machine",
+        )
+    check_count(here.count)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,8 +84,8 @@ def test_without_a_command_the_help_is_shown(capsys):
         ((*PLAN, "--devices", "2", "--pin", "tp=2"), "hint: write tensor=..., the tensor-parallel degree"),
         (("run", "gpt2", "--devices", "4", "--eval-every", "2"), "add --eval-data DATA"),
         (
-            ("run", MLP, "--devices", "1", "--time-limit", "1", "--no-capture-check", "--eval-data", "x.pt"),
-            "--eval-data x.pt: the program cannot evaluate the model: it was not compared with the model in evaluation mode: the "
+            ("run", MLP, "--devices", "1", "--time-limit", "1", "--no-capture-check", "--eval-data", "os:getcwd"),
+            "--eval-data os:getcwd: the program cannot evaluate the model: it was not compared with the model in evaluation mode: the "
             "comparison is switched off (--no-capture-check",
         ),
         (

@@ -28,9 +28,9 @@ def result() -> TuneResult:
     return TuneResult(
         best=best,
         trials=(
-            Trial("plan-2", plans[0], 0.2, 0.5, (0.5, 0.52), 0.51, (0.5, 0.52)),
-            Trial("plan-1", plans[1], 0.1, 0.6, (0.6, 0.6), 0.6, (0.6, 0.6)),
-            Trial("plan-3", plans[2], 0.3, 0.9, (), None, None, Failure(HANG, "no answer from rank 1\nmore")),
+            Trial("plan-2", plans[0], 0.2, 0.5, 0.51, (0.5, 0.52), 0.51, (0.5, 0.52)),
+            Trial("plan-1", plans[1], 0.1, 0.6, 0.6, (0.6, 0.6), 0.6, (0.6, 0.6)),
+            Trial("plan-3", plans[2], 0.3, 0.9, 0.9, (), None, None, Failure(HANG, "no answer from rank 1\nmore")),
         ),
         corrections=(Correction(ARITHMETIC, 2.5, (2.0, 3.1)),),
         calibration=tuned.prices().calibration_with({ARITHMETIC: 2.5}, 12),
