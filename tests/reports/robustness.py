@@ -91,10 +91,10 @@ def page(lines: list[dict[str, Any]]) -> str:
         f"{len(planned)} requests under {TABLES} perturbed price tables each: FLOP/s, memory bandwidth and the bandwidths of the links",
         f"inside and between nodes are each multiplied by a random factor between {1 - ERROR:g} and {1 + ERROR:g}. The "
         "*regret* of a plan under",
-        "a table is its step time divided by that of the best plan that a search with the same table finds, minus one. A search takes up to",
-        f"{SearchOptions().time_limit_s:g} s of processor time, the default. If the first search of a request misses a good plan, the regret "
-        "is high in all its",
-        "tables, whatever their prices.\n",
+        "a table is its step time divided by that of the best plan that a search with the same table finds, minus one. A search",
+        f"takes up to {SearchOptions().time_limit_s:g} s of processor time, the default. If the first search of a request misses a good "
+        "plan, the regret is",
+        "high in all its tables, whatever their prices.\n",
         "| plan | median | 95th percentile | worst |",
         "|---|---|---|---|",
     ]
