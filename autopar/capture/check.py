@@ -39,7 +39,7 @@ from autopar.capture.external_state import ExternalState
 from autopar.capture.float64 import Float64Everywhere
 from autopar.capture.pipeline import capture
 from autopar.capture.storage import unshared
-from autopar.capture.structure import accumulated_rounding, same_structure
+from autopar.capture.structure import accumulated_rounding, same_graph, same_structure
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph import Graph, Guard
 from autopar.measure import EXACT, Error, compare
@@ -173,7 +173,7 @@ def _without_comparison(graph: Graph, evaluation_graph: Callable[[], Graph] | No
         no_evaluation = f"the model can't be captured in evaluation mode: {error.message}"
     else:
         no_evaluation = _writes_or_draws(evaluated)
-        if not no_evaluation and (difference := same_structure(graph, evaluated)):
+        if not no_evaluation and (difference := same_graph(graph, evaluated)):
             no_evaluation = f"the model's graph in evaluation mode is another one: {difference}"
     return CaptureCheck(f"{NOT_COMPARED}: {why}", no_evaluation)
 

@@ -34,6 +34,25 @@ def same_structure(graph: Graph, other: Graph) -> str:
     return ""
 
 
+def same_graph(graph: Graph, other: Graph) -> str:
+    """Return the first difference between captures of one batch in two modes of the model, or an empty string; only dropout may differ."""
+    if difference := same_structure(graph, other):
+        return difference
+    if graph.guards or other.guards:
+        return "both depend on values of the batch"
+    for layer, counterpart in zip(graph.layers, other.layers, strict=True):
+        for kind in ("parameters", "inputs", "constants", "scalars"):
+            mine, theirs = getattr(layer, kind), getattr(counterpart, kind)
+            if (len(mine) if kind == "scalars" else mine) != (len(theirs) if kind == "scalars" else theirs):
+                return f"the {kind} of {layer.name}"
+        for name in layer.constants:
+            one, two = graph.constants.get(name), other.constants.get(name)
+            if one is not None and two is not None and not (one.dtype == two.dtype and torch.equal(one, two)):
+                return f"the constant {name} in {layer.name}"
+    preludes = [[] if each.prelude is None else _skeleton(each.prelude) for each in (graph, other)]
+    return "" if [args for _, args in preludes[0]] == [args for _, args in preludes[1]] else "the scalars of the batch"
+
+
 def accumulated_rounding(dtype: torch.dtype) -> float:
     """Estimate a dtype's accumulated relative rounding error."""
     return 1e4 * torch.finfo(dtype).eps

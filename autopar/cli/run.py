@@ -162,7 +162,8 @@ class DataOptions:
         for source in (self.dataset, self.eval_data):
             if source is None:
                 continue
-            for folder in (os.getcwd(), str(Path(model.rpartition(":")[0]).resolve().parent)):
+            file = model.rpartition(":")[0]
+            for folder in (os.getcwd(), *([str(Path(file).resolve().parent)] if file.endswith(".py") else [])):
                 if folder not in sys.path:
                     sys.path.append(folder)
             named_source(source)

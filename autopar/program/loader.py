@@ -458,6 +458,8 @@ def _leaves(names: Any, sample: Any) -> Iterator[tuple[str, Any]]:
         yield names, sample
     elif isinstance(names, Mapping):
         for key, part in names.items():
+            if not isinstance(sample, Mapping) or key not in sample:
+                raise DataError(f"a sample has no {key!r}", "samples have the structure of the model's batch")
             yield from _leaves(part, sample[key])
     elif names is not None:
         parts = (sample,) if isinstance(sample, Tensor) and len(names) == 1 else sample

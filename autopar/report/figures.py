@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.plan import LayerPlan, Plan
+from autopar.plan import DEGREES, LayerPlan, Plan
 from autopar.report.step import ONCE, Action, PredictedStep
 from autopar.summary import groups, legend, most_common_strategy, parallelism
 from autopar.techniques.sync import SYNC
@@ -24,7 +24,7 @@ KINDS = ("F", "B", "I", "W", ONCE)
 @dataclass(frozen=True)
 class PlanFigures:
     """A plan with everything that its page shows. ``missing`` has sentences about parts of the page that have no figures, ``provenance``
-    rows of ``devices.figures.cluster_figures``; ``command`` is the command line that makes the plan."""
+    rows of ``devices.figures.cluster_figures``; ``command`` is the command line of its request, without files such as calibrations."""
 
     name: str
     plan: Plan
@@ -106,13 +106,14 @@ _PRICED = (
 
 def _deviations(plan: Plan) -> list[str]:
     """Return what makes the plan's training differ from exact training."""
-    replicas = SYNC.phrase(plan.sync)
-    return [name.replace("_", " ") for name in plan.allow] + ([f"{SYNC.subject} {replicas}"] if replicas else [])
+    deviation = SYNC.mode(plan.sync).deviation
+    others = [name.replace("_", " ") for name in plan.allow if name != deviation]
+    return [*others, f"{SYNC.subject} {SYNC.phrase(plan.sync)}"] if deviation else others
 
 
 def _coordinates(plan: Plan) -> dict[str, Any]:
     """Return what determines a device's place: ``stages`` of each pipeline rank, and the axes ([size, stride], outermost first) of each
-    group of the strategy that most layers have, and of ZeRO's shards."""
+    group of the strategy that most layers have, and of ZeRO's shards. ``degrees``: those of that strategy, by the names of pins."""
     common, schedule = most_common_strategy(plan), plan.sized_schedule
     axes = groups(plan, common)
     if common.zero:
@@ -120,6 +121,7 @@ def _coordinates(plan: Plan) -> dict[str, Any]:
     return {
         "stages": [list(schedule.stages_of(rank)) for rank in range(plan.pipeline)],
         "groups": {name: [[axis.size, axis.stride] for axis in own] for name, own in axes.items() if own},
+        "degrees": {name: common.degree(plan.mesh, *roles) for name, roles in DEGREES.items()},
         "zero": common.zero,
     }
 

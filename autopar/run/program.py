@@ -215,8 +215,8 @@ class Program:
     def evaluate(self, batches: Iterable[Any] | Data) -> list[float]:
         """Return the losses of global batches, or of a data set's epoch, as ``model.eval()`` computes them, without updates.
 
-        Dropout is off, and batch norm uses its running statistics. Raises ``UsageError`` if the comparison with ``model.eval()`` at capture
-        failed, or if it was not made and the model draws random numbers or has buffers.
+        Dropout is off, and batch norm uses its running statistics. Raises ``UsageError`` if the capture did not show
+        that the program computes what ``model.eval()`` does (``Graph.no_evaluation``).
         """
         if isinstance(batches, Data):
             losses: list[float] = self._results("evaluate", batches.number)[0]

@@ -17,7 +17,7 @@ import autopar
 from autopar.capture import NOT_COMPARED, capture, check_capture
 from autopar.capture import check as module
 from autopar.capture.eager import copy_for_eager
-from autopar.capture.structure import same_structure
+from autopar.capture.structure import same_graph, same_structure
 from autopar.errors import CaptureError
 from autopar.graph import Graph
 from autopar.torch_private import is_fake
@@ -309,6 +309,31 @@ def test_structures_for_other_rows_and_precisions_are_the_same() -> None:
     graph = capture(Several(), rows())
     assert same_structure(graph, capture(Several().eval(), rows(2), precision="float64")) == ""
     assert same_structure(graph, capture(Several(), rows(18))) == ""
+
+
+class Chooses(nn.Module):
+    """A model whose mode decides on a parameter, or on a constant."""
+
+    def __init__(self, constant: bool) -> None:
+        super().__init__()
+        self.constant, self.layer = constant, nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = (nn.Parameter(torch.full((WIDTH,), value)) for value in (1.0, 2.0))
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.constant:
+            return (x * (self.table if self.training else torch.full((WIDTH,), 1.5)) * self.a * self.b).sum()
+        return (x * (self.a if self.training else self.b)).sum() + (self.a * self.b).sum()
+
+
+def test_a_mode_that_chooses_a_parameter_is_found() -> None:
+    """Both graphs have the same calls."""
+    training, evaluation = (capture(Chooses(False).train(mode), rows()) for mode in (True, False))
+    assert same_graph(training, evaluation) and not same_graph(training, capture(Chooses(False), rows()))
+    training, evaluation = (capture(Chooses(True).train(mode), rows()) for mode in (True, False))
+    assert same_graph(training, evaluation) and not same_graph(training, capture(Chooses(True), rows()))
+    assert same_graph(capture(Several(), rows()), capture(Several().eval(), rows())) == ""
 
 
 CHANGES = {

@@ -60,7 +60,8 @@ export function sideBySide(plans, strategies = true) {
   const longest = Math.max(p.step_time_s, q.step_time_s);
   const largest = Math.max(...[a, b].flatMap((stage) => [total(stage), stage.limit_bytes]));
   const equal = plans[0].global_batch === plans[1].global_batch;
-  const ratio = (q.step_time_s / plans[1].global_batch) / (p.step_time_s / plans[0].global_batch) - 1;
+  const speed = (plan) => plan.prediction.tokens_per_s_per_device * plan.device_count;
+  const ratio = speed(plans[0]) / speed(plans[1]) - 1;
   const words = Math.abs(ratio) < 5e-4 ? 'as fast as' : `${percent(Math.abs(ratio))} ${ratio > 0 ? 'slower' : 'faster'} than`;
   const rows = decisions(plans);
   const side = (plan, stage) => h('div', {}, h('h3', {}, plan.name), strategies ? h('p', { class: 'strategy' }, plan.parallelism) : null,
@@ -70,7 +71,7 @@ export function sideBySide(plans, strategies = true) {
     bar(PARTS.map((part) => [NAMES[part], part, stage.memory[part] / largest]), stage.limit_bytes / largest));
   const outside = [['in the host\'s memory', 'host_bytes'], ['on NVMe', 'nvme_bytes']].filter(([, key]) => plans.some((plan) => most(plan, key)));
   return h('div', { class: 'versus' },
-    h('p', { class: 'verdict' }, h('b', {}, names[1]), ` is ${words} `, h('b', {}, names[0]), equal ? '.' : ' per sequence: their batches differ.'),
+    plans[0].model === plans[1].model ? h('p', { class: 'verdict' }, h('b', {}, names[1]), ` is ${words} `, h('b', {}, names[0]), equal ? '.' : ' per token: their batches differ.') : null,
     h('div', { class: 'pair two' }, side(plans[0], a), side(plans[1], b)),
     h('div', { class: 'pair two' },
       components('Time of one step, by component', names, [...USES.map(([key, name, tone]) => [name, tone, p[key], q[key]]), ['one step', null, p.step_time_s, q.step_time_s]], seconds),

@@ -13,7 +13,11 @@ const find = (id) => document.getElementById(id);
 const value = (id) => find(id).value.trim();
 const field = (label, control, more = null) => h('div', {}, h('label', { for: control.id }, label), control, more);
 const options = (names, chosen) => names.map((name) => h('option', { value: name, selected: name === chosen }, name));
-const divisors = (n) => Array.from({ length: n }, (_, i) => i + 1).filter((i) => n % i === 0);
+function divisors(n) {
+  const found = [];
+  for (let i = 1; i * i <= n && i < 1e6; i += 1) if (n % i === 0) found.push(i, ...(i * i < n ? [n / i] : []));
+  return found.sort((a, b) => a - b);
+}
 
 // The number of devices that a text such as `2x8xH100-80GB`, `8xH100` or `4` describes; null if it is another text.
 export function deviceCount(text) {
@@ -106,7 +110,8 @@ export class RequestForm {
       return [AUTO, ...(Number.isInteger(rows) ? divisors(rows) : [1])];
     }
     const devices = (value('cluster') ? null : deviceCount(value('devices'))) || known.device_count || UNKNOWN;
-    const left = devices / pinned(Object.keys(DEGREES));
+    if (name === 'expert') return [AUTO, ...divisors(devices)]; // experts may be folded over the axes of other degrees
+    const left = devices / pinned(Object.keys(DEGREES).filter((other) => other !== 'expert'));
     const most = name === 'pipeline' && known.layers ? known.layers : left;
     return [AUTO, ...(Number.isInteger(left) ? divisors(left).filter((n) => n <= most) : [1])];
   }

@@ -74,7 +74,7 @@ async function follow(path, body, title) {
     if (mine === turn) {
       running = null;
       busy(false);
-      if (focused && focused.isConnected) focused.focus();
+      if (focused && focused.isConnected && document.activeElement === document.body) focused.focus(); // a button that was disabled lost it
     }
   }
   return null;
@@ -228,16 +228,12 @@ function drawDevices() {
       found[0] > DRAWN ? h('p', { class: 'soft' }, `and ${plural(found[0] - DRAWN, 'more node')}`) : null)] : []));
 }
 
-const DEGREES = { data: 'DP', tensor: 'TP', ulysses: 'Ulysses', ring: 'CP', expert: 'EP' };
-
 // What the form may know of the plan in sight.
 function known() {
   if (!shown || shown.asked.model !== find('model').value) return {};
   const { figures, plan: { global_batch: batch } } = shown;
-  const degree = (name) => (figures.ranks.groups[name] || []).reduce((product, [size_]) => product * size_, 1);
-  const chose = Object.fromEntries(Object.entries(DEGREES).map(([pin, name]) => [pin, degree(name)]));
   return { device_count: figures.device_count, layers: figures.layers.length, global_batch: batch,
-    chose: { ...chose, pipeline: figures.pipeline, zero: figures.ranks.zero, microbatches: figures.microbatches } };
+    chose: { ...figures.ranks.degrees, pipeline: figures.pipeline, zero: figures.ranks.zero, microbatches: figures.microbatches } };
 }
 
 ask('api/choices').then((choices) => {
