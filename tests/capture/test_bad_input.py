@@ -55,7 +55,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "batch", "words", "hint"),
     [
-        ("branch", X, "control flow or a shape depends on the data", "autopar.opaque"),
+        ("branch", X, "control flow or a shape depends on values that differ", "autopar.opaque"),
         ("item", X, "x.max().item()", "autopar.opaque"),
         ("select", X, "y[y > 0]", "autopar.opaque"),
         ("reversed", X, "autograd.Function Reversed", "torch.library.custom_op"),

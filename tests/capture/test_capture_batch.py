@@ -71,7 +71,8 @@ def test_data_dependence_names_the_line_and_the_way_out(model: nn.Module) -> Non
     with pytest.raises(CaptureError) as caught:
         capture(model, X)
     assert __file__ in caught.value.message
-    assert "depends on the data" in caught.value.message
+    expected = "depends on values that differ" if isinstance(model, Branches) else "depends on the data"
+    assert expected in caught.value.message
     assert "autopar.opaque" in str(caught.value.hint)
 
 
@@ -115,7 +116,7 @@ def test_the_loss_must_depend_on_a_parameter() -> None:
     [
         (X, F.mse_loss, "must be the pair"),
         ((X, X[:3]), F.mse_loss, "disagree on dim 0"),
-        ({"x": 1}, None, "holds no tensor"),
+        ({"x": 1}, None, "contains no tensor"),
         ((X, X, X), None, "3 positional tensors"),
     ],
 )

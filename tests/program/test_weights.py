@@ -313,7 +313,7 @@ def test_optimizer_state_that_a_checkpoint_lacks_is_named(workers2: WorkerPool, 
     without = json.loads(facts.read_text()) | {"optimizer": None}
     facts.write_text(json.dumps(checkpoint_files._sealed(without, (facts.parent / ".metadata").read_bytes())))
     why = workers2.run("test_weights:load_refused", program, str(tmp_path / "saved"))[0]
-    assert "has no optimizer's state, and the program trains with AdamW" in why
+    assert "has no optimizer state, but the program trains with AdamW" in why
 
 
 def load_refused(folder: str, saved: str) -> str:

@@ -103,7 +103,10 @@ def test_microbatches_in_flight_are_those_of_the_order(name: str) -> None:
         ({"schedule": "zbv", "pipeline": 2, "microbatches": 4}, "two stages on each device, and chunks is 1"),
         ({"schedule": "zero-bubble", "chunks": 2}, "the pipeline has one device"),
         ({"schedule": "zero-bubble", "pipeline": 2, "chunks": 2, "microbatches": 5}, "rounds of 2 microbatches"),
-        ({"schedule": "dualpipev", "pipeline": 2, "chunks": 2, "microbatches": 3}, "over 4 stages needs a microbatch"),
+        (
+            {"schedule": "dualpipev", "pipeline": 2, "chunks": 2, "microbatches": 3},
+            "over 4 stages needs at least as many microbatches",
+        ),
         ({"pipeline": 4, "chunks": 2}, "6 layers cannot be cut into 8"),
         ({"schedule": "bfs", "pipeline": 2}, "schedule is 'bfs', it must be one of none, gpipe"),
     ],

@@ -42,7 +42,7 @@ def state(early_s: dict[str, dict[int, float]]) -> Any:
 )
 def test_further_chunks_are_tried_early_after_a_close_solution(early_s: dict[str, dict[int, float]], promising: bool):
     config: Any = SimpleNamespace(without_chunks=OTHER)
-    assert _is_promising(state(early_s), config) is promising
+    assert _is_promising(state(early_s), config, bound_s=0.5) is promising
 
 
 def even_cuts(kinds: list[int], chunks: int) -> list[np.ndarray]:

@@ -425,4 +425,4 @@ def test_a_misspelt_flag_is_named_with_the_one_that_is_meant() -> None:
     words = ["--tensor-model-parallel-sise", "4", "--micro-batch-size", "1", "--num-layers", "32"]
     notes = read(MEGATRON, of_words(words), BLOCKS, DEVICES, "flags").notes
     assert "--tensor-model-parallel-sise is not known: is tensor_model_parallel_size meant?" in notes
-    assert [note for note in notes if note.endswith("meant?")] == notes[:1]
+    assert [note for note in notes if note.endswith("meant?")] == list(notes[:1])
