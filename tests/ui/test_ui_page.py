@@ -145,7 +145,9 @@ def test_two_plans_side_by_side(page: tuple[Browser, Server]):
 def test_copy_buttons_copy_the_command_and_the_plan(page: tuple[Browser, Server]):
     session, _ = page
     session.devtools("Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]})
-    session.devtools("Emulation.setFocusEmulationEnabled", {"enabled": True})  # pages without focus can't read the clipboard
+    session.devtools(
+        "Emulation.setFocusEmulationEnabled", {"enabled": True}
+    )  # pages without focus can't read the clipboard
     for i, begins in enumerate(("autopar plan ", "{")):
         session.run("document.querySelectorAll('.command .copy')[arguments[0]].click()", i)
         session.wait(f"document.querySelectorAll('.command .copy')[{i}].textContent === 'Copied'")
