@@ -57,7 +57,7 @@ def texts(session: Browser, selector: str) -> list[str]:
     return found
 
 
-def test_a_plan_its_report_a_slider_and_its_program_by_keyboard(page: tuple[Browser, Server]):
+def a_plan_its_report_a_slider_and_its_program_by_keyboard(page: tuple[Browser, Server]) -> None:
     session, server = page
     focus(session, "#model")
     assert session.run("return document.getElementById('model').value") == MLP
@@ -92,7 +92,7 @@ def test_a_plan_its_report_a_slider_and_its_program_by_keyboard(page: tuple[Brow
     session.run("document.getElementById('tab-Report').click()")
 
 
-def test_the_report_is_a_part_of_the_page_and_prints_no_figure_twice(page: tuple[Browser, Server]):
+def the_report_is_a_part_of_the_page_and_prints_no_figure_twice(page: tuple[Browser, Server]) -> None:
     session, _ = page
     assert session.run("return document.querySelectorAll('iframe').length") == 0
     assert session.run("return document.querySelectorAll('h1').length") == 1
@@ -107,7 +107,7 @@ def test_the_report_is_a_part_of_the_page_and_prints_no_figure_twice(page: tuple
     assert session.run("return document.querySelectorAll('.timeline canvas').length") == 1
 
 
-def test_sliders_offer_the_divisors_that_are_left(page: tuple[Browser, Server]):
+def sliders_offer_the_divisors_that_are_left(page: tuple[Browser, Server]) -> None:
     session, _ = page
     offered = """const slider = document.getElementById(arguments[0]), found = [];
       const move = (i) => { slider.value = i; slider.dispatchEvent(new Event('input')); return slider.getAttribute('aria-valuetext'); };
@@ -123,7 +123,7 @@ def test_sliders_offer_the_divisors_that_are_left(page: tuple[Browser, Server]):
     assert "--pin" not in texts(session, ".command code")[0]
 
 
-def test_two_plans_side_by_side(page: tuple[Browser, Server]):
+def two_plans_side_by_side(page: tuple[Browser, Server]) -> None:
     session, _ = page
     session.run("document.querySelectorAll('#plans li')[1].querySelector('button:not(.pick)').click()")
     assert session.run("return document.querySelector('[role=tab][aria-selected=true]').textContent") == "Compare"
@@ -142,7 +142,7 @@ def test_two_plans_side_by_side(page: tuple[Browser, Server]):
     session.run("document.getElementById('tab-Report').click()")
 
 
-def test_copy_buttons_copy_the_command_and_the_plan(page: tuple[Browser, Server]):
+def copy_buttons_copy_the_command_and_the_plan(page: tuple[Browser, Server]) -> None:
     session, _ = page
     session.devtools("Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]})
     session.devtools(
@@ -156,7 +156,7 @@ def test_copy_buttons_copy_the_command_and_the_plan(page: tuple[Browser, Server]
     assert json.loads(copied)["devices"] == "8xH100-80GB-SXM"
 
 
-def test_a_pin_that_is_given_twice_is_refused(page: tuple[Browser, Server]):
+def a_pin_that_is_given_twice_is_refused(page: tuple[Browser, Server]) -> None:
     session, _ = page
     session.run("for (let i = 0; i < 3; i++) document.getElementById('add-pin').click()")
     names = "return [...document.querySelectorAll('.pin-name')].map((select) => select.value)"
@@ -168,7 +168,7 @@ def test_a_pin_that_is_given_twice_is_refused(page: tuple[Browser, Server]):
     assert f"the pin {first} is given twice" in session.run("return document.querySelector('[role=alert]').textContent")
 
 
-def test_what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page: tuple[Browser, Server]):
+def what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page: tuple[Browser, Server]) -> None:
     session, _ = page
     session.run("document.getElementById('devices').value = '8xT4'; document.getElementById('pins').replaceChildren()")
     session.run("document.getElementById('go').click()")
@@ -196,7 +196,7 @@ def test_what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page: t
     assert session.run("return document.querySelectorAll('img').length") == 0
 
 
-def test_the_page_is_narrow_dark_named_and_silent(page: tuple[Browser, Server]):
+def the_page_is_narrow_dark_named_and_silent(page: tuple[Browser, Server]) -> None:
     session, server = page
     for width, dark, touch in ((390, True, True), (1280, False, False)):
         session.view(width, 844, dark, touch)
@@ -209,3 +209,15 @@ def test_the_page_is_narrow_dark_named_and_silent(page: tuple[Browser, Server]):
     assert silent == []
     asked = {urlsplit(address).netloc for address in session.requests() if not address.startswith("data:")}
     assert asked == {f"127.0.0.1:{server.port}"}
+
+
+def test_one_visit(page: tuple[Browser, Server]) -> None:
+    """Each part goes on where the former one ends, in one page."""
+    a_plan_its_report_a_slider_and_its_program_by_keyboard(page)
+    the_report_is_a_part_of_the_page_and_prints_no_figure_twice(page)
+    sliders_offer_the_divisors_that_are_left(page)
+    two_plans_side_by_side(page)
+    copy_buttons_copy_the_command_and_the_plan(page)
+    a_pin_that_is_given_twice_is_refused(page)
+    what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page)
+    the_page_is_narrow_dark_named_and_silent(page)
