@@ -83,7 +83,7 @@ def compile(
         memory_limit_bytes: the bytes of each device's memory that a plan may use.
         calibration: a file of ``autopar profile``; by default the one at the default path, if any.
         expert_loads: a file of ``train.py --record-expert-loads``, or the load of the busiest expert-parallel rank divided by the mean.
-        time_limit_s: the processor time that the search may take, so that its result does not depend on the load of the machine.
+        time_limit_s: the processor time that the search may take, so that other work on the machine hardly changes its result.
         within: choose the simplest plan whose step is at most this share longer than that of the fastest plan; 0: the fastest plan.
         capture_check, type_check: compare the captured graph with the model, and type-check the program. The plan notes if one is off.
         optimizer, scheduler, lr, max_norm, seed, port, draw_init: as for ``Program``.

@@ -35,16 +35,18 @@ def same_structure(graph: Graph, other: Graph) -> str:
 
 
 def same_graph(graph: Graph, other: Graph) -> str:
-    """Return the first difference between captures of one batch in two modes of the model, or an empty string; only dropout may differ."""
+    """Return the first difference between captures of one batch in two modes of the model, or an empty string; only dropout may differ.
+    Constants without values (of a model on meta) are compared by name."""
     if difference := same_structure(graph, other):
         return difference
     if graph.guards or other.guards:
         return "both depend on values of the batch"
     for layer, counterpart in zip(graph.layers, other.layers, strict=True):
-        for kind in ("parameters", "inputs", "constants", "scalars"):
-            mine, theirs = getattr(layer, kind), getattr(counterpart, kind)
-            if (len(mine) if kind == "scalars" else mine) != (len(theirs) if kind == "scalars" else theirs):
+        for kind in ("parameters", "inputs", "constants"):
+            if getattr(layer, kind) != getattr(counterpart, kind):
                 return f"the {kind} of {layer.name}"
+        if len(layer.scalars) != len(counterpart.scalars):
+            return f"the scalars of {layer.name}"
         for name in layer.constants:
             one, two = graph.constants.get(name), other.constants.get(name)
             if one is not None and two is not None and not (one.dtype == two.dtype and torch.equal(one, two)):

@@ -32,7 +32,7 @@ class SearchOptions(PlanPins):
       ``sequences_last`` only if all other configurations leave a gap.
     - ``allow``: the allowed numerical deviations (of ``ALLOWED``).
     - ``time_limit_s``, ``target_gap``: the search stops at this processor time or gap (the time of the thread that calls it, so that the
-      result does not depend on the load of the machine). ``pin_time_s``: the same for the prices of pins, if they are wanted.
+      result depends less on the machine's load than with the clock). ``pin_time_s``: the same for the prices of pins, if they are wanted.
     - ``within``: how much longer than the fastest plan's (relative) a step may take, if that makes the plan simpler (``simplicity``).
     - ``progress``: called with a short text when the first bounds are known, when the incumbent improves, and before a pin is priced.
     - ``compiled``: whether layers are compiled by default; ``nvme``: whether the cluster describes its NVMe. The search sets both.
