@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.plan import Strategy
 
@@ -71,3 +74,62 @@ class LayerPrice:
     segment: int = 1
     segment_saved_bytes: int = 0
     nvme_bytes: int = 0
+
+
+NAMES = tuple(field.name for field in fields(LayerPrice))
+_INTEGERS = frozenset(field.name for field in fields(LayerPrice) if field.type == "int")
+
+
+class LayerPrices(Sequence[LayerPrice]):
+    """The prices of several candidates: an array per field of ``LayerPrice``, and a ``LayerPrice`` per candidate on demand.
+
+    A search compares thousands of candidates, and reads the records of a few.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, NDArray[np.float64]],
+        record: Callable[[int], LayerPrice] | None = None,
+        rows: NDArray[np.int64] | None = None,
+    ) -> None:
+        """``rows``: the candidates among those of ``columns`` (default: all). ``record`` returns the price in a row of ``columns``
+        (default: a new ``LayerPrice``)."""
+        self._columns, self._rows = columns, rows
+        self._record = self.record if record is None else record
+
+    @classmethod
+    def of(cls, prices: Sequence[LayerPrice]) -> LayerPrices:
+        """Return the columns of ``prices``."""
+        columns = {name: np.array([getattr(p, name) for p in prices], dtype=np.float64) for name in NAMES}
+        return cls(columns, prices.__getitem__)
+
+    def record(self, row: int) -> LayerPrice:
+        """Return a new ``LayerPrice`` of a row of the columns."""
+        found = {name: column[row].item() for name, column in self._columns.items()}
+        return LayerPrice(**{name: int(value) if name in _INTEGERS else value for name, value in found.items()})
+
+    def recorded_by(self, record: Callable[[int], LayerPrice]) -> LayerPrices:
+        """Return the same prices with another ``record``."""
+        return LayerPrices(self._columns, record, self._rows)
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return the field ``name`` of each candidate."""
+        column = self._columns[name]
+        return column if self._rows is None else column[self._rows]
+
+    def take(self, rows: NDArray[np.int64]) -> LayerPrices:
+        """Return the prices of some candidates."""
+        return LayerPrices(self._columns, self._record, rows if self._rows is None else self._rows[rows])
+
+    def __len__(self) -> int:
+        return len(self.column(NAMES[0]))
+
+    @overload
+    def __getitem__(self, index: int) -> LayerPrice: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerPrice]: ...
+    def __getitem__(self, index: int | slice) -> LayerPrice | list[LayerPrice]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        row = range(len(self))[index]  # raises IndexError, with which iteration ends
+        return self._record(row if self._rows is None else int(self._rows[row]))

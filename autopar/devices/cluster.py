@@ -131,8 +131,11 @@ class Gpu:
 
     def update_s(self, moved: float, tensors: int) -> float:
         """Return the seconds of an optimizer step that moves ``moved`` bytes in total, over ``tensors`` tensors of equal size."""
-        if self.measured is None or tensors == 0:
+        if self.measured is None or np.all(tensors == 0):
             return moved / self.bytes_per_s
+        if isinstance(moved, np.ndarray):  # of several candidates (``price.assemble``)
+            each = zip(moved, np.broadcast_to(tensors, moved.shape), strict=True)
+            return np.array([self.update_s(*one) for one in each])
         return tensors * self.measured.update.beyond(moved / tensors)
 
     def flops_per_s(self, dtype: str) -> float:

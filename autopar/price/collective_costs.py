@@ -83,7 +83,7 @@ def replica_costs(
 ) -> Iterator[CollectiveCost]:
     """Yield the collectives between a layer's replicas."""
     zero = strategy.zero if replicas.size > 1 else 0
-    forward, backward, once = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept))
+    forward, backward, once = run_counts(zero, strategy.options.unsharded_gradients, backward_gathers(kept.layers))
     for one in replicas.collectives[min(zero, 2)]:
         in_passes = getattr(forward, one.kind) + getattr(backward, one.kind)
         count = one.times * (microbatches * in_passes + getattr(once, one.kind))

@@ -39,6 +39,7 @@ import numpy as np
 from autopar.devices import Cluster, constants
 from autopar.devices.cluster import slower
 from autopar.plan import Axis
+from autopar.price.elementwise import least
 from autopar.rules.traffic import Routing
 from autopar.types import Collective
 
@@ -191,7 +192,7 @@ def _measured(collective: Collective, size: float, n: int, cluster: Cluster, cal
 
 def overlapped_s(compute_s: float, communication_s: float, slowdown: float) -> float:
     """Return the seconds that overlapped communication adds to ``compute_s``: the exposed part, and the slow-down from the hidden part."""
-    hidden_s = min(compute_s, communication_s)
+    hidden_s = least(compute_s, communication_s)
     return communication_s - hidden_s + slowdown * hidden_s
 
 

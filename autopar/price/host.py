@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar.devices import Cluster
-from autopar.plan import Strategy
+from autopar.price.elementwise import most
 from autopar.price.state import Precision
+from autopar.techniques import Options
 
 
 class OffloadedStateBytes(NamedTuple):
@@ -28,8 +29,8 @@ class OffloadedStateBytes(NamedTuple):
     nvme: int = 0
 
     @staticmethod
-    def of(strategy: Strategy, cluster: Cluster, precision: Precision) -> OffloadedStateBytes:
-        memory, size = strategy.options.states_in, precision.optimizer + (0 if precision.master else precision.shard)
+    def of(options: Options, cluster: Cluster, precision: Precision) -> OffloadedStateBytes:
+        memory, size = options.states_in, precision.optimizer + (0 if precision.master else precision.shard)
         if memory == "nvme":
             return OffloadedStateBytes(0, nvme=size)
         if not memory:
@@ -50,8 +51,8 @@ class OffloadedStateBytes(NamedTuple):
             update_s = traffic / cluster.gpu.bytes_per_s
         else:
             link_s = elements * max(gradient, parameter) / cluster.host_link_bytes_per_s
-            update_s = max(traffic / cluster.host_bytes_per_s, link_s)
-        return max(update_s, cluster.nvme_s(elements * self.nvme, elements * self.nvme)) if self.nvme else update_s
+            update_s = most(traffic / cluster.host_bytes_per_s, link_s)
+        return most(update_s, cluster.nvme_s(elements * self.nvme, elements * self.nvme)) if self.nvme else update_s
 
 
 def exposed_copy_s(size: float, compute_s: float, cluster: Cluster) -> float:
@@ -59,4 +60,4 @@ def exposed_copy_s(size: float, compute_s: float, cluster: Cluster) -> float:
     hidden."""
     if cluster.host is None:
         return 2 * size / cluster.gpu.bytes_per_s
-    return max(0.0, size / cluster.host_link_bytes_per_s - compute_s)
+    return most(0.0, size / cluster.host_link_bytes_per_s - compute_s)

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.price.elementwise import least, most
 from autopar.price.microbatch import PeakMemory, SavedActivations
 from autopar.price.state import Precision
 
@@ -71,12 +72,14 @@ def replicated_transient(layer: LayerMemory, data: float, zero: int, precision: 
     per_element = (1 / data + cpu) * precision.reduced if zero else 0.0
     later, freed = layer.context.later_trainable, layer.context.later_saved
     # reductions of the next two layers (the second no larger than this layer or the first), whose saved activations are already free
-    in_flight = max(0.0, later * per_element - freed, (later + min(later, layer.trainable)) * per_element - 2 * freed)
-    running = layer.kept.working_bytes + max(0.0, layer.peaks.forward, layer.peaks.one_gradient) + in_flight
+    in_flight = most(
+        0.0, later * per_element - freed, (later + least(later, layer.trainable)) * per_element - 2 * freed
+    )
+    running = layer.kept.working_bytes + most(0.0, layer.peaks.forward, layer.peaks.one_gradient) + in_flight
     reducing = (layer.trainable + later) * per_element
     shard = layer.trainable * precision.reduced / (data if zero else 1)
-    updating = 2 * min(shard, layer.largest * precision.reduced) if cpu else 0.0
-    return max(running, reducing, updating) - layer.kept.saved_bytes
+    updating = 2 * least(shard, layer.largest * precision.reduced) if cpu else 0.0
+    return most(running, reducing, updating) - layer.kept.saved_bytes
 
 
 def sharded_bytes(
@@ -104,8 +107,8 @@ def sharded_bytes(
         + full
         # a recomputed forward uses the parameters that its backward has gathered
         + (previous_gathered + reducing if kept.recomputes else full + next_gathered),
-        kept.working_bytes + max(0.0, layer.peaks.all_gradients) + full + previous_gathered + reducing,
+        kept.working_bytes + most(0.0, layer.peaks.all_gradients) + full + previous_gathered + reducing,
         gradients + unreduced + previous_gathered,
         unreduced * (2 if cpu else 1) + shard + previous_gathered,
     )
-    return earlier + max(0.0, after - before), max(phases) - max(before, after)
+    return earlier + most(0.0, after - before), most(*phases) - most(before, after)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autopar.price.collective_pairs import CollectivePair
+from autopar.price.elementwise import most
 
 if TYPE_CHECKING:
     from autopar.price.layer import SizedClass
@@ -81,7 +82,7 @@ class PeakMemory:
     @property
     def activations(self) -> float:
         """The peak of both passes without parameter gradients."""
-        return max(0.0, self.forward, self.backward)
+        return most(0.0, self.forward, self.backward)
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,11 @@ class Microbatch:
     sized: SizedClass
     passes: Passes
     kept: SavedActivations
+
+    @property
+    def branches(self) -> tuple[object, ...]:
+        """The facts that decide, with ZeRO and techniques, which terms a price has (``assemble``)."""
+        return self.kept.layers, self.kept.recomputes
 
     @property
     def forward(self) -> Pass:

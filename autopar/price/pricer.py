@@ -7,24 +7,29 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.devices import Cluster
 from autopar.graph import Graph, LayerClass
-from autopar.layer_price import LayerPrice, Tried
+from autopar.layer_price import LayerPrice, LayerPrices, Tried
 from autopar.ops.compilation import stays_eager
 from autopar.plan import REPLICATING, Axis, Role, Strategy
 from autopar.price import order
 from autopar.price import table as tables
-from autopar.price.assemble import assemble, least_time_s
+from autopar.price.assemble import Candidate, assemble, assemble_all, least_time_s
 from autopar.price.collective_costs import CollectiveCost, layer_collectives, pair_costs, replica_costs
-from autopar.price.collective_pairs import CollectivePair, pairs_of_conversion
+from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import p2p_s
 from autopar.price.experts import misaligned_widths
 from autopar.price.host import OffloadedStateBytes
 from autopar.price.layer import BoundClass, Runs, SizedClass, Sizes, bind, collective_s, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.microbatch import Microbatch
+from autopar.price.neighbours import Borders, adjacent_classes
 from autopar.price.replicas import ReplicaCosts, Replicas, layer_costs
 from autopar.price.saved_activations import saved_activations
 from autopar.price.state import ParameterCount, state_bytes
@@ -34,17 +39,13 @@ from autopar.shard.plan import MICROBATCH, LayerTypes, Solve
 from autopar.sharding import AxisTypes, Sharding
 from autopar.techniques import Options
 from autopar.techniques.sync import SYNC
-from autopar.types import SpmdType
-from passes.conversions import conversion_steps
 from passes.pad import pad_class
 from passes.rewrite import rewritten_class
 
 Mesh = tuple[Axis, ...]
-Adjacent = tuple[
-    list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool, bool], PrefetchContext], dict[int, bool]
-]
+Adjacent = tuple[list[tuple[list[SizedClass], list[SizedClass]]], dict[tuple[Options, bool, bool], PrefetchContext]]
 """The layers before and after a layer, by distance; and cached ``PrefetchContext`` by options, by whether the ZeRO stage is 2 or
-more, and by whether experts are never gathered; and whether they are, by the number of copies."""
+more, and by whether experts are gathered."""
 
 Place = tuple[str, int, tuple[Role, ...], int]
 """A class, the index of a mesh (``Pricer._mesh_index``), the roles of its axes, and the microbatches per step."""
@@ -97,9 +98,8 @@ class Pricer:
         self._by_copies: dict[int, Pricer] = {}
         self._variants: dict[tuple[tuple[str, ...], bool], Pricer] = {}
         self._layers_compiled = False
-        self._producers = {name: (i, k) for i, layer in enumerate(graph.layers) for k, name in enumerate(layer.outputs)}
-        self._last_readers = self._find_last_readers()
-        self._adjacent = [self._find_adjacent(1)]
+        self._borders = Borders(graph, self.precision, self.types)
+        self._adjacent = [adjacent_classes(graph, 1)]
 
     def on(self, cluster: Cluster) -> Pricer:
         """Return the pricer of the same graph on other devices, such as those of one stage, with the same types and tables."""
@@ -128,7 +128,7 @@ class Pricer:
         if (prefetch, sync) not in self._by_program:
             other = self._variant()
             other.prefetch, other.sync, other._contexts, other._replica_costs = prefetch, sync, {}, {}
-            other._adjacent = [self._find_adjacent(distance) for distance in range(1, prefetch + 1)]
+            other._adjacent = [adjacent_classes(self.graph, distance) for distance in range(1, prefetch + 1)]
             self._by_program[prefetch, sync] = other
         return self._by_program[prefetch, sync]
 
@@ -211,7 +211,43 @@ class Pricer:
         microbatch, cluster = found
         context = self._prefetch_context(cls_name, mesh, strategy, microbatches)
         replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
-        return assemble(microbatch, replicas, strategy, cluster, self.precision, self.trainer, context)
+        return assemble(Candidate(strategy, microbatch, replicas, context, self.trainer), cluster, self.precision)
+
+    def layers(
+        self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int
+    ) -> tuple[NDArray[np.int64], LayerPrices]:
+        """Return the indices of the strategies that have a price, and these prices: those of ``layer``, in far less time."""
+        found: dict[object, Any] = {}  # parts of candidates, by what they depend on
+        numbers: list[int] = []
+        candidates: list[Candidate] = []
+        for number, s in enumerate(strategies):
+            if (pricer := found.get(s.options)) is None:
+                pricer = found[s.options] = self._variant_for(s)
+            roles = id(s.roles)  # most strategies share theirs with others
+            if (key := (roles, s.options, s.zero >= 2)) not in found:
+                found[key] = pricer._microbatch(cls_name, mesh, s, microbatches)
+            if found[key] is None:
+                continue
+            microbatch, cluster = found[key]
+            if (of_copies := (roles, pricer, s.replicate)) not in found:
+                costs = pricer._costs(cls_name, mesh, s, microbatches, microbatch.sized, cluster)
+                found[of_copies] = costs, _gathers_experts(s, mesh)
+            costs, gathers = found[of_copies]
+            if (around := (roles, s.options, min(s.zero, 2), gathers)) not in found:
+                found[around] = pricer._prefetch_context(cls_name, mesh, s, microbatches)
+            numbers.append(number)
+            candidates.append(Candidate(s, microbatch, costs, found[around], pricer.trainer))
+        prices = LayerPrices(assemble_all(candidates, self._cluster_of(mesh), self.precision))
+
+        def record(row: int) -> LayerPrice:
+            strategy = candidates[row].strategy
+            pricer = self._variant_for(strategy)
+            key = cls_name, pricer._mesh_index(mesh), strategy, microbatches
+            if key not in pricer._layers:
+                pricer._layers[key] = prices.record(row)
+            return cast(LayerPrice, pricer._layers[key])
+
+        return np.array(numbers, dtype=np.int64), prices.recorded_by(record)
 
     def _microbatch(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int
@@ -275,20 +311,10 @@ class Pricer:
             return 0.0
         key = (layer_index, self._mesh_index(mesh), left.roles, right.roles, microbatches)
         if key not in self._edges:
-            axes, pairs = self._axes(mesh, microbatches), self._edge_pairs(layer_index, mesh, left.roles, right.roles)
+            pairs = self._borders.conversions(layer_index, mesh, left.roles, right.roles)
+            axes = self._axes(mesh, microbatches)
             self._edges[key] = sum(_pair_s(pair, axes, self._cluster_of(mesh)) for pair in pairs)
         return self._edges[key]
-
-    def _edge_pairs(
-        self, layer_index: int, mesh: Mesh, left: tuple[Role, ...], right: tuple[Role, ...]
-    ) -> Iterator[CollectivePair]:
-        """Yield the collectives between layer ``layer_index`` and the next, in roles ``left`` and ``right``."""
-        for name in self.graph.layers[layer_index + 1].activations:
-            source = self._produced_types(name, mesh, left)
-            target = self._needed_types(name, layer_index + 1, mesh, right)
-            if left != right and source is not None and target is not None:
-                steps = conversion_steps(source, target, self.graph.values[name].requires_grad)
-                yield from pairs_of_conversion(name, self._value_bytes(name), steps)
 
     def edge_collectives(
         self, layer_index: int, mesh: Mesh, left: Strategy, right: Strategy, microbatches: int
@@ -296,7 +322,7 @@ class Pricer:
         """Yield the collectives of one step between layer ``layer_index`` and the next, on one device."""
         runs, cluster = tuple((axis,) for axis in self._axes(mesh, microbatches)), self._cluster_of(mesh)
         per_copy = microbatches // self.copies
-        for pair in self._edge_pairs(layer_index, mesh, left.roles, right.roles):
+        for pair in self._borders.conversions(layer_index, mesh, left.roles, right.roles):
             yield from pair_costs(pair, runs, cluster, "activations between layers", per_copy, per_copy)
 
     def p2p(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
@@ -312,14 +338,7 @@ class Pricer:
 
     def p2p_bytes(self, layer_index: int, mesh: Mesh, strategy: Strategy, microbatches: int) -> float:
         """Return the bytes that one device sends to the next stage for one microbatch: the values that later layers read."""
-        axes = self._axes(mesh, microbatches)
-        sent = 0.0
-        for name, (producer, _) in self._producers.items():
-            if producer <= layer_index < self._last_readers.get(name, -1):
-                types = self._produced_types(name, mesh, strategy.roles) or ()
-                pieces = math.prod(a.size for a, t in zip(axes, types, strict=False) if t.sharded)
-                sent += self._value_bytes(name) / pieces
-        return sent
+        return self._borders.sent_bytes(layer_index, mesh, strategy.roles, self._axes(mesh, microbatches))
 
     def tied(
         self, layer_index: int, name: str, mesh: Mesh, strategy: Strategy, microbatches: int
@@ -337,7 +356,7 @@ class Pricer:
         numel = math.ceil(float(table.parameter_numel[k]) / share)
         shards = math.prod(axis.size for axis in strategy.data_axes(mesh)[1])
         zero = strategy.zero if shards > 1 else 0
-        states = OffloadedStateBytes.of(strategy, self.cluster, self.precision).device
+        states = OffloadedStateBytes.of(strategy.options, self.cluster, self.precision).device
         trainable = numel if table.trainable[k] else 0
         parameters, gradients, optimizer = state_bytes(
             numel, trainable, shards, zero, self.precision, states, strategy.options.unsharded_gradients
@@ -430,18 +449,15 @@ class Pricer:
         prefetched while it runs."""
         if strategy.zero == 0:
             return NO_PREFETCH
-        adjacent, known, stays = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
-        stay = stays.get(strategy.replicate)
-        if stay is None:  # computed once, because it takes longer than the rest
-            stay = strategy.distributes_experts and not strategy.data_axes(mesh, of_experts=True)[1]
-            stays[strategy.replicate] = stay
-        key = strategy.options, strategy.zero >= 2, stay
+        adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
+        gathers_experts = _gathers_experts(strategy, mesh)
+        key = strategy.options, strategy.zero >= 2, gathers_experts
         if key not in known:
             if strategy.options.segment_layers > 1:
                 adjacent = adjacent[:1]  # programs prefetch one layer if several are recomputed as one
 
             def gathered(layers: list[SizedClass]) -> list[ParameterCount]:
-                return [sized.dense if stay else sized.counts for sized in layers]
+                return [sized.counts if gathers_experts else sized.dense for sized in layers]
 
             def largest(layers: list[SizedClass]) -> int:
                 return max((each.parameters for each in gathered(layers)), default=0)
@@ -478,7 +494,7 @@ class Pricer:
                             break
 
             found = [[list(sized(names)) for names in adjacent[cls_name]] for adjacent in self._adjacent]
-            self._contexts[key] = [(earlier, later) for earlier, later in found], {}, {}
+            self._contexts[key] = [(earlier, later) for earlier, later in found], {}
         return self._contexts[key]
 
     def _bind(self, cls_name: str, runs: Runs, mesh: Mesh, roles: tuple[Role, ...]) -> BoundClass | None:
@@ -558,36 +574,10 @@ class Pricer:
     def _axes(self, mesh: Mesh, microbatches: int) -> Mesh:
         return Axis(MICROBATCH, self.graph.parts(microbatches), 0), *mesh
 
-    def _find_last_readers(self) -> dict[str, int]:
-        """Return the index of the last layer that reads each value."""
-        return {name: i for i, layer in enumerate(self.graph.layers) for name in layer.activations}
 
-    def _find_adjacent(self, distance: int) -> dict[str, tuple[set[str], set[str]]]:
-        """Return for each class the classes of the layers that come ``distance`` layers before and after its layers, counting only layers
-        with parameters."""
-        found: dict[str, tuple[set[str], set[str]]] = {layer.cls: (set(), set()) for layer in self.graph.layers}
-        classes = [layer.cls for layer in self.graph.layers if layer.parameters]
-        for left, right in zip(classes, classes[distance:], strict=False):
-            found[left][1].add(right)
-            found[right][0].add(left)
-        return found
-
-    def _value_bytes(self, name: str) -> float:
-        value = self.graph.values[name]
-        return float(value.numel * tables.element_bytes(value.dtype, self.graph.dtype, self.precision))
-
-    def _produced_types(self, name: str, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """Return the types of the value that its layer produces under ``roles``; ``None`` if the roles are inadmissible there."""
-        producer, index = self._producers[name]
-        types = self.types(self.graph.layers[producer].cls, mesh, roles)
-        return None if types is None else tuple(t.outputs[index] for t in types)
-
-    def _needed_types(self, name: str, reader: int, mesh: Mesh, roles: tuple[Role, ...]) -> tuple[SpmdType, ...] | None:
-        """Return the types of the value that layer ``reader`` needs under ``roles``; ``None`` if the roles are inadmissible there."""
-        layer = self.graph.layers[reader]
-        types = self.types(layer.cls, mesh, roles)
-        placeholder = self._table(layer.cls)[0].activations[layer.activations.index(name)]
-        return None if types is None else tuple(t.produced[placeholder] for t in types)
+def _gathers_experts(strategy: Strategy, mesh: Mesh) -> bool:
+    """Return whether ZeRO 2 and 3 would gather the parameters of the layer's experts, too: no device has all of its own experts'."""
+    return not strategy.distributes_experts or bool(strategy.data_axes(mesh, of_experts=True)[1])
 
 
 def _without_name_and_limit(cluster: Cluster) -> Cluster:

@@ -91,6 +91,11 @@ class ReplicaCosts:
         """The largest number of devices over which ZeRO shards parameters."""
         return max(share.size for share in self.shares)
 
+    @property
+    def branches(self) -> tuple[object, ...]:
+        """The facts that decide, with ZeRO and techniques, which terms a price has (``assemble``)."""
+        return *(share.size > 1 for share in self.shares), self.microbatches, self.staleness, self.has_copies
+
     def sharded(self, zero: int) -> float:
         """Return the trainable elements that one device updates."""
         return sum(share.counts.trainable / (share.size if zero else 1) for share in self.shares)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.errors import UsageError
 from autopar.plan import NARROW_GRADIENTS, NARROW_MOMENTS
 from autopar.precision import ELEMENT_BYTES, FLOAT8, FLOAT16, TF32
@@ -139,7 +141,9 @@ def state_bytes(
             optimizer - (state * precision.at_rest if offloaded is None else 0),
         )
     has_shard = (
-        zero == 2 and data > 1 and (not precision.master or precision.shard > precision.width or offloaded is not None)
+        zero == 2
+        and np.all(data > 1)
+        and (not precision.master or precision.shard > precision.width or offloaded is not None)
     )
     shard = -(-parameters // data) * (precision.shard if offloaded is None else master) if has_shard else 0
     return stored * precision.width + shard, gradients * precision.gradient, optimizer

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from autopar.graph import Graph
-from autopar.layer_price import LayerPrice
+from autopar.layer_price import LayerPrices
 from autopar.pins import LayerPins
 from autopar.plan import Role, Strategy
 from autopar.search.options import SearchOptions, pins_by_layer
@@ -18,7 +19,7 @@ from autopar.search.problem import Configuration, Devices, PriceSource, Sequence
 from autopar.search.shared_parameters import stored_already, stored_once
 from autopar.search.strategies import Candidates, candidates, context_of, for_sequence
 from autopar.search.tables import Instance, Roles, StagePlaces, Table, TransferTimes, make_table
-from autopar.techniques import LAYER
+from autopar.techniques import LAYER, Options
 from autopar.techniques.technique import Technique
 
 
@@ -222,44 +223,91 @@ class Prices:
         )
         tables = self._shared.tables
         if key not in tables:
-            kept, prices = [], []
             slower = self._slower_dispatches(cls, config, every)
-            for strategy in every:
-                if (strategy.replicate > 1 and not copies) or strategy.roles in slower:
-                    continue
-                if any(self._is_small(cls, config, strategy, technique, most) for technique, most in small.items()):
-                    continue
-                at = tuple(
-                    stored_once(price, pricer, layer, [names[k] for k in stored], config.mesh, strategy, m)
-                    for pricer in pricers
-                    if (price := pricer.layer(cls, config.mesh, strategy, m)) is not None
-                )
-                if len(at) == len(pricers):
-                    kept.append(strategy)
-                    prices.append(at)
-            tables[key] = make_table(kept, prices, tied, config.schedule.split) if kept else None
+            tried = [s for s in every if (copies or s.replicate == 1) and s.roles not in slower]
+            listed, prices = self._everywhere(cls, config, tried)
+            if stored:
+                shared = [names[k] for k in stored]
+                prices = [
+                    LayerPrices.of(
+                        [
+                            stored_once(p, pricer, layer, shared, config.mesh, s, m)
+                            for s, p in zip(listed, at, strict=True)
+                        ]
+                    )
+                    for pricer, at in zip(pricers, prices, strict=True)
+                ]
+            if small:
+                kept = self._not_small(cls, config, listed, prices, small)
+                listed, prices = [listed[k] for k in kept], [at.take(kept) for at in prices]
+            tables[key] = make_table(listed, prices, tied, config.schedule.split) if listed else None
         return tables[key]
+
+    def _everywhere(
+        self, cls: str, config: Configuration, tried: Sequence[Strategy]
+    ) -> tuple[list[Strategy], list[LayerPrices]]:
+        """Return the strategies that have a price at every place, and their prices at each place."""
+        m = config.schedule.microbatches
+        found = [p.layers(cls, config.mesh, tried, m) for p in self._places(config.schedule.pipeline).pricers]
+        common = functools.reduce(np.intersect1d, (numbers for numbers, _ in found))
+        return [tried[k] for k in common], [prices.take(np.searchsorted(each, common)) for each, prices in found]
 
     def _slower_dispatches(self, cls: str, config: Configuration, every: Sequence[Strategy]) -> set[tuple[Role, ...]]:
         """Return the roles that send tokens to experts on other nodes the slower way, directly or through relays: nothing else differs, so
         they need no prices under ZeRO stages and options."""
-        pricers, m = self._places(config.schedule.pipeline).pricers, config.schedule.microbatches
-        listed, slower = dict.fromkeys(strategy.roles for strategy in every), set[tuple[Role, ...]]()
-
-        def seconds(roles: tuple[Role, ...]) -> list[float]:
-            found = [pricer.layer(cls, config.mesh, Strategy(roles), m) for pricer in pricers]
-            return [np.inf if price is None else price.forward_s + price.backward_s for price in found]
-
-        for roles in listed:
-            direct = tuple(Role.EXPERT if role is Role.EXPERT_RELAYED else role for role in roles)
-            if direct == roles or direct not in listed:
+        slower = set[tuple[Role, ...]]()
+        roles = dict.fromkeys(strategy.roles for strategy in every)
+        if not any(Role.EXPERT_RELAYED in each for each in roles):
+            return slower
+        listed, prices = self._everywhere(cls, config, [Strategy(each) for each in roles])
+        seconds = np.stack([at.column("forward_s") + at.column("backward_s") for at in prices], axis=1)
+        of_roles = {strategy.roles: row for strategy, row in zip(listed, seconds, strict=True)}
+        for relayed in roles:
+            direct = tuple(Role.EXPERT if role is Role.EXPERT_RELAYED else role for role in relayed)
+            if direct == relayed or direct not in roles:
                 continue
-            both = list(zip(seconds(direct), seconds(roles), strict=True))
-            if all(a <= b for a, b in both):
-                slower.add(roles)
-            elif all(a >= b for a, b in both):
+            both = (of_roles.get(each, np.full(len(prices), np.inf)) for each in (direct, relayed))
+            first, second = both
+            if (first <= second).all():
+                slower.add(relayed)
+            elif (first >= second).all():
                 slower.add(direct)
         return slower
+
+    def _not_small(
+        self,
+        cls: str,
+        config: Configuration,
+        listed: Sequence[Strategy],
+        prices: Sequence[LayerPrices],
+        small: Mapping[Technique, float],
+    ) -> Indices:
+        """Return the indices of the strategies without those that have a technique although a layer of the class takes at most the
+        technique's bytes (``small``) at every place without it."""
+        taken = [at.column("saved_bytes") + at.column("transient_bytes") for at in prices]
+        largest = np.max(taken, axis=0)
+        row = {(id(s.roles), s.zero, s.replicate, s.options): k for k, s in enumerate(listed)}
+        plain: dict[tuple[Options, Technique], Options] = {}
+        kept = []
+        for k, s in enumerate(listed):
+            for technique, most in small.items():
+                if s.options[technique] == technique.default:
+                    continue
+                if (s.options, technique) not in plain:
+                    plain[s.options, technique] = s.options.replace(**{technique.name: technique.default})
+                without = plain[s.options, technique]
+                at = row.get((id(s.roles), s.zero, s.replicate, without))
+                if (self._largest(cls, config, replace(s, options=without)) if at is None else largest[at]) <= most:
+                    break
+            else:
+                kept.append(k)
+        return np.array(kept, dtype=np.int64)
+
+    def _largest(self, cls: str, config: Configuration, strategy: Strategy) -> float:
+        """Return the saved and transient bytes of a layer, at the place where they are most; infinite if it has no price."""
+        pricers, m = self._places(config.schedule.pipeline).pricers, config.schedule.microbatches
+        found = [pricer.layer(cls, config.mesh, strategy, m) for pricer in pricers]
+        return max(np.inf if price is None else price.saved_bytes + price.transient_bytes for price in found)
 
     def _stored_places(self, layer: int, config: Configuration) -> tuple[int, ...]:
         """Return the positions, among the layer's parameters, of those that an earlier layer of the only stage stores. With several stages
@@ -268,14 +316,6 @@ class Prices:
             return ()
         parameters = self._graph.layers[layer].parameters
         return tuple(parameters.index(name) for name in self._stored.get(layer, ()))
-
-    def _is_small(self, cls: str, config: Configuration, strategy: Strategy, technique: Technique, most: float) -> bool:
-        """Return whether the strategy has the technique although a layer of the class takes at most ``most`` bytes without it."""
-        if strategy.options[technique] == technique.default:
-            return False
-        plain, m = strategy.with_options(**{technique.name: technique.default}), config.schedule.microbatches
-        pricers = self._places(config.schedule.pipeline).pricers
-        return all(_is_at_most(pricer.layer(cls, config.mesh, plain, m), most) for pricer in pricers)
 
     def chain(self, layer: int) -> int:
         """Return the maximum number of layers of this layer's class that may be recomputed as one."""
@@ -334,12 +374,8 @@ class Prices:
         return sorted(common or (), key=lambda pair: ([role.value for role in pair[0]], pair[1]))
 
 
-def _is_at_most(price: LayerPrice | None, most: float) -> bool:
-    """Return whether a layer has a price with at most ``most`` saved and transient bytes."""
-    return price is not None and price.saved_bytes + price.transient_bytes <= most
-
-
 def _only(table: Table, tie: tuple[Roles, int]) -> Table:
     """Return the table with ``everything`` reduced to the candidates of one decision for tied layers."""
-    pairs = tuple(c for c in table.everything if (c[0].roles, c[0].zero) == tie)
+    keep = [k for k, s in enumerate(table.everything.strategies) if (s.roles, s.zero) == tie]
+    pairs = table.everything.take(np.array(keep, dtype=np.int64))
     return replace(table, everything=pairs, elsewhere=tuple(_only(t, tie) for t in table.elsewhere))

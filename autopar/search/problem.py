@@ -42,9 +42,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.layer_price import LayerPrice, Tried
+from autopar.layer_price import LayerPrice, LayerPrices, Tried
 from autopar.pins import LayerPins
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import (
@@ -101,6 +104,12 @@ class PriceSource(Protocol):
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
         """Return the layer's price; ``None`` if a role is inadmissible or the axes do not divide a dim."""
+        ...
+
+    def layers(
+        self, cls_name: str, mesh: Mesh, strategies: Sequence[Strategy], microbatches: int
+    ) -> tuple[NDArray[np.int64], LayerPrices]:
+        """Return the indices of the strategies that have a price, in ascending order, and their prices: those of ``layer``."""
         ...
 
     def least_time_s(self, cls_name: str, mesh: Mesh, tried: Tried, microbatches: int) -> float:

@@ -300,7 +300,7 @@ class _PricesOf:
     @cached_property
     def index(self) -> dict[Strategy, int]:
         """The index of each strategy in ``Table.everything``."""
-        return {strategy: index for index, (strategy, _) in enumerate(self.table.everything)}
+        return {strategy: index for index, strategy in enumerate(self.table.everything.strategies)}
 
     @cached_property
     def _of_roles(self) -> dict[tuple[Role, ...], list[Strategy]]:
@@ -315,7 +315,7 @@ class _PricesOf:
         return [other for other in self._of_roles[strategy.roles] if techniques(other) < most] if most else []
 
     def at(self, place: int, strategy: Strategy) -> LayerPrice:
-        return self.table.at(place).everything[self.index[strategy]][1]
+        return self.table.at(place).everything.prices[self.index[strategy]]
 
 
 def _effort(strategy: Strategy) -> tuple[int, ...]:
@@ -349,13 +349,13 @@ def simplified(instance: Instance, solution: Solution) -> PricedPlan:
         now = instance.kinds[kind].strategies[k]
         simpler = [
             (strategy, index)
-            for index, (strategy, _) in enumerate(instance.kinds[kind].everything)
+            for index, strategy in enumerate(instance.kinds[kind].everything.strategies)
             if strategy.roles == now.roles and _effort(strategy) < _effort(now)
         ]
         for strategy, index in sorted(simpler, key=lambda pair: _effort(pair[0])):
             change = [instance.kind[i] == kind and pick[i] == k for i in range(instance.layers)]
             trial = [
-                instance.kinds[kind].at(place).everything[index][1] if c else p
+                instance.kinds[kind].at(place).everything.prices[index] if c else p
                 for c, p, place in zip(change, prices, places, strict=True)
             ]
             found = step(trial)

@@ -47,13 +47,13 @@ class Candidates:
     @cached_property
     def every(self) -> tuple[Strategy, ...]:
         """All candidates."""
-        return tuple(
-            Strategy(roles, zero, copies, options)
-            for roles in self.roles
-            for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins)
-            for options in self.options[zero]
-            if not any(technique.refused_roles(value, roles) for technique, value in options.chosen)
-        )
+        found: list[Strategy] = []
+        for roles in self.roles:
+            refused = {o for o in {o for under in self.options for o in under} if _refuses(o, roles)}
+            allowed = [[o for o in under if o not in refused] for under in self.options]
+            for zero, copies in _zeros(self.mesh, roles, self.gpus_per_node, self.pins):
+                found += [Strategy(roles, zero, copies, options) for options in allowed[zero]]
+        return tuple(found)
 
     @cached_property
     def quickest(self) -> tuple[Strategy, ...]:
@@ -70,6 +70,11 @@ class Candidates:
             for zero, under in ((1, low), (3, high))
             for options in under
         )
+
+
+def _refuses(options: Options, roles: tuple[Role, ...]) -> bool:
+    """Return whether a technique does not admit these roles."""
+    return any(technique.refused_roles(value, roles) for technique, value in options.chosen)
 
 
 def candidates(

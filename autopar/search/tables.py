@@ -7,14 +7,14 @@ across layouts (``Table.bounding``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from autopar.layer_price import LayerPrice
+from autopar.layer_price import LayerPrices
 from autopar.plan import Role, Strategy
 from autopar.schedules import Schedule
 from autopar.schedules.memory import peak_counts, pipeline_buffers
@@ -27,16 +27,26 @@ OFFLOAD_TIERS = ("host", "nvme")
 """The offload tiers, each with a memory limit: host memory and NVMe."""
 
 
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Strategies and, in the same order, their prices."""
+
+    strategies: tuple[Strategy, ...]
+    prices: LayerPrices
+
+    def take(self, keep: Indices) -> Priced:
+        return Priced(tuple([self.strategies[i] for i in keep.tolist()]), self.prices.take(keep))
+
+
 @dataclass(frozen=True)
 class Table:
-    """The candidates of layers of one class with equal pins: strategies and, in the same order, their prices (seconds, bytes) at one
-    place. Arrays are ``[candidate]``.
+    """The candidates of layers of one class with equal pins: strategies with their prices (seconds, bytes) at one place. Arrays are
+    ``[candidate]``.
 
     A place is a distinct kind of device that a stage runs on. ``elsewhere`` has the same candidates at the instance's other places.
     """
 
-    strategies: tuple[Strategy, ...]
-    prices: tuple[LayerPrice, ...]
+    priced: Priced
     forward: Array
     backward: Array  # only the input gradients if backwards are split
     weight: Array  # the weight gradients if backwards are split; otherwise 0
@@ -49,7 +59,7 @@ class Table:
     host: Array  # bytes in host memory during the whole step; host_saved: per microbatch in flight
     host_saved: Array
     nvme: Array  # bytes on NVMe
-    everything: tuple[tuple[Strategy, LayerPrice], ...] = ()  # dominated candidates included
+    everything: Priced  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
     split: bool = False  # whether backwards are split
 
@@ -63,11 +73,18 @@ class Table:
     def places(self) -> tuple[Table, ...]:
         return self, *self.elsewhere
 
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self.priced.strategies
+
+    @property
+    def prices(self) -> LayerPrices:
+        return self.priced.prices
+
     def take(self, keep: Indices) -> Table:
         return replace(
             self,
-            strategies=tuple(self.strategies[i] for i in keep),
-            prices=tuple(self.prices[i] for i in keep),
+            priced=self.priced.take(keep),
             elsewhere=tuple(table.take(keep) for table in self.elsewhere),
             **{each.name: getattr(self, each.name)[keep] for each in fields(self) if each.type == "Array"},
         )
@@ -90,12 +107,12 @@ class Table:
     @cached_property
     def segment(self) -> Indices:
         """The number of layers that a candidate recomputes as one."""
-        return np.array([p.segment for p in self.prices], dtype=np.int64)
+        return self.prices.column("segment").astype(np.int64)
 
     @cached_property
     def kept(self) -> Array:
         """Bytes per microbatch that the first layer of a candidate's segment keeps; for a single layer, the bytes that it saves."""
-        return np.where(self.segment > 1, np.array([float(p.segment_saved_bytes) for p in self.prices]), self.saved)
+        return np.where(self.segment > 1, self.prices.column("segment_saved_bytes"), self.saved)
 
     @cached_property
     def layouts(self) -> tuple[Roles, ...]:
@@ -143,14 +160,14 @@ class Table:
 
 
 def make_table(
-    candidates: list[Strategy], prices: list[tuple[LayerPrice, ...]], tied: bool = False, split: bool = False
+    candidates: Sequence[Strategy], prices: Sequence[LayerPrices], tied: bool = False, split: bool = False
 ) -> Table:
     """Return a table without the candidates that another one of the same layout (for ``tied`` layers, with equal roles and ZeRO stage)
     dominates at every place.
 
-    ``prices`` are each candidate's prices at each place. ``split``: backwards are split.
+    ``prices`` are the candidates' prices at each place. ``split``: backwards are split.
     """
-    first, *others = (_one_place(candidates, list(at), split) for at in zip(*prices, strict=True))
+    first, *others = (_one_place(Priced(tuple(candidates), at), split) for at in prices)
     table = replace(first, elsewhere=tuple(others))
     group = table.layout_index
     if tied:
@@ -159,34 +176,24 @@ def make_table(
     return table.take(np.sort(undominated(table.columns, group)))
 
 
-def _one_place(candidates: list[Strategy], prices: list[LayerPrice], split: bool) -> Table:
-    def columns(*names: str) -> list[Array]:
-        return list(np.array(list(zip(*map(attrgetter(*names), prices), strict=True)), dtype=np.float64))
-
-    nothing = np.zeros(len(prices))
-    elsewhere = any(s.options.offload_tier for s in candidates)
-    forward, backward, step = columns("forward_s", "backward_s", "step_s")
-    parameters, gradients, optimizer = columns("parameters_bytes", "gradients_bytes", "optimizer_bytes")
-    saved, transient, border = columns("saved_bytes", "transient_bytes", "boundary_bytes")
-    weight, waiting = columns("weight_s", "deferred_bytes") if split else [nothing] * 2
-    names = "host_bytes", "host_saved_bytes", "nvme_bytes"
-    host, host_saved, nvme = columns(*names) if elsewhere else [nothing] * 3
+def _one_place(priced: Priced, split: bool) -> Table:
+    column, nothing = priced.prices.column, np.zeros(len(priced.strategies))
+    weight = column("weight_s") if split else nothing
     return Table(
-        tuple(candidates),
-        tuple(prices),
-        forward,
-        backward - weight,
+        priced,
+        column("forward_s"),
+        column("backward_s") - weight,
         weight,
-        step,
-        parameters + gradients + optimizer,
-        saved,
-        waiting,
-        transient,
-        border,
-        host,
-        host_saved,
-        nvme,
-        tuple(zip(candidates, prices, strict=True)),
+        column("step_s"),
+        column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes"),
+        column("saved_bytes"),
+        column("deferred_bytes") if split else nothing,
+        column("transient_bytes"),
+        column("boundary_bytes"),
+        column("host_bytes"),
+        column("host_saved_bytes"),
+        column("nvme_bytes"),
+        priced,
         split=split,
     )
 

@@ -16,6 +16,7 @@ from autopar.ops.operands import operands
 from autopar.plan import NARROW_GRADIENTS
 from autopar.price.collective_pairs import CollectivePair
 from autopar.price.collectives import FLAT, SHARDED, RankGroup, group_time_s, overlapped_s
+from autopar.price.elementwise import most
 from autopar.price.live_memory import LayerMemory
 from autopar.price.op_costs import OpCosts, OpSlot
 from autopar.price.selective import Selection
@@ -198,7 +199,7 @@ class OtherTrainer(TrainerModel):
             transient += 2 * share.trainable * precision.gradient + 2 * gathered
         # the optimizer's step allocates when the layer's activations are free
         step = self.step_bytes * precision.master * share.trainable / (data if zero else 1)
-        return gradients + max(0.0, step - share.kept.saved_bytes), transient
+        return gradients + most(0.0, step - share.kept.saved_bytes), transient
 
     def lasting_gradients(self, gradients: int, zero: int, microbatches: int) -> int:
         return gradients

@@ -16,7 +16,7 @@ from autopar.graph import Graph, GraphLayer, LayerClass, Value
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import order
-from autopar.price.assemble import assemble
+from autopar.price.assemble import Candidate, assemble
 from autopar.price.collectives import group, group_time_s
 from autopar.price.layer import bind, divisible, size, sizes_on
 from autopar.price.live_memory import PrefetchContext
@@ -257,4 +257,4 @@ def price_layer(
     flops = table.model_flops / microbatches
     replicas = Replicas(sized.counts, strategy.data_axes(mesh), cluster, precision, trainer, ALL_REDUCE)
     around = replicas.costs(microbatches, flops)
-    return assemble(microbatch, around, strategy, cluster, precision, trainer, context)
+    return assemble(Candidate(strategy, microbatch, around, context, trainer), cluster, precision)

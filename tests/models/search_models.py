@@ -7,13 +7,16 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from search_memory import StageMemories, peak_host_memory, peak_memory
 from torch import fx, nn
 
 from autopar.graph import Graph, GraphLayer, LayerClass, Value
-from autopar.layer_price import LayerPrice, Tried
+from autopar.layer_price import LayerPrice, LayerPrices, Tried
 from autopar.plan import Axis, Role, Strategy
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import peak_counts
@@ -122,6 +125,15 @@ def _drawn(key: object) -> str:
     return f"Strategy(roles={key.roles!r}, zero={key.zero}, recompute={full}, selective={part}{offload})"
 
 
+def priced_layers(
+    self: Any, cls: str, mesh: tuple[Axis, ...], strategies: Sequence[Strategy], microbatches: int
+) -> tuple[NDArray[np.int64], LayerPrices]:
+    """``PriceSource.layers`` of a source that has only ``layer``."""
+    found = [self.layer(cls, mesh, strategy, microbatches) for strategy in strategies]
+    priced = [number for number, price in enumerate(found) if price is not None]
+    return np.array(priced, dtype=np.int64), LayerPrices.of([price for price in found if price is not None])
+
+
 class RandomPricer:
     """Prices drawn once per question. ``density`` is the share of strategies that have a price at all."""
 
@@ -152,6 +164,8 @@ class RandomPricer:
         if key not in self._layers:
             self._layers[key] = self._drawn_layer(*key)
         return self._layers[key]
+
+    layers = priced_layers
 
     def least_time_s(self, cls: str, mesh: tuple[Axis, ...], tried: Tried, microbatches: int) -> float:
         found = [self.layer(cls, mesh, strategy, microbatches) for strategy in tried.every]
@@ -538,6 +552,8 @@ class TransformerPricer:
 
     def on(self, cluster: Devices) -> TransformerPricer:
         return self
+
+    layers = priced_layers
 
     def layer(self, cls: str, mesh: tuple[Axis, ...], strategy: Strategy, microbatches: int) -> LayerPrice | None:
         data = strategy.degree(mesh, Role.DATA)

@@ -11,6 +11,7 @@ from price_models import chain, llama_block, mlp, mlp_types, price_layer, replic
 
 from autopar.devices import parse
 from autopar.devices.cluster import Network
+from autopar.devices.measured import CollectiveTimes
 from autopar.graph import Graph, LayerClass
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
@@ -19,12 +20,17 @@ from autopar.price.collective_pairs import pairs_of_conversion
 from autopar.price.collectives import p2p_s
 from autopar.price.layer import collective_s
 from autopar.price.live_memory import PrefetchContext
+from autopar.price.trainer import EMITTED
 from autopar.schedules import Schedule
 from autopar.search import SearchOptions, evaluate, manual_plan, reprice, search
+from autopar.search.manual import make_mesh
 from autopar.search.strategies import candidates, context_of
 from autopar.sharding import Sharding
 from autopar.techniques.sync import ALL_REDUCE
+from autopar.trainers.model import OtherTrainer
 from autopar.types import Collective, I, P, R, S, SpmdType
+from autopar.validate.models import graph_of
+from autopar.validate.rows import Architecture
 from passes.conversions import conversion_steps
 
 DATA, TENSOR, SEQUENCE = Role.DATA, Role.TENSOR, Role.TENSOR_SEQUENCE
@@ -226,6 +232,39 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
                     assert 0 < least_s <= (price.forward_s + price.backward_s) * (1 + 1e-12)
                     tightest[m] = max(tightest[m], least_s / (price.forward_s + price.backward_s))
     assert min(tightest.values()) > 0.95
+
+
+MIXTURE = Architecture(3, 256, 8, 8, 512, True, 1024, 128, False, False, 16, 2)
+CPUS = parse("8")
+WAITING = dataclasses.replace(CPUS, collective_times=CollectiveTimes({}, {2: 1e-4, 4: 3e-4, 8: 5e-4}))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "trainer", "sync"),
+    [
+        (CLUSTER, EMITTED, ALL_REDUCE),
+        (CLUSTER, EMITTED, "stale:2"),
+        (CLUSTER, OtherTrainer(overlap_data=2, overlap_tensor=0.5, overlap_experts=True, step_bytes=4), ALL_REDUCE),
+        (CPUS, EMITTED, ALL_REDUCE),
+        (WAITING, EMITTED, ALL_REDUCE),
+    ],
+    ids=["emitted", "late gradients", "other trainer", "CPUs", "CPUs that wait"],
+)
+def test_candidates_have_the_same_prices_together_and_alone(cluster, trainer, sync):
+    graph, checked = graph_of(MIXTURE, 64), 0
+    mesh = make_mesh(*((name, 2) for name in "abcd"[: cluster.count.bit_length() - 1]))
+    options = SearchOptions(allow=("int8_activations",), pin={"offload": "any"})
+    together, alone = (Pricer(graph, cluster, "bfloat16", trainer=trainer).of_program(2, sync) for _ in range(2))
+    for cls in graph.classes:
+        known = {"experts": graph.classes[cls].experts, "context": context_of(options, several_microbatches=True)}
+        every = candidates(mesh, 32, 4, options, **known).every[::3]
+        numbers, prices = together.layers(cls, mesh, every, 2)
+        each = [alone.layer(cls, mesh, strategy, 2) for strategy in every]
+        assert numbers.tolist() == [k for k, price in enumerate(each) if price is not None]
+        assert list(prices) == [price for price in each if price is not None]
+        assert all(price is together.layer(cls, mesh, every[k], 2) for k, price in zip(numbers, prices, strict=True))
+        checked += len(prices)
+    assert checked > 200
 
 
 def _tied() -> Graph:

@@ -220,7 +220,7 @@ class TestFolded:
         prices = Prices(graph, cluster, pricer, SearchOptions(roles=ROLES))
         table = prices.table(1, Configuration(mesh, Schedule(NO_PIPELINE, 1, 1)), False)
         assert table is not None
-        searched = {strategy.roles for strategy, _ in table.everything}
+        searched = {strategy.roles for strategy in table.everything.strategies}
         direct, relayed = ((role, *(Role.EXPERT,) * 3) for role in (Role.EXPERT, Role.EXPERT_RELAYED))
         seconds = [pricer.layer(graph.layers[1].cls, mesh, Strategy(roles), 1) for roles in (direct, relayed)]
         assert all(price is not None for price in seconds)
