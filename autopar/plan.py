@@ -198,8 +198,11 @@ class Strategy:
         assert zero in (0, 1, 2, 3), zero
         assert replicate == 1 or zero, (zero, replicate)
         assert zero >= options.min_zero, (zero, options)
-        for name, value in (("roles", roles), ("zero", zero), ("replicate", replicate), ("options", options)):
-            object.__setattr__(self, name, value)
+        put = object.__setattr__  # one by one: a search makes a strategy for each of its candidates
+        put(self, "roles", roles)
+        put(self, "zero", zero)
+        put(self, "replicate", replicate)
+        put(self, "options", options)
 
     def with_options(self, **changes: str) -> Strategy:
         """Return the strategy with other values of techniques."""

@@ -209,7 +209,8 @@ class Pricer:
         if found is None:
             return None
         microbatch, cluster = found
-        context = self._prefetch_context(cls_name, mesh, strategy, microbatches)
+        gathers = _gathers_experts(strategy, mesh)
+        context = self._prefetch_context(cls_name, mesh, strategy, microbatches, gathers)
         replicas = self._costs(cls_name, mesh, strategy, microbatches, microbatch.sized, cluster)
         return assemble(Candidate(strategy, microbatch, replicas, context, self.trainer), cluster, self.precision)
 
@@ -234,7 +235,7 @@ class Pricer:
                 found[of_copies] = costs, _gathers_experts(s, mesh)
             costs, gathers = found[of_copies]
             if (around := (roles, s.options, min(s.zero, 2), gathers)) not in found:
-                found[around] = pricer._prefetch_context(cls_name, mesh, s, microbatches)
+                found[around] = pricer._prefetch_context(cls_name, mesh, s, microbatches, gathers)
             numbers.append(number)
             candidates.append(Candidate(s, microbatch, costs, found[around], pricer.trainer))
         prices = LayerPrices(assemble_all(candidates, self._cluster_of(mesh), self.precision))
@@ -444,13 +445,14 @@ class Pricer:
             parts = [(sized.dense, axes_of(mesh)), (sized.experts, axes_of(mesh, of_experts=True))]
         return [Replicas(n, (*axes, *mirror), cluster, self.precision, self.trainer, self.sync) for n, axes in parts]
 
-    def _prefetch_context(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> PrefetchContext:
+    def _prefetch_context(
+        self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, gathers_experts: bool
+    ) -> PrefetchContext:
         """Return the sizes of the layers that may run before and after a layer of the class, in the same roles: their parameters may be
         prefetched while it runs."""
         if strategy.zero == 0:
             return NO_PREFETCH
         adjacent, known = self._adjacent_layers(cls_name, mesh, strategy, microbatches)
-        gathers_experts = _gathers_experts(strategy, mesh)
         key = strategy.options, strategy.zero >= 2, gathers_experts
         if key not in known:
             if strategy.options.segment_layers > 1:
