@@ -348,12 +348,7 @@ def _counts_all(node: fx.Node) -> bool:
 
 def _sums_of_choices(index: fx.Node) -> Iterator[fx.Node]:
     """Yield the sums over tokens of ``zeros.scatter(1, index, 1)``, where ``index`` are the choices of a top-k: no token has one twice."""
-    if (
-        index.target is not operator.getitem
-        or args_of(index)[0].target is not aten.topk.default
-        or args_of(index)[1] != 1
-        or argument(args_of(index)[0], 2, "dim", -1) not in (-1, len(shape_of(index)) - 1)
-    ):
+    if chosen_among(index) is None:
         return
     for node in index.users:
         zeros, *rest = args_of(node)[:4] if node.target is aten.scatter.value else (None,)
@@ -362,6 +357,17 @@ def _sums_of_choices(index: fx.Node) -> Iterator[fx.Node]:
         for user in _readers(node, *_CASTS):
             if user.target is aten.sum.dim_IntList and list(args_of(user)[1]) == [0] and len(shape_of(user)) == 1:
                 yield user
+
+
+def chosen_among(index: fx.Node) -> int | None:
+    """Return how many entries of the last dim the choices ``index`` of a top-k were made among; ``None`` if they are none. They are less
+    than that, and no row has one twice."""
+    if index.target is not operator.getitem or args_of(index)[0].target is not aten.topk.default:
+        return None
+    scores, last = args_of(args_of(index)[0])[0], len(shape_of(index)) - 1
+    if args_of(index)[1] != 1 or argument(args_of(index)[0], 2, "dim", -1) not in (-1, last):
+        return None
+    return shape_of(scores)[last]
 
 
 def counts_behind(offsets: object) -> fx.Node | None:

@@ -32,6 +32,7 @@ from passes.clean.expert_builder import (
     is_mutable,
     memory_of,
 )
+from passes.clean.expert_flow import chosen_among
 from passes.clean.nodes import aten, calls
 
 ENTER, LEAVE = "enter_loop", "leave_loop"
@@ -42,20 +43,20 @@ _SELECTIONS = (aten.where.default, aten.nonzero_numpy.default)
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """The router's choices ``index``, ``[tokens * choices]`` in any shape. ``one_hot`` has a last dim for the experts, ``masked``: it is
-    zero where a choice is dropped."""
+    """The router's choices ``index``, ``[tokens * choices]`` in any shape. ``one_hot`` encodes them, with a last dim for the experts,
+    and is zero where a choice is dropped; ``None`` if none is."""
 
     index: fx.Node
-    one_hot: fx.Node
+    one_hot: fx.Node | None
     tokens: int
     choices: int
     experts: int
-    masked: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """One expert's part: ``write`` adds ``value`` to the tokens; ``mask`` has an entry for each expert, choice and token."""
+    """One expert's part: ``write`` adds ``value`` to the tokens. ``mask`` has an entry for each expert, choice and token; or it has the
+    choices ``[tokens, choices]``, with which the expert's number is compared."""
 
     expert: int
     write: fx.Node
@@ -78,6 +79,7 @@ class LoweredLoops:
 
 def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> LoweredLoops:
     """Lower the loops over experts whose parameters are among the placeholders ``parameters``, and erase the markers of those loops."""
+    _use_index_add(gm)
     (spans, unfinished), lowered = _spans(gm), LoweredLoops()
     for chain in _chains(gm):
         span = next((s for s in spans if any(i.write in s.body for i in chain)), None)
@@ -152,6 +154,48 @@ def _is_true_for_nonempty(condition: fx.Node, mask: fx.Node) -> bool:
     return source is mask and {d % len(shape_of(mask)) for d in dims or ()} == {1, 2} and len(shape_of(condition)) == 1
 
 
+# -- sums that are written back ----------------------------------------------------------------------------------------
+
+
+def _use_index_add(gm: fx.GraphModule) -> None:
+    """Replace ``out[token] += value`` by ``out.index_add_(0, token, value)`` if the tokens are those of one expert in a top-k: no token
+    has an expert twice, so that the sum that is written back has all terms."""
+    for write in calls(gm, aten.index_put_.default):
+        base, indices, total = args_of(write)[:3]
+        token = indices[0] if len(indices) == 1 else None
+        if len(write.args) > 3 or write.kwargs or not isinstance(token, fx.Node) or not _is_unique(token):
+            continue
+        if total.target is not aten.add_.Tensor or total.kwargs or list(total.users) != [write]:
+            continue
+        before, value = args_of(total)[:2]
+        if before.target is not aten.index.Tensor or list(args_of(before)[1]) != [token]:
+            continue
+        # nothing else reads or changes ``out`` meanwhile
+        alone = args_of(before)[0] is base and set(base.users) == {before, write} and list(before.users) == [total]
+        if not alone or not isinstance(value, fx.Node) or not _is_alike(val(value), val(before)):
+            continue
+        with gm.graph.inserting_before(write):
+            new = gm.graph.call_function(aten.index_add_.default, (base, 0, token, value))
+        new.meta = dict(write.meta)
+        write.replace_all_uses_with(new)
+        for node in (write, total, before):
+            gm.graph.erase_node(node)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Return whether two tensors have the same shape and dtype."""
+    return bool(one.shape == other.shape) and one.dtype == other.dtype
+
+
+def _is_unique(token: fx.Node) -> bool:
+    """Return whether ``token`` has the rows of a top-k's choices that equal one number."""
+    if token.target is not operator.getitem or args_of(token)[1] != 0:
+        return False
+    selection: Any = args_of(token)[0]
+    equal = args_of(selection)[0] if selection.target in _SELECTIONS else None
+    return isinstance(equal, fx.Node) and equal.target is aten.eq.Scalar and chosen_among(args_of(equal)[0]) is not None
+
+
 # -- finding loops -------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +214,8 @@ def _chains(gm: fx.GraphModule) -> list[list[_Iteration]]:
             last.append(iteration)
         else:
             chains.append([iteration])
-    return [c for c in chains if sorted(i.expert for i in c) == list(range(shape_of(c[0].mask)[0]))]
+    choices = [(chain, _choices(chain[0].mask)) for chain in chains]
+    return [c for c, found in choices if found and sorted(i.expert for i in c) == list(range(found.experts))]
 
 
 def _iteration(write: fx.Node) -> _Iteration | None:
@@ -180,32 +225,43 @@ def _iteration(write: fx.Node) -> _Iteration | None:
     if not isinstance(token, fx.Node) or token.target is not operator.getitem or not isinstance(value, fx.Node):
         return None
     selection, number = args_of(token)[:2]
-    if selection.target not in _SELECTIONS or number != 1 or len(shape_of(args_of(selection)[0])) != 2:
+    if selection.target not in _SELECTIONS or len(shape_of(args_of(selection)[0])) != 2:
         return None
-    mask, expert = entry_of(args_of(selection)[0])
-    if mask is None or len(shape_of(mask)) != 3 or shape_of(mask)[2] != shape_of(base)[0]:
+    selected: Any = args_of(selection)[0]
+    compared = selected.target is aten.eq.Scalar
+    mask, expert = args_of(selected)[:2] if compared else entry_of(selected)
+    tokens_dim = 0 if compared else 1
+    if mask is None or number != tokens_dim or shape_of(selected)[tokens_dim] != shape_of(base)[0]:
         return None
-    choice = next((user for user in selection.users if user.target is operator.getitem and args_of(user)[1] == 0), None)
+    if len(shape_of(mask)) != (2 if compared else 3) or not isinstance(expert, int):
+        return None
+    others = (user for user in selection.users if user.target is operator.getitem)
+    choice = next((user for user in others if args_of(user)[1] == 1 - tokens_dim), None)
     return _Iteration(expert, write, mask, selection, token, choice, value)
 
 
 def _choices(mask: fx.Node) -> _Choices | None:
-    """Return the choices of which ``mask [experts, choices, tokens]`` is the one-hot encoding, permuted."""
+    """Return the choices ``mask [tokens, choices]`` of a top-k, or those of which ``mask [experts, choices, tokens]`` is the one-hot
+    encoding, permuted."""
+    if len(shape_of(mask)) == 2:
+        tokens, choices = shape_of(mask)
+        among = chosen_among(mask)
+        return None if among is None else _Choices(mask, None, tokens, choices, among)
     if mask.target is not aten.permute.default or list(args_of(mask)[1]) != [2, 1, 0]:
         return None
     experts, choices, tokens = shape_of(mask)
     one_hot: Any = args_of(mask)[0]
     while one_hot.target in RESHAPES and shape_of(args_of(one_hot)[0])[-1:] == (experts,):
         one_hot = args_of(one_hot)[0]
-    plain, masked = one_hot, False
+    plain, dropping = one_hot, None
     if one_hot.target is aten.mul.Tensor:
         plain, kept = args_of(one_hot)[:2]
         if not isinstance(kept, fx.Node) or dtype_of(kept) != torch.bool or shape_of(plain) != shape_of(one_hot):
             return None
-        masked = True
+        dropping = one_hot
     if not isinstance(plain, fx.Node) or plain.target is not aten.one_hot.default or args_of(plain)[1] != experts:
         return None
-    return _Choices(args_of(plain)[0], one_hot, tokens, choices, experts, masked)
+    return _Choices(args_of(plain)[0], dropping, tokens, choices, experts)
 
 
 # -- lowering ------------------------------------------------------------------------------------------------------------
@@ -228,7 +284,7 @@ class _Loop(ExpertBuilder):
                 raise UnsupportedError
             self._sort(found)
             value = self.build(tuple(iteration.value for iteration in self.chain))
-            if value not in self.row_nodes or (found.masked and not self._weights_last):
+            if value not in self.row_nodes or (found.one_hot is not None and not self._weights_last):
                 raise UnsupportedError
             if not self.reads_only_replaced([iteration.selection for iteration in self.chain], self.base):
                 raise UnsupportedError
@@ -273,7 +329,7 @@ class _Loop(ExpertBuilder):
         if not is_weight:
             return self.add(aten.index.Tensor, source, [self.token])
         weights = source
-        if self.found.masked:
+        if self.found.one_hot is not None:
             kept = self.add(aten.sum.dim_IntList, self.found.one_hot, [-1])
             kept = self.add(aten.to.dtype, self.add(aten.reshape.default, kept, [tokens, choices]), dtype_of(source))
             weights = self.add(aten.mul.Tensor, weights, kept)

@@ -108,8 +108,28 @@ def segments(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, token, rows * weights.flatten()[order][:, None])
 
 
+def compared(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As nanoGPT's relatives: a loop over modules, and choices that are compared with the module's number."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+def indexed(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """As mistral-inference: a sum by index, in place."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out[token] += weights[token, choice, None] * expert(x[token])
+    return out
+
+
 @pytest.mark.parametrize("chosen", [1, 2])
-@pytest.mark.parametrize("run", [hit_loop, numbers, capacity, segments], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [hit_loop, numbers, capacity, segments, compared, indexed], ids=lambda run: run.__name__
+)
 def test_loops_become_mixtures(run: Run, chosen: int) -> None:
     subject = make_subject(model(run, chosen), batch())
     error = compare_with_eager(subject)
@@ -143,7 +163,7 @@ def test_experts_that_all_run_are_not_possibly_unused() -> None:
     [{"data": 2, "zero": 3}, {"expert": 2}, {"tensor": 2}],
     ids=lambda options: " ".join(options),
 )
-@pytest.mark.parametrize("run", [hit_loop, segments], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [hit_loop, segments, indexed], ids=lambda run: run.__name__)
 def test_programs_are_exact(run: Run, options: dict[str, Any], workers2: WorkerPool) -> None:
     subject = make_subject(model(run), batch())
     outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
@@ -242,7 +262,45 @@ def one_class_more(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-REFUSED = [busy_only, negative, more_than_rows, mixed_rows, onto_itself, unequal, other_order, sizes_read]
+def fewer_experts(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Tokens may choose an expert that is not there."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts[:-1]):
+        token, choice = torch.where(index == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+def perhaps_twice(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A token may have an expert twice, so that only one of its terms is written back."""
+    out, index = torch.zeros_like(x), index // 2
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out[token] += weights[token, choice, None] * expert(x[token])
+    return out
+
+
+def written_back_doubled(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out[token] = 2 * out[token] + weights[token, choice, None] * expert(x[token])
+    return out
+
+
+REFUSED = [
+    fewer_experts,
+    perhaps_twice,
+    written_back_doubled,
+    busy_only,
+    negative,
+    more_than_rows,
+    mixed_rows,
+    onto_itself,
+    unequal,
+    other_order,
+    sizes_read,
+]
 
 
 @pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
