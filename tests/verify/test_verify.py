@@ -526,6 +526,44 @@ def test_a_zoo_model_is_shrunk_and_its_plan_checked_at_its_own_size(tmp_path: Pa
     assert re.search(r"^exact: 1 plans of gpt2", result.stdout, re.MULTILINE)
 
 
+class Stack(nn.Module):
+    """Linear layers, of which the last is the first one's module under another name."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.last = self.inner[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return self.last(x).square().mean()
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What needs no capture is compared before it, the layers before the attacks, and a zoo model's before it is shrunk."""
+
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("this was not to be reached")
+
+    batch = torch.randn(4, 8)
+    plan = manual_plan(annotate(capture(Stack(3), batch)), data=2)
+    monkeypatch.setattr(verify_run, "attack", never)
+    with pytest.raises(UsageError, match="for a model of 3 layers .* this one has 4"):
+        autopar.verify(Stack(5), batch, plan=plan)
+    monkeypatch.setattr(verify_run, "make_subject", never)
+    with pytest.raises(UsageError, match=r"Stack has no module inner.2 \(1 of the plan's 3 layers"):
+        autopar.verify(Stack(2), batch, plan=plan)
+    with pytest.raises(UsageError, match="for a global batch of 4, this one has 6"):
+        autopar.verify(Stack(3), torch.randn(6, 8), plan=plan)
+    with pytest.raises(UsageError, match="Sequential has no module inner.0 "):
+        autopar.compile(nn.Sequential(nn.Linear(8, 8)), 2, (batch, batch), nn.functional.mse_loss, plan=plan)
+    (tmp_path / "plan.json").write_text(plan.dumps())
+    monkeypatch.setattr("autopar.cli.verify._load", never)
+    result = CliRunner().invoke(cli, ["verify", "gpt2", "--plan", str(tmp_path / "plan.json"), "--seq", "16"])
+    assert isinstance(result.exception, UsageError) and "for a model of 3 layers" in result.exception.message
+
+
 def test_requests_that_make_no_sense_end_with_two(tmp_path: Path) -> None:
     for words in (
         ["nothing-like-it"],
