@@ -434,8 +434,10 @@ class Plan:
         """Return the plan in one sentence; ``autopar price`` prints all of it."""
         mesh = " x ".join(f"{axis.name} {axis.size}" for axis in self.mesh)
         stages = f"{len(self.stages)} stages ({self.schedule}) of mesh" if len(self.stages) > 1 else "mesh"
+        spec = "" if self.devices == str(self.device_count) else f" ({self.devices})"
+        count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         return (
-            f"plan of {self.model} for {self.device_count} devices ({self.devices}): {stages} {mesh}, {self.microbatches} microbatches, "
+            f"plan of {self.model} for {self.device_count} devices{spec}: {stages} {mesh}, {count}, "
             f"one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
         )
 

@@ -142,7 +142,8 @@ def collectives_verdict(report: CollectivesReport) -> str:
 
 def verdict(report: Report) -> str:
     """Return the report in one sentence."""
-    count = f"{len(report.checked)} plans of {report.model} on {report.devices} processes"
+    plans = f"{n} plan{'s' if (n := len(report.checked)) != 1 else ''}"
+    count = f"{plans} of {report.model} on {report.devices} processes"
     count += f" and {len(report.attacks)} attacks on one device" if report.attacks else ""
     if report.exact:
         return (

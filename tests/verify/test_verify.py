@@ -394,7 +394,9 @@ def test_a_plan_with_local_steps_is_not_called_exact(tmp_path: Path) -> None:
     report = autopar.verify(model, batch, loss_fn, plan=plan)
     assert report.agrees and not report.exact and report.max_relative_difference < 1e-9
     assert report.to_json()["exact"] is False and "the first step of one device" in report.to_json()["reference"]
-    assert verdict(report).startswith("matches its reference (not exact): 1 plans") and "first step" in verdict(report)
+    assert verdict(report).startswith("matches its reference (not exact): 1 plan of") and "first step" in verdict(
+        report
+    )
 
 
 def test_replicas_that_differ_after_an_update_are_found(workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +525,7 @@ def test_a_zoo_model_is_shrunk_and_its_plan_checked_at_its_own_size(tmp_path: Pa
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert "n_layer 4" in result.stdout and "32 devices type-checks (1 stages)" in result.stdout
-    assert re.search(r"^exact: 1 plans of gpt2", result.stdout, re.MULTILINE)
+    assert re.search(r"^exact: 1 plan of gpt2", result.stdout, re.MULTILINE)
 
 
 class Stack(nn.Module):
