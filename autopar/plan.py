@@ -112,8 +112,7 @@ MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
-UNNAMED_LAYERS = ("embeddings", "model")
-"""Names of layers of no single module: a model's first, and others. The rest have a module's path as name, and after ``@`` a number."""
+UNNAMED_LAYERS = ("embeddings", "model")  # names without a module; other layers have a module's path, and a number after "@"
 ALLOWED = {
     MICROBATCH_STATISTICS: "a loss that needs the full batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
     "computed for each microbatch separately, and the step's loss is their mean",

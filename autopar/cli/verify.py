@@ -142,8 +142,7 @@ def collectives_verdict(report: CollectivesReport) -> str:
 
 def verdict(report: Report) -> str:
     """Return the report in one sentence."""
-    plans = f"{n} plan{'s' if (n := len(report.checked)) != 1 else ''}"
-    count = f"{plans} of {report.model} on {report.devices} processes"
+    count = f"{len(report.checked)} plan{'s' if len(report.checked) != 1 else ''} of {report.model} on {report.devices} processes"
     count += f" and {len(report.attacks)} attacks on one device" if report.attacks else ""
     if report.exact:
         return (
