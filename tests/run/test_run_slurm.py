@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import tuned
-from tiers import slow
 
 from autopar.devices import parse
 from autopar.errors import LaunchError, UsageError
@@ -63,7 +62,7 @@ def test_ranks_start_on_their_nodes(seen: Path, tmp_path: Path) -> None:
     ]
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_plans_are_tuned_on_two_nodes(seen: Path, tmp_path: Path) -> None:
     """The rates of the cluster are corrected, those of the network apart, and the log is resumed."""
