@@ -112,6 +112,7 @@ MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
+UNNAMED_LAYERS = ("embeddings", "model")  # names without a module; other layers have a module's path, and a number after "@"
 ALLOWED = {
     MICROBATCH_STATISTICS: "a loss that needs the full batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
     "computed for each microbatch separately, and the step's loss is their mean",
@@ -435,8 +436,10 @@ class Plan:
         """Return the plan in one sentence; ``autopar price`` prints all of it."""
         mesh = " x ".join(f"{axis.name} {axis.size}" for axis in self.mesh)
         stages = f"{len(self.stages)} stages ({self.schedule}) of mesh" if len(self.stages) > 1 else "mesh"
+        spec = "" if self.devices == str(self.device_count) else f" ({self.devices})"
+        count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         return (
-            f"plan of {self.model} for {self.device_count} devices ({self.devices}): {stages} {mesh}, {self.microbatches} microbatches, "
+            f"plan of {self.model} for {self.device_count} devices{spec}: {stages} {mesh}, {count}, "
             f"one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
         )
 

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import UsageError
-from autopar.plan import Plan
+from autopar.plan import UNNAMED_LAYERS, Plan
 from autopar.plan_schema import check_plan
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from autopar.devices import Cluster
     from autopar.graph import Graph
 
 _WRITTEN_BY = "`autopar plan MODEL --devices ... -o FILE` writes one"
+_PLAN_AGAIN = "a plan fits the model, the batch and the version of autopar that it was made for: plan again"
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -39,11 +42,29 @@ def check_model(plan: Plan, graph: Graph) -> None:
         raise UsageError(
             f"the plan is for a model of {len(theirs)} layers ({theirs[0]} to {theirs[-1]}), "
             f"this one has {len(mine)} ({mine[0]} to {mine[-1]})",
-            "a plan fits the model, the batch and the version of autopar that it was made for: plan again",
+            _PLAN_AGAIN,
         )
-    if plan.global_batch != graph.batch_size:
+    _check_batch(plan, graph.batch_size)
+
+
+def check_modules(plan: Plan, model: nn.Module, rows: int) -> None:
+    """Raise ``UsageError`` if a layer of the plan is no module of the model, or the batch has other ``rows``. This needs no capture;
+    ``check_model`` compares all layers."""
+    modules = {*UNNAMED_LAYERS, *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    missing = [layer.name for layer in plan.layers if layer.name.partition("@")[0] not in modules]
+    if missing:
         raise UsageError(
-            f"the plan is for a global batch of {plan.global_batch}, this one has {graph.batch_size}",
+            f"the plan is for another model: {type(model).__name__} has no module {missing[0]} "
+            f"({len(missing)} of the plan's {len(plan.layers)} layers are missing)",
+            _PLAN_AGAIN,
+        )
+    _check_batch(plan, rows)
+
+
+def _check_batch(plan: Plan, rows: int) -> None:
+    if plan.global_batch != rows:
+        raise UsageError(
+            f"the plan is for a global batch of {plan.global_batch}, this one has {rows}",
             f"give a batch of {plan.global_batch} rows (--global-batch {plan.global_batch}), or plan again",
         )
 

@@ -72,6 +72,8 @@ def plan_model(
         )
     check_schedule(options)
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
+    if given is not None:
+        workload.check_plan(given)
     graph = compared_graph(workload, capture_check, progress, for_program=for_program)
     again = recapture or workload.resized
     own_dtype = workload.precision is None

@@ -18,6 +18,8 @@ from autopar.capture.batch import BatchStructure, count_tokens, describe_batch, 
 from autopar.errors import AutoparError, BatchError, ModelError, UsageError
 from autopar.expert_loads import ExpertLoads
 from autopar.graph import Graph
+from autopar.plan import Plan
+from autopar.plan_files import check_modules
 from autopar.precision import FP8_RECIPES, normalise
 from autopar.search.numerics import Numerics
 from autopar.shard import annotate
@@ -108,6 +110,11 @@ class Workload:
         """Return the rows of the batch, and its tokens."""
         leaves = describe_batch(self.model, self.batch, self.loss_fn).leaves
         return leaves[0].shape[0], count_tokens(leaves)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise ``UsageError`` if the plan is for other modules or another batch size, before the capture, which may take minutes."""
+        if self.few_blocks is None and isinstance(self.model, nn.Module):
+            check_modules(plan, self.model, self.batch_sizes()[0])
 
     def inputs(self, graph: Graph) -> dict[str, Tensor]:
         """Return the batch's tensors by the names of the graph's inputs."""

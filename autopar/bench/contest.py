@@ -23,7 +23,7 @@ from autopar.devices import Cluster
 from autopar.errors import LaunchError
 from autopar.plan import Plan
 from autopar.planning import plan_model
-from autopar.run.processes import NetworkNamespaces
+from autopar.run.processes import Placement
 from autopar.search import SearchOptions
 from autopar.timing import TimingSession, paired_ratio
 from autopar.timing.session import LEARNING_RATE
@@ -93,7 +93,7 @@ def contest(
     cluster: Cluster,
     *,
     choices: Sequence[HandTunedRecipe] | None = None,
-    netns: NetworkNamespaces | None = None,
+    placement: Placement | None = None,
     rounds: int = 7,
     steps: int = 3,
     seed: int = 0,
@@ -101,7 +101,7 @@ def contest(
 ) -> ContestResult:
     """Measure ``model`` (a name of ``MODELS``) on as many processes of this machine as ``cluster`` has devices.
 
-    The plan is for ``cluster``; the hand-tuned programs are those of ``choices``, by default of ``recipes``. With ``netns``, processes
+    The plan is for ``cluster``; the hand-tuned programs are those of ``choices``, by default of ``recipes``. With ``placement``, processes
     run in other network namespaces. After every round, hand-tuned contenders that take more than twice as long as the best hand-tuned one
     are dropped; those that remain have a time in every round, which is paired with the automatic program's. ``progress`` is called with the
     running contender, the number of measurements done, and their total number.
@@ -115,7 +115,7 @@ def contest(
     tell = progress or (lambda text, done, total: None)
     with (
         tempfile.TemporaryDirectory() as folder,
-        BenchmarkSession(subject, cluster.count, steps, Path(folder), netns) as session,
+        BenchmarkSession(subject, cluster.count, steps, Path(folder), placement) as session,
     ):
         tell("planning", 0, 1)
         graph, plan = plan_model(session.workload, cluster, SearchOptions(precision="float32"))
@@ -149,14 +149,16 @@ class BenchmarkSession(TimingSession):
         processes: int,
         steps: int,
         folder: Path,
-        netns: NetworkNamespaces | None = None,
+        placement: Placement | None = None,
         device: str = "cpu",
         precision: str | None = None,
     ) -> None:
         self.subject = subject
         torch.manual_seed(0)
         self.workload = Workload(subject.build(), subject.batch(0), subject.loss_fn, subject.name, precision)
-        super().__init__(self.workload.model.state_dict(), subject.batch(0), processes, steps, folder, netns, device)
+        super().__init__(
+            self.workload.model.state_dict(), subject.batch(0), processes, steps, folder, placement, device
+        )
 
     def __enter__(self) -> BenchmarkSession:
         return self

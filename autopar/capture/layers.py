@@ -22,6 +22,7 @@ from autopar.graph import GraphLayer, LayerClass, Value
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
 from autopar.ops.operands import dtype_of, shape_of
+from autopar.plan import UNNAMED_LAYERS
 from passes.clean.nodes import ancestors, copy_origin
 from passes.clean.views import views_of
 
@@ -187,7 +188,7 @@ def layer_names(groups: list[NodeGroup], classes: dict[str, str]) -> list[str]:
             elif parameterized:
                 name = parameterized[0 if index == 0 else -1]
             else:
-                name = "embeddings" if index == 0 and len(groups) > 1 else "model"
+                name = UNNAMED_LAYERS[0 if index == 0 and len(groups) > 1 else 1]
         names.append(unique(name, taken, separator="@"))
     return names
 

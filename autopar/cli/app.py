@@ -359,10 +359,11 @@ command(
 
 command(
     "tune",
-    """Measure plans on this machine, correct the prices, and plan again.
+    """Measure plans on this machine or in a SLURM allocation, correct the prices, and plan again.
 
-    The best few different plans for MODEL train in local processes, in turns. What they take corrects the measured times of this machine by
-    factors; under the corrected prices autopar plans again and measures what could be faster, until no plan could be or --minutes are over.
+    The best few different plans for MODEL train in turns, in local processes, or by srun on the nodes of the SLURM allocation in which this
+    command runs once. What they take corrects the measured times of this machine, or the figures of the nodes, by factors; under the
+    corrected prices autopar plans again and measures what could be faster, until no plan could be or --minutes are over.
     The same command continues from --log."""
     + MODEL_HELP,
     (

@@ -157,6 +157,13 @@ class Messages:
             self.console.print(f"{stage} ...", highlight=False)
         self._stage = stage
 
+    def step(self, stage: str, text: str) -> None:
+        """Report one of a stage's few long steps, which has a line of its own in a log file or a pipe, too."""
+        if self._status is None:
+            self.console.print(f"{stage}: {text} ...", highlight=False, markup=False, soft_wrap=True)
+            self._stage = stage
+        self(stage, text)
+
     def say(self, text: str) -> None:
         """Print a message without wrapping, so that commands in it can be copied."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -105,7 +105,7 @@ def explained(request: PlanRequest, given: Plan | None) -> Explanation:
             except InfeasibleError as error:
                 raise suggest(study, error, lambda text: messages("explain", text)) from None
         best = replace(best, request=recorded_options(request))
-        return explain(study, plan or best, best, lambda text: messages("explain", text))
+        return explain(study, plan or best, best, lambda text: messages.step("explain", text))
 
 
 def same_prices(written: Plan, step_s: float) -> bool:

@@ -63,6 +63,14 @@ MODEL_HELP = """
 MOVED = {"trace": "report PLAN --trace FILE", "models": "help models", "hardware": "help hardware"}
 """The replacements of former commands, except those that moved to the group ``dev``."""
 
+ANSWERED_BY = {
+    "memory": "`plan` prints the memory of each stage, `price MODEL --devices SPEC --plan FILE --timeline` that of a device through a step",
+    "train": "`run` trains in local processes, and `emit` writes a folder whose train.py runs under torchrun",
+    "estimate": "`price` predicts time and memory of a given plan, and `plan` finds the best one",
+    "search": "`plan` searches for the best plan",
+}
+"""Hints for words that are no commands, but that users of other tools try."""
+
 
 class Commands(click.Group):
     """A group that lists its commands in the order in which they were added, and suggests the new name for a former one."""
@@ -83,6 +91,8 @@ class Commands(click.Group):
         moved |= MOVED if groups else {}
         if name in moved:
             raise UsageError(f"`{path} {name}` has another name now", f"write `{path} {moved[name]}`")
+        if groups and name in ANSWERED_BY:
+            raise UsageError(f"there is no command `{path} {name}`", ANSWERED_BY[name])
         near = difflib.get_close_matches(name, [*self.commands, *moved], n=1)
         hint = f"did you mean `{path} {moved.get(near[0], near[0])}`?" if near else f"`{path} --help` lists them"
         raise UsageError(f"there is no command `{path} {name}`", hint)

@@ -1,5 +1,5 @@
 """The worker process of ``autopar ui``: ``python -m autopar.cli.planner`` reads jobs from standard input, one JSON object per line, and
-writes their progress to standard output.
+writes their progress to standard output. A line ``{"cancel": number}`` ends the search of that job; the worker and its graph stay.
 
 A job has a kind, the arguments of ``autopar plan`` and a folder. A job of kind ``plan`` writes ``plan.json`` (as ``autopar plan --json``
 prints it), ``figures.json`` (the data of its report) and ``report.html`` into the folder; one of kind ``program`` writes the program of
@@ -43,11 +43,27 @@ from autopar.search import SearchOptions
 Tell = Callable[[str, str], None]
 
 
-class Planner:
-    """Runs jobs, one at a time, and reports progress by calling ``tell(stage, text)``."""
+class Cancelled(BaseException):
+    """The job whose search runs was cancelled; no handler of errors is for it."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+
+class Calls(queue.Queue[dict[str, Any]]):
+    """Jobs that wait. A line ``{"cancel": number}`` is no job: it sets ``cancelled`` at once."""
+
+    cancelled = ""
+
+    def put(self, item: dict[str, Any], block: bool = True, timeout: float | None = None) -> None:
+        if "cancel" in item:
+            self.cancelled = item["cancel"]
+        else:
+            super().put(item, block, timeout)
+
+
+class Planner:
+    """Runs jobs, one at a time, and reports progress by calling ``tell(stage, text)``. Searches call ``interrupt``, which may raise."""
+
+    def __init__(self, tell: Tell, interrupt: Callable[[], None] = lambda: None) -> None:
+        self._tell, self._interrupt = tell, interrupt
         self._key: tuple[Any, ...] = ()
         self._graph: Graph | None = None
 
@@ -78,6 +94,7 @@ class Planner:
     def _captured(self, arguments: list[str]) -> tuple[PlanRequest, Cluster, SearchOptions, Graph]:
         request = PlanRequest.taken_from(cli.commands["plan"].make_context("plan", list(arguments)).params)
         cluster, options = cluster_and_options(request)
+        options = dataclasses.replace(options, interrupt=self._interrupt)
         check_schedule(options)
         model = Path(request.model)
         key = (
@@ -121,20 +138,27 @@ def failure(error: BaseException) -> dict[str, Any]:
 def main() -> None:
     progress_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the model's code prints goes to the terminal, not into the stream of progress
-    calls: queue.Queue[dict[str, Any]] = queue.Queue()
+    calls, running = Calls(), ""
     threading.Thread(target=read_calls, args=(os.fdopen(os.dup(0)), calls), daemon=True).start()
 
     def say(**line: Any) -> None:
         progress_stream.write(json.dumps(line) + "\n")
         progress_stream.flush()
 
-    planner = Planner(lambda stage, text: say(stage=stage, text=text))
+    def interrupt() -> None:
+        if calls.cancelled == running:
+            raise Cancelled
+
+    planner = Planner(lambda stage, text: say(stage=stage, text=text), interrupt)
     while True:
         call = calls.get()
+        running = call["number"]
         work = {"plan": planner.plan, "program": planner.program}[call["kind"]]
         try:
             work(call["arguments"], Path(call["folder"]))
             say(error=None)
+        except Cancelled:
+            say(error={"message": "cancelled", "hint": ""})
         except Exception as error:  # report any error to the page
             say(error=failure(error))
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""``autopar tune`` measures plans on this machine, corrects the prices, and plans again."""
+"""``autopar tune`` measures plans on this machine or in a SLURM allocation, corrects the prices, and plans again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from autopar.cli.commands import cluster_and_options, load, recorded_options
 from autopar.cli.console import Messages, output_file, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import parallelism
+from autopar.devices import Cluster
 from autopar.devices.calibration import Calibration, default_path, read
 from autopar.errors import LaunchError, UsageError
-from autopar.run.processes import check_count
+from autopar.run.processes import Placement, check_count
 from autopar.run.ranks import is_one_of_several
+from autopar.run.slurm import is_in_allocation, is_one_task_of_several, slurm_placement
 from autopar.tune import Effort, TuneResult, tune
 from autopar.units import seconds
 
@@ -30,19 +32,15 @@ def tune_command(
     **effort: int,
 ) -> None:
     """Measure, print the plans and the corrections, and write the requested files."""
-    if is_one_of_several():
+    if is_one_of_several() or is_one_task_of_several():
         raise UsageError(
-            "tune starts its own processes on one machine, and this is one of several that a launcher started",
-            "run it once, without a launcher, with --devices N for the devices of one node",
+            "tune starts its processes, again after each program that fails, and this is one of several that a launcher started",
+            "run it once, without torchrun: with --devices N for one node, or in a SLURM allocation of the cluster's nodes",
         )
     files = [output_file(name, option) if name else None for name, option in _files(log, output, save_calibration)]
     cluster, options = cluster_and_options(request)
-    if not cluster.local:
-        raise LaunchError(
-            f"{request.devices} describes devices that are not on this machine",
-            "tune on the devices of one node: `--devices 4`",
-        )
-    check_count(cluster.count)
+    placement = None if cluster.local else _placement(request.devices, cluster, files)
+    check_count(cluster.count if placement is None else cluster.gpus_per_node)
     with Messages() as messages:
         workload = load(request, cluster, messages, "cpu")
         result = tune(
@@ -50,20 +48,42 @@ def tune_command(
             cluster,
             options,
             Effort(seconds=60 * minutes, **effort),
-            base=None if cluster.gpu.measured is None else _calibration(request),
+            base=None if cluster.gpu.measured is None or placement else _calibration(request),
             log=files[0],
+            placement=placement,
             progress=messages,
         )
     best = dataclasses.replace(result.best, request=recorded_options(request))
-    for file, text in ((files[1], best.dumps() + "\n"), (files[2], result.calibration.dumps())):
-        if file is not None:
-            file.write_text(text)
+    if files[1] is not None:
+        files[1].write_text(best.dumps() + "\n")
+    if files[2] is not None and result.calibration is not None:
+        files[2].write_text(result.calibration.dumps())
     sentences = [*failures(result), *_runner_up(result), f"stopped: {result.stopped}"]
     show(as_json, result.to_json(), plans(result), "", corrections(result), "", *sentences)
 
 
 def _files(log: str, output: str | None, save_calibration: str | None) -> list[tuple[str | None, str]]:
     return [(log, "--log"), (output, "-o"), (save_calibration, "--save-calibration")]
+
+
+def _placement(devices: str, cluster: Cluster, files: list[Path | None]) -> Placement:
+    """Return how to start processes on the nodes of this SLURM allocation; files that they share are beside the log."""
+    if not is_in_allocation():
+        raise LaunchError(
+            f"{devices} describes devices that are not on this machine",
+            "tune on the devices of one node (`--devices 4`), or in a SLURM allocation of these nodes (salloc, sbatch)",
+        )
+    if cluster.parts:
+        raise UsageError(
+            f"{devices} has nodes of several kinds, and tune measures equal ones", "tune on one of the kinds"
+        )
+    if files[2] is not None:
+        raise UsageError(
+            f"--save-calibration has measurements of one node's devices, and {devices} describes a cluster",
+            "leave it out: the plan of -o has the corrected prediction",
+        )
+    assert files[0] is not None
+    return slurm_placement(cluster.nodes, cluster.gpus_per_node, files[0].parent)
 
 
 def _calibration(request: PlanRequest) -> Calibration:

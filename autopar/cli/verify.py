@@ -46,10 +46,12 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
     report: Report | CollectivesReport
     with redirect_stdout(sys.stderr), progress_bar("verify", lines=True) as progress:  # the model's code may print
         notes: list[str] = []
-        if collectives and plan is not None:
-            graph = _full_size_graph(request, plan)
-            check_model(plan, graph)
-            report = verify_plan_collectives(graph, plan, progress=progress)
+        real = None
+        if plan is not None and (collectives or not names_code(request.model)):
+            real = _full_size_graph(request, plan)
+            check_model(plan, real)
+        if collectives and plan is not None and real is not None:
+            report = verify_plan_collectives(real, plan, progress=progress)
         else:
             # with a plan, --seq and --global-batch are those of the full-size model, not of the shrunken one
             workload, notes = _load(
@@ -58,7 +60,6 @@ def verify_command(request: PlanRequest, processes: int, collectives: bool, as_j
             if collectives:
                 report = verify_collectives(workload, processes, allow=allow, progress=progress)
             else:
-                real = _full_size_graph(request, plan) if plan is not None and notes else None
                 report = verify_workload(
                     workload, processes, plan=plan, real=real, memory_limit_bytes=limit, allow=allow, progress=progress
                 )
@@ -141,7 +142,7 @@ def collectives_verdict(report: CollectivesReport) -> str:
 
 def verdict(report: Report) -> str:
     """Return the report in one sentence."""
-    count = f"{len(report.checked)} plans of {report.model} on {report.devices} processes"
+    count = f"{len(report.checked)} plan{'s' if len(report.checked) != 1 else ''} of {report.model} on {report.devices} processes"
     count += f" and {len(report.attacks)} attacks on one device" if report.attacks else ""
     if report.exact:
         return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +53,17 @@ class Alternatives:
         ]
 
 
-def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.0) -> Alternatives:
-    """Return the best plans of the ``count`` fastest configurations; ``plan`` itself stands for its configuration."""
+def alternatives(
+    study: Study,
+    plan: Plan,
+    count: int = 10,
+    limit_s: float = 60.0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Alternatives:
+    """Return the best plans of the ``count`` fastest configurations; ``plan`` itself stands for its configuration. ``progress`` is called
+    before each search."""
     deadline = time.thread_time() + limit_s
+    progress("bounds of all configurations")
     order, complete = _by_bound(study, deadline)
     found: list[Plan] = [plan]
     for schedule, bound_s in order:
@@ -67,6 +76,9 @@ def alternatives(study: Study, plan: Plan, count: int = 10, limit_s: float = 60.
             complete = False
             break
         sizes = {name: getattr(schedule, name) for name in ("pipeline", "microbatches", "chunks")}
+        progress(
+            f"the best plan with {', '.join(f'{name}={value}' for name, value in sizes.items())}, schedule={schedule.name}"
+        )
         try:
             best = study.solve(schedule=schedule.name, **sizes, target_gap=GAP, time_limit_s=SOLVE_S)
         except InfeasibleError:

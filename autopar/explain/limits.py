@@ -8,6 +8,7 @@ changed problem.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +56,17 @@ class Binding:
         return dataclasses.asdict(self)
 
 
-def prices(study: Study, plan: Plan) -> list[Price]:
-    """Return the values of more (and less) memory, faster links, faster arithmetic and a larger batch."""
-    found = [_memory(study, plan, 1), _memory(study, plan, -1)]
-    found += [_faster(study, plan, *change) for change in faster_clusters(study.cluster)]
+def prices(study: Study, plan: Plan, progress: Callable[[str], None] = lambda text: None) -> list[Price]:
+    """Return the values of more (and less) memory, faster links, faster arithmetic and a larger batch. ``progress`` is called with the
+    change before each search."""
+    found = []
+    for sign in (1, -1):
+        progress(f"with {'more' if sign > 0 else 'less'} memory")
+        found.append(_memory(study, plan, sign))
+    for name, change, cluster in faster_clusters(study.cluster):
+        progress(f"with {change}")
+        found.append(_faster(study, plan, name, change, cluster))
+    progress("with twice the global batch")
     batch = _batch(study, plan)
     return found + ([batch] if batch is not None else [])
 

@@ -54,16 +54,14 @@ class Explanation:
 def explain(study: Study, plan: Plan, best: Plan, progress: Callable[[str], None] = lambda text: None) -> Explanation:
     """Explain ``plan``; ``best`` is the plan that the search found for the same request, or ``plan`` itself."""
     start = time.perf_counter()
-    progress("the value of more memory, bandwidth and batch")
-    shadow_prices = prices(study, best)
+    shadow_prices = prices(study, best, lambda text: progress(f"the best plan {text}"))
     families = []
     for name, title, pins in definitions(
         study.cluster.gpus_per_node, study.cluster.count, study.cluster.host is not None, study.cluster.has_nvme
     ):
         progress(f"the best plan with {title}")
         families.append(family(study, best, name, title, pins))
-    progress("alternatives")
-    others = alternatives(study, best, ALTERNATIVES)
+    others = alternatives(study, best, ALTERNATIVES, progress=progress)
     limits = tuple(bindings(study, best, shadow_prices))
     wall_time_s = time.perf_counter() - start
     return Explanation(plan, best, limits, tuple(shadow_prices), tuple(families), others, wall_time_s)

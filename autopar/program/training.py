@@ -40,6 +40,7 @@ from .held_out import HeldOut
 from .importing import resolve
 from .loader import Loader, Order, Synthetic, Tensors
 from .metrics import Meter, as_json, explaining_out_of_memory, peak_memory_bytes
+from .noise import NoiseError, NoiseScale
 from .optimizers import RefusedOptimizerError, Scheduler
 from .processes import StartError
 from .trainer import (
@@ -67,6 +68,7 @@ REFUSALS = (
     DataError,
     IllTypedError,
     ModeError,
+    NoiseError,
     NonFiniteLossError,
     RefusedOptimizerError,
     StartError,
@@ -178,6 +180,8 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
     parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
+    scale = "also log the gradient noise scale, in rows: under data parallelism alone, with ZeRO 0 or 1"
+    parser.add_argument("--noise-scale", action="store_true", help=scale)
     parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
     parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")
     parser.add_argument("--wandb", metavar="PROJECT", help="also log to this project of W&B")
@@ -466,12 +470,15 @@ def run_steps(
     second = begun + 1 if args.epochs else min(begun + 1, args.steps - 1)
     traced_step = second if args.trace else None
     recorder = Recorder(trainer.stages, trainer.program.plan) if args.record_expert_loads else None
+    noise = trainer.noise_scale() if args.noise_scale else None
     stop, logged = None, begun
     while not stop and not is_over(args, trainer, loader):
         watch.enter("set-up" if trainer.steps == begun else "step", f"step {trainer.steps + 1}")
         if trainer.steps == logged:
             meter.begin()
         read = is_read(args, trainer.steps, begun)
+        if read and noise is not None:
+            noise.begin()
         if trainer.steps == traced_step:
             loss, _ = trainer.traced(partial(trainer.step_from, loader, args.on_nan, with_norm=read), args.trace)
         elif read or args.on_nan == "skip":
@@ -481,7 +488,7 @@ def run_steps(
         if recorder is not None:
             recorder.end_step()
         if read:
-            log(trainer, meter, loss, trainer.steps - logged)
+            log(trainer, meter, loss, trainer.steps - logged, noise)
             logged = trainer.steps
         stop = watch.stop_asked(trainer.world.device)
         over = is_over(args, trainer, loader)
@@ -520,10 +527,12 @@ def is_read(args: argparse.Namespace, step: int, begun: int) -> bool:
     return step == begun or last or any((step + 1) % period == 0 for period in periods if period)
 
 
-def log(trainer: Trainer, meter: Meter, loss: float, steps: int) -> None:
+def log(trainer: Trainer, meter: Meter, loss: float, steps: int, noise: NoiseScale | None = None) -> None:
     """Print the record of the last step, with the mean time of the ``steps`` since the previous record."""
     norm, scale = trainer.gradient_norm, trainer.loss_scale
     more = {"gradient_norm": None if norm is None else float(norm), "loss_scale": scale.scale if scale else None}
+    if noise is not None:
+        more["noise_scale"] = noise.end(norm)
     record = meter.end(trainer.steps, loss, peak_memory_bytes(), more, steps)
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):

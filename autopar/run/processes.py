@@ -56,15 +56,18 @@ def check_count(count: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkNamespaces:
-    """How to start workers in network namespaces other than the parent's.
+class Placement:
+    """How to start workers on other nodes, or in other network namespaces.
 
-    ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")``; ``env`` is added to the workers' environment,
-    for example ``MASTER_ADDR``, the parent's address on their network.
+    ``prefixes`` has a command prefix per rank, such as ``("ip", "netns", "exec", "node0")`` or one of ``srun``; ``env`` is added to the
+    workers' environment, for example ``MASTER_ADDR``, the parent's address on their network. Each node has ``per_node`` ranks (``None``:
+    all run on this machine). ``folder`` is one that all nodes share, for files that workers read; ``None``: the temporary folder.
     """
 
     prefixes: tuple[tuple[str, ...], ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    per_node: int | None = None
+    folder: Path | None = None
 
 
 def finalize_unless_forked(
@@ -109,32 +112,33 @@ class Processes:
     """
 
     def __init__(
-        self, count: int, *, port: int = 0, env: dict[str, str] | None = None, netns: NetworkNamespaces | None = None
+        self, count: int, *, port: int = 0, env: dict[str, str] | None = None, placement: Placement | None = None
     ) -> None:
-        netns = netns or NetworkNamespaces(((),) * count)
-        assert count == len(netns.prefixes) > 0
-        check_count(count)
+        placement = placement or Placement(((),) * count)
+        assert count == len(placement.prefixes) > 0
+        per_node = placement.per_node or count
+        check_count(per_node)
         self.count = count
-        address = {**(env or {}), **netns.env}.get("MASTER_ADDR", _LOCALHOST)
+        address = {**(env or {}), **placement.env}.get("MASTER_ADDR", _LOCALHOST)
         self.store = _listen(address, port, count)
-        self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="autopar-", dir=placement.folder))
         self._calls = 0
         self._target = ""  # the function of the last call
         self._unanswered = set[int]()  # the ranks whose reply to it was not read
         self._workers: list[subprocess.Popen[str]] = []
         common = {
-            **_LOOPBACK,
+            **(_LOOPBACK if address == _LOCALHOST else {}),
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
             "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(per_node),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(self.store.port),
             **(env or {}),
-            **netns.env,
+            **placement.env,
         }
-        for rank, prefix in enumerate(netns.prefixes):
+        for rank, prefix in enumerate(placement.prefixes):
             with self._log(rank).open("w") as log:
                 self._workers.append(
                     subprocess.Popen(
@@ -143,7 +147,7 @@ class Processes:
                         stdout=subprocess.PIPE,
                         stderr=log,
                         text=True,
-                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank % per_node)},
                     )
                 )
         self._parent = os.getpid()

@@ -35,6 +35,7 @@ class SearchOptions(PlanPins):
       result depends less on the machine's load than with the clock). ``pin_time_s``: the same for the prices of pins, if they are wanted.
     - ``within``: how much longer than the fastest plan's (relative) a step may take, if that makes the plan simpler (``simplicity``).
     - ``progress``: called with a short text when the first bounds are known, when the incumbent improves, and before a pin is priced.
+    - ``interrupt``: called several times a second; an exception that it raises ends the search.
     - ``compiled``: whether layers are compiled by default; ``nvme``: whether the cluster describes its NVMe. The search sets both.
     - ``explained``: whether a search without a plan reports the plan that needs the least memory, which takes longer.
 
@@ -58,6 +59,7 @@ class SearchOptions(PlanPins):
     pin_time_s: float | None = None
     explained: bool = True
     progress: Callable[[str], None] | None = None
+    interrupt: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pin, Mapping):

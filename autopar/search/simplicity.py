@@ -110,6 +110,7 @@ class Simplifier:
     cut_short: bool = field(default=False, init=False)
 
     def _is_over(self) -> bool:
+        self.state.left_s()  # may be interrupted
         self.cut_short = self.cut_short or time.thread_time() >= self.deadline
         return self.cut_short
 

@@ -226,6 +226,9 @@ class State:
             self.options.progress(text)
 
     def left_s(self) -> float:
+        """Return the seconds until the deadline. Raises what ``options.interrupt`` raises."""
+        if self.options.interrupt is not None:
+            self.options.interrupt()
         return self.deadline - time.thread_time()
 
     def undecided(self, config: Configuration) -> int | None:

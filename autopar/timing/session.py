@@ -18,7 +18,7 @@ from autopar.compile import emit_program
 from autopar.errors import LaunchError, ProgramError
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.run.processes import NetworkNamespaces, Processes
+from autopar.run.processes import Placement, Processes
 from autopar.summary import memory_bytes
 
 LEARNING_RATE = 1e-4
@@ -43,7 +43,7 @@ class TimingSession:
         count: int,
         steps: int,
         folder: Path,
-        netns: NetworkNamespaces | None = None,
+        placement: Placement | None = None,
         device: str = "cpu",
         room_bytes: float = float("inf"),
     ) -> None:
@@ -57,7 +57,7 @@ class TimingSession:
         self.state_file, self.batch_file = folder / "state.pt", folder / "batch.pt"
         torch.save(dict(state), self.state_file)
         torch.save(list(batch), self.batch_file)
-        self._netns, self._room_bytes = netns, room_bytes
+        self._placement, self._room_bytes = placement, room_bytes
         self._openers: dict[str, tuple[Any, ...]] = {}
         self._bytes: dict[str, float] = {}
         self._open: list[str] = []  # the programs in the workers' memory, the latest used last
@@ -162,6 +162,6 @@ class TimingSession:
             self._open.remove(oldest)
 
     def _start(self) -> Processes:
-        processes = Processes(self.count, netns=self._netns)
+        processes = Processes(self.count, placement=self._placement)
         processes.call("autopar.run.remote:join", self.device, TIMEOUT_S)
         return processes

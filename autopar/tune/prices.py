@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from autopar.devices import Cluster
-from autopar.devices.calibration import Calibration, calibrated
-from autopar.devices.corrections import corrected, groups
+from autopar.devices.calibration import MEMORY, Calibration, calibrated
+from autopar.devices.corrections import ARITHMETIC, corrected, groups
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain.families import definitions
 from autopar.graph import Graph
@@ -20,23 +20,38 @@ from autopar.price import Pricer
 from autopar.search import SearchOptions, reprice
 from autopar.tune.fit import Floats
 
+_RATES = {
+    ARITHMETIC: "arithmetic",
+    "memory bandwidth": "memory",
+    "links in a node": "intra",
+    "links between nodes": "inter",
+}
+"""The parameter of ``Cluster.faster`` of each group, for devices without a calibration."""
+
 
 class CorrectedPrices:
-    """Prices of ``graph`` on ``cluster``, with the figures of ``calibration`` multiplied by factors of ``groups``."""
+    """Prices of ``graph`` on ``cluster``, with the figures of ``calibration`` multiplied by factors of ``groups``; without a calibration,
+    the times that follow from each of the cluster's rates."""
 
-    def __init__(self, graph: Graph, cluster: Cluster, calibration: Calibration, options: SearchOptions) -> None:
+    def __init__(self, graph: Graph, cluster: Cluster, calibration: Calibration | None, options: SearchOptions) -> None:
         self.graph, self.calibration, self.options = graph, calibration, options
         self._cluster = cluster
-        self.groups = groups(calibration, cluster.kind, cluster.count)
+        rates = {name: rate for name, rate in _RATES.items() if rate != "inter" or cluster.nodes > 1}
+        self.groups = tuple(rates) if calibration is None else groups(calibration, cluster.kind, cluster.count)
         self._pricer = Pricer(graph, cluster, name_of(graph.dtype))
 
-    def calibration_with(self, factors: Mapping[str, float], measured_steps: int = 0) -> Calibration:
-        """Return the calibration, corrected by ``factors``."""
+    def calibration_with(self, factors: Mapping[str, float], measured_steps: int = 0) -> Calibration | None:
+        """Return the calibration, if there is one, corrected by ``factors``."""
+        if self.calibration is None:
+            return None
         return corrected(self.calibration, factors, self._cluster.kind, self._cluster.count, measured_steps)
 
     def cluster(self, factors: Mapping[str, float]) -> Cluster:
-        """Return the devices with corrected measurements."""
-        return calibrated(self._cluster, self.calibration_with(factors), self._cluster.notes, "corrected")
+        """Return the devices with corrected measurements or rates."""
+        if (found := self.calibration_with(factors)) is not None:
+            return calibrated(self._cluster, found, self._cluster.notes, "corrected")
+        faster = self._cluster.faster(**{rate: 1 / factors.get(name, 1.0) for name, rate in _RATES.items()})
+        return dataclasses.replace(faster, memory_beyond=max(1.0, factors.get(MEMORY, 1.0)))
 
     def log_prices(self, plans: Sequence[Plan], theta: Floats) -> Floats:
         """Return the logarithms of the step times of ``plans`` in seconds; ``theta`` has those of the factors of ``groups``."""

@@ -52,12 +52,13 @@ class RunnerUp:
 @dataclass(frozen=True, slots=True)
 class TuneResult:
     """``trials`` are sorted by measured step time, failed ones last; ``best`` is the first one's plan with corrected predictions.
-    ``bound_s`` is the least step time that the corrected prices admit, ``stopped`` a sentence on why no more plans were measured."""
+    ``bound_s`` is the least step time that the corrected prices admit, ``stopped`` a sentence on why no more plans were measured.
+    ``calibration`` is the corrected one, ``None`` if the figures of a cluster without a calibration were corrected."""
 
     best: Plan
     trials: tuple[Trial, ...]
     corrections: tuple[Correction, ...]
-    calibration: Calibration
+    calibration: Calibration | None
     runner_up: RunnerUp | None
     bound_s: float
     measured_steps: int

@@ -23,7 +23,7 @@ from autopar.planning import compared_graph, plan_graph
 from autopar.precision import name_of
 from autopar.profile import profile
 from autopar.progress import Progress, report
-from autopar.run.processes import NetworkNamespaces
+from autopar.run.processes import Placement
 from autopar.search import SearchOptions
 from autopar.timing import TimingSession, median_interval, paired_ratio
 from autopar.timing.session import LOSS_TOLERANCE, TIMEOUT_S
@@ -75,13 +75,14 @@ def tune(
     *,
     base: Calibration | None = None,
     log: Path | None = None,
-    netns: NetworkNamespaces | None = None,
+    placement: Placement | None = None,
     progress: Progress | None = None,
 ) -> TuneResult:
-    """Measure plans of ``workload`` in as many local processes as ``cluster`` has devices, and return the best one with the corrections of
-    the prices.
+    """Measure plans of ``workload`` in as many processes as ``cluster`` has devices, and return the best one with the corrections of the
+    prices. ``placement`` starts the processes; by default they are local.
 
-    ``base`` is the calibration that is corrected; without it, the devices are profiled first. What the file ``log`` has is not measured
+    ``base`` is the calibration that is corrected; without it, local devices are profiled first. Of others, the figures of ``cluster`` are
+    corrected: their measurements would not tell links inside of nodes and between them apart. What the file ``log`` has is not measured
     again, and new measurements are appended. The first plan decides on the numerical deviations that ``options`` allow; all plans share it.
 
     Raises:
@@ -95,25 +96,25 @@ def tune(
         )
     captured = compared_graph(workload, progress=progress)
     record = Log(log, _request(captured, cluster, options))
-    if record.base is None:
+    if record.base is None and (base is not None or cluster.local):
         if base is None:
             report(progress, "run", "measuring this machine")
             base = profile([cluster.count], cluster.kind, lambda text, *_: report(progress, "run", text))
         record.set_base(base)
-    assert record.base is not None
-    cluster = calibrated(cluster, record.base, cluster.notes, "profile")
+    if record.base is not None:
+        cluster = calibrated(cluster, record.base, cluster.notes, "profile")
     known = next(iter(record.plans.values()), None)
     graph, first = plan_graph(captured, cluster, options, workload.resized, plan=known, progress=progress)
     prices = CorrectedPrices(graph, cluster, record.base, options)
     with (
-        tempfile.TemporaryDirectory(prefix="autopar-tune-") as folder,
+        tempfile.TemporaryDirectory(prefix="autopar-tune-", dir=placement.folder if placement else None) as folder,
         TimingSession(
             workload.model.state_dict(),
             list(workload.inputs(captured).values()),
             cluster.count,
             effort.steps,
             Path(folder),
-            netns,
+            placement,
             cluster.kind,
             room_bytes=cluster.memory_limit_bytes,
         ) as session,

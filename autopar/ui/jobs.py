@@ -22,8 +22,9 @@ from autopar.errors import UsageError
 
 WAITING, RUNNING, DONE, FAILED, CANCELLED = "waiting", "running", "done", "failed", "cancelled"
 MAX_JOBS = 60
-"""The oldest jobs above this number are deleted with their files."""
+"""The oldest jobs that have ended are deleted with their files above this number, and so are cancelled ones, which are counted apart."""
 MAX_WAITING = 16
+PATIENCE_S = 1.0  # a search that does not end after this time when it is cancelled is killed with its process
 
 
 @dataclass
@@ -64,6 +65,8 @@ class Jobs:
         self._queue: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._running: Job | None = None  # the job that the worker has
+        self._killed = False
         self._worker = self._start()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -71,6 +74,7 @@ class Jobs:
     def _start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         environment["HF_HUB_OFFLINE"] = "1"  # a configuration must not fetch anything
+        self._killed = False
         return subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=os.getcwd()
         )
@@ -86,8 +90,8 @@ class Jobs:
                 raise UsageError(f"{len(self._queue)} plans wait already", "cancel some, or wait until they are done")
             self._jobs[job.number] = job
             self._queue.append(job)
-            for old in list(self._jobs.values())[:-MAX_JOBS]:
-                if old.state not in (WAITING, RUNNING):
+            for states in ((DONE, FAILED), (CANCELLED,)):
+                for old in [old for old in self._jobs.values() if old.state in states][:-MAX_JOBS]:
                     del self._jobs[old.number]
                     if old.kind == "plan":
                         shutil.rmtree(old.folder, ignore_errors=True)
@@ -102,7 +106,10 @@ class Jobs:
             return self._jobs[number]
 
     def cancel(self, number: str) -> Job:
-        """Cancel a job that waits or runs; a job that has ended keeps its state."""
+        """Cancel a job that waits or runs; a job that has ended keeps its state.
+
+        A search ends, and the worker keeps the model's graph; in other stages, or after ``PATIENCE_S``, the worker is killed.
+        """
         job = self.find(number)
         with self._changed:
             if job.state == WAITING:
@@ -110,8 +117,27 @@ class Jobs:
                 job.state = CANCELLED
             elif job.state == RUNNING:
                 job.state = CANCELLED
-                self._worker.kill()
+                if job.stages and job.stages[-1]["stage"] == "search":
+                    self._send({"cancel": job.number})
+                    timer = threading.Timer(PATIENCE_S, self._kill, (job,))
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    self._kill(job)
         return job
+
+    def _kill(self, job: Job) -> None:
+        """Kill the worker if it still has the job."""
+        with self._changed:
+            if self._running is job:
+                self._killed = True
+                self._worker.kill()
+
+    def _send(self, line: dict[str, Any]) -> None:
+        assert self._worker.stdin is not None
+        with contextlib.suppress(OSError):  # the worker has ended, which the reader of its output sees
+            self._worker.stdin.write(json.dumps(line) + "\n")
+            self._worker.stdin.flush()
 
     def close(self) -> None:
         """End the worker and remove all files."""
@@ -138,7 +164,7 @@ class Jobs:
                 if self._closed:
                     return
                 job = self._queue.popleft()
-                job.state, job.begun_s = RUNNING, time.monotonic()
+                job.state, job.begun_s, self._running = RUNNING, time.monotonic(), job
                 self._restart_if_ended()  # in the lock: what `cancel` kills from now on is the job's own worker
             self._run(job)
             job.took_s = time.monotonic() - job.begun_s
@@ -152,25 +178,24 @@ class Jobs:
                 self._worker = self._start()
 
     def _run(self, job: Job) -> None:
-        assert self._worker.stdin is not None and self._worker.stdout is not None
-        call = {"kind": job.kind, "arguments": job.arguments, "folder": str(job.folder)}
-        try:
-            self._worker.stdin.write(json.dumps(call) + "\n")
-            self._worker.stdin.flush()
-        except OSError:
-            pass  # the worker has ended, so the loop over its output ends, too
+        assert self._worker.stdout is not None
+        with self._changed:
+            self._send({"number": job.number, "kind": job.kind, "arguments": job.arguments, "folder": str(job.folder)})
         for line in self._worker.stdout:
             with self._changed:
-                if job.state != RUNNING:
-                    continue  # the job was cancelled and the worker killed, so its output ends soon, maybe inside a line
+                if self._killed:
+                    continue  # the worker's output ends soon, maybe inside a line
                 update = json.loads(line)
                 if "stage" in update:
                     self._stage(job, update)
                     continue
-                job.state, job.error = (FAILED if update.get("error") else DONE), update.get("error")
+                if job.state == RUNNING:
+                    job.state, job.error = (FAILED if update.get("error") else DONE), update.get("error")
+                self._running = None
                 return
         self._worker.wait()
         with self._changed:
+            self._running = None
             if job.state == RUNNING:
                 job.state = FAILED
                 how = f"signal {-code}" if (code := self._worker.returncode) < 0 else f"status {code}"

@@ -103,7 +103,8 @@ def verify_workload(
     allow: Collection[str] = (),
     progress: Progress | None = None,
 ) -> Report:
-    """Run ``verify`` on a workload. If the workload is a shrunken model, ``real`` is the captured full-size model of ``plan``."""
+    """Run ``verify`` on a workload. If the workload is a shrunken model, ``real`` is the captured full-size model, which
+    ``plan`` fits."""
     if dist.is_initialized():
         raise UsageError(
             "this process has a process group, and verification starts its own processes",
@@ -114,16 +115,19 @@ def verify_workload(
     model, batch, loss_fn = workload.model, workload.batch, workload.loss_fn
     check_size(model, devices, memory_limit_bytes)
     check_allowed(allow)
+    if plan is not None and real is None:
+        workload.check_plan(plan)
     tell = progress or (lambda what, done, total: None)
     tell("capture", 0, 1)
     subject = make_subject(
         model, batch, loss_fn, name=workload.name, microbatches=_accumulated_microbatches(plan, real, allow)
     )
+    if plan is not None and real is None:
+        check_model(plan, subject.graph)
     tell("attacks on one device", 0, 1)
     run = _Run(subject, devices, attack(model, loss_fn, subject))
     plans: list[tuple[str, PlanOf]] = [(kind.name, kind.plan) for kind in kinds(devices)]
     if plan is not None:
-        check_model(plan, real or subject.graph)
         small = shrink_plan(_exact(plan), subject.graph, devices)
         for name in (name for name in plan.allow if name in LAYER_DEVIATIONS):
             run.notes.append(f"numbers were compared under a plan without {name}")

@@ -65,6 +65,8 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("report", "plan.json", "-o", "a.html", "--measured", "b.json"), "add --trace FILE"),
         (("report", "a.json", "b.json", "--trace", "c.json"), "leave --trace out, or one of the plans"),
         (("fly",), "there is no command `autopar fly`"),
+        (("memory", "plan.json"), "hint: `plan` prints the memory of each stage"),
+        (("train", "model.py:model"), "hint: `run` trains in local processes"),
         ((*PLAN, "--devices", "0"), "must be positive, not 0"),
         ((*PLAN, "--devices", "-4"), "must be positive, not -4"),
         ((*PLAN, "--devices", "8xH1000-80GB"), "H1000"),

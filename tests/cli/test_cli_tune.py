@@ -106,9 +106,44 @@ def test_what_cannot_be_tuned_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     status, out, err = run(capsys, "--devices", "8xH100-80GB", "--log", str(tmp_path / "log"))
-    assert (status, out) == (1, "") and "not on this machine" in err and "hint: tune on the devices of one node" in err
+    assert (
+        (status, out) == (1, "")
+        and "not on this machine" in err
+        and "in a SLURM allocation of these nodes (salloc, sbatch)" in err
+    )
     status, _, err = run(capsys, "--devices", "2", "--log", str(tmp_path / "no" / "log"))
     assert status == 2 and "there is no folder" in err
     monkeypatch.setenv("WORLD_SIZE", "8")
     status, _, err = run(capsys, "--devices", "2", "--log", str(tmp_path / "log"))
-    assert status == 2 and "one of several that a launcher started" in err and "without a launcher" in err
+    assert (
+        status == 2 and "one of several that a launcher started" in err and "hint: run it once, without torchrun" in err
+    )
+
+
+def test_nodes_of_an_allocation_are_tuned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    given: list[object] = []
+
+    def tune(*_: object, **options: object) -> TuneResult:
+        given.extend((options["placement"], options["base"]))
+        return dataclasses.replace(result(), calibration=None)
+
+    monkeypatch.setattr(tune_cli, "tune", tune)
+    monkeypatch.setattr(tune_cli, "load", lambda *_: None)
+    monkeypatch.setattr(tune_cli, "slurm_placement", lambda *sizes: sizes)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    wanted = ("--devices", "2x8xH100-80GB", "--log", str(tmp_path / "log"))
+    status, out, _ = run(capsys, *wanted, "-o", str(tmp_path / "plan.json"))
+    assert status == 0 and "plan-2" in out and given == [(2, 8, tmp_path), None]
+    assert read_plan(tmp_path / "plan.json").request["devices"] == "2x8xH100-80GB"
+    status, _, err = run(capsys, *wanted, "--save-calibration", str(tmp_path / "tuned.json"))
+    assert status == 2 and "--save-calibration has measurements of one node's devices" in err
+    mixed = tmp_path / "mixed.toml"
+    mixed.write_text(
+        "".join(f'[[group]]\nnodes = 1\ngpus_per_node = 8\ngpu = "{gpu}-80GB"\n' for gpu in ("A100", "H100"))
+    )
+    status, _, err = run(capsys, "--devices", str(mixed), "--log", str(tmp_path / "log"))
+    assert status == 2 and "nodes of several kinds" in err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert "one of several" in run(capsys, *wanted)[2]

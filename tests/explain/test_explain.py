@@ -55,7 +55,15 @@ def found() -> Any:
         study("1x4xH100-80GB"), limit_s=2.0
     )  # a few pipelines take longer, and change no more
     best = request.solve()
-    return request, explain(request, best, best)
+    steps: list[str] = []
+    explanation = explain(request, best, best, steps.append)
+    assert len(steps) == len(set(steps)), "each step is reported once"
+    for searched in (*(price.change for price in explanation.prices[2:]), *(f.title for f in explanation.families)):
+        assert f"the best plan with {searched}" in steps
+    for plan in explanation.alternatives.plans[1:]:
+        sizes = f"pipeline={plan.pipeline}, microbatches={plan.microbatches}, chunks={plan.chunks}"
+        assert plan is best or any(sizes in step for step in steps)
+    return request, explanation
 
 
 class TestExplanation:

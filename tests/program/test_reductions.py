@@ -25,8 +25,8 @@ from workers import WorkerPool
 from autopar.capture import capture
 from autopar.emit import model_source
 from autopar.errors import LaunchError
+from autopar.program.parameters import norm_of
 from autopar.program.spec import layers_of
-from autopar.program.trainer import _norm
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.shard import annotate, plan_shardings
@@ -292,4 +292,4 @@ def test_the_norm_of_a_large_gradient() -> None:
     for size in (1, 1023, 1024, 3_000_001):
         gradient = torch.randn(size) * 1e-3
         wanted = float(gradient.double().norm())
-        assert float(_norm(gradient)) == pytest.approx(wanted, rel=1e-7)
+        assert float(norm_of(gradient)) == pytest.approx(wanted, rel=1e-7)

@@ -104,7 +104,7 @@ def test_gradient_norms_are_computed_for_logged_steps_alone(monkeypatch: pytest.
             "wandb",
         )
     )
-    args: Any = SimpleNamespace(**unused, steps=5, log_every=3, on_nan="skip")
+    args: Any = SimpleNamespace(**unused, steps=5, log_every=3, on_nan="skip", noise_scale=False)
     watch: Any = SimpleNamespace(enter=lambda *phase: None, stop_asked=lambda device: None)
     training.run_steps(args, trainer, SimpleNamespace(close=lambda: None), watch)  # type: ignore[arg-type]
     assert with_norms == [True, False, True, False, True]

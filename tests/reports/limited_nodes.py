@@ -5,7 +5,7 @@ A transfer then takes its time on the link and costs almost no processor time, a
 computation is measurably faster than one after the other, on two cores and without a GPU::
 
     with limited_nodes(2, "200mbit") as netns:
-        workers = Processes(2, netns=netns)
+        workers = Processes(2, placement=netns)
 
 It needs Linux, root, ``ip`` and ``tc`` (iproute2), and cgroup v1 for processors. Namespaces carry the number of the process that made
 them. They are removed when the context ends, however it ends; those of a process that was killed are removed by the next one.
@@ -27,7 +27,7 @@ from pathlib import Path
 import limited_processors
 
 from autopar.errors import LaunchError, UsageError
-from autopar.run.processes import NetworkNamespaces
+from autopar.run.processes import Placement
 
 BURST = "64kb"  # what a link passes at once after a pause: tc's bucket must hold a packet, and the kernel makes them of up to 64 KB
 QUEUE = "100ms"  # how long bytes wait for their turn, beyond which packets are dropped
@@ -48,7 +48,7 @@ def missing(own_processors: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def limited_nodes(count: int, rate: str, own_processors: bool = False) -> Iterator[NetworkNamespaces]:
+def limited_nodes(count: int, rate: str, own_processors: bool = False) -> Iterator[Placement]:
     """``count`` nodes whose links send at ``rate`` in each direction, written as in tc(8): ``200mbit``, ``1gbit``.
 
     ``own_processors``: each node computes with its own part of the machine's processors, whether other nodes are busy or idle. Processes
@@ -90,7 +90,7 @@ def limited_nodes(count: int, rate: str, own_processors: bool = False) -> Iterat
             _run("ip", "addr", "add", f"{network}.254/24", "dev", parent)
             _run("ip", "link", "set", parent, "up")
             prefixes = tuple((*words, "ip", "netns", "exec", node) for words, node in zip(own, nodes, strict=True))
-            yield NetworkNamespaces(prefixes, {"MASTER_ADDR": f"{network}.254", "GLOO_SOCKET_IFNAME": INTERFACE})
+            yield Placement(prefixes, {"MASTER_ADDR": f"{network}.254", "GLOO_SOCKET_IFNAME": INTERFACE})
         finally:
             # the kernel removes a namespace's links some time after the namespace, and the next nodes need this link's name
             subprocess.run(("ip", "link", "delete", parent), capture_output=True)

@@ -81,7 +81,7 @@ def _is_needed(task: Task) -> bool:
 def measure_link(nodes: int, rate: str) -> Line:
     """The calibration of processes on such nodes: ``autopar profile`` there."""
     with limited_nodes(nodes, rate, own_processors=True) as netns:
-        workers = Processes(nodes, netns=netns)
+        workers = Processes(nodes, placement=netns)
         try:
             found = measured(workers, "cpu", [task for task in tasks(nodes, "cpu") if _is_needed(task)])
             figures = [figure for of_task in found for figure in of_task]
@@ -208,7 +208,7 @@ def measure_match(match: Match, cluster: Cluster, how: How) -> Line:
             match.model,
             cluster,
             choices=match.choices,
-            netns=netns,
+            placement=netns,
             rounds=how.rounds,
             steps=how.steps,
             seed=how.seed,

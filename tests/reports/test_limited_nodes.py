@@ -47,7 +47,7 @@ def send_s() -> float:
 @here
 def test_a_link_has_its_rate(processes_of_their_own: None):
     with limited_nodes(2, "200mbit") as netns:
-        workers = Processes(2, netns=netns)
+        workers = Processes(2, placement=netns)
         try:
             workers.call("autopar.run.remote:join", "cpu", 60, timeout_s=120)
             seconds = workers.call("test_limited_nodes:send_s", timeout_s=60)[1]
@@ -85,7 +85,7 @@ def part_of_a_processor(seconds: float) -> tuple[float, str, str]:
 def test_a_node_computes_with_its_own_part_of_the_processors(processes_of_their_own: None):
     nodes = 2 * (os.cpu_count() or 1)
     with limited_nodes(nodes, "1gbit", own_processors=True) as netns:
-        workers = Processes(nodes, netns=netns)
+        workers = Processes(nodes, placement=netns)
         try:
             found = workers.call("test_limited_nodes:part_of_a_processor", 1.0, timeout_s=60)
         finally:

@@ -53,7 +53,7 @@ def measure(feature: Feature, cluster: Cluster) -> dict[str, Any]:
         folder, state = Path(temporary) / "program", Path(temporary) / "state.pt"
         emit_program(graph, plan, folder)
         torch.save(workload.model.state_dict(), state)
-        workers = Processes(feature.nodes, netns=netns)
+        workers = Processes(feature.nodes, placement=netns)
         try:
             options = {"optimizer": None, "lr": 3e-4, "seed": 0, "max_norm": None, "state": str(state)}
             workers.call("autopar.run.remote:open_program", str(folder), options, "cpu", 300.0)

@@ -81,7 +81,13 @@ def measure_tuning(link: Line, model: str, name: str, how: How) -> Line:
     effort = Effort(seconds=60 * how.minutes, seed=how.seed)
     with limited_nodes(nodes, link["rate"], own_processors=True) as netns:
         found = tune(
-            workload, described(link), SearchOptions(precision="float32"), effort, base=base, netns=netns, progress=tell
+            workload,
+            described(link),
+            SearchOptions(precision="float32"),
+            effort,
+            base=base,
+            placement=netns,
+            progress=tell,
         )
     return {"model": model, "nodes": nodes, "false": name, "minutes": found.took_s / 60, **found.to_json()}
 

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from places import ROOT
 
 from autopar.cli.app import cli
-from autopar.cli.planner import Planner
+from autopar.cli.planner import Cancelled, Planner
 from autopar.cli.ui import WORKER, choices
 from autopar.errors import UsageError
 from autopar.ui import Server
@@ -196,6 +196,81 @@ def test_a_job_that_is_cancelled_as_it_starts_holds_up_no_other(
         time.sleep(0.01)
     jobs.close()
     assert (first.state, second.state) == ("cancelled", "done")
+
+
+# it searches until it is told to cancel, or forever
+SEARCHING = """import json, os, sys
+for line in sys.stdin:
+    job = json.loads(line)
+    if "cancel" in job:
+        print(json.dumps({"error": {"message": "cancelled", "hint": ""}}), flush=True)
+    else:
+        print(json.dumps({"stage": "search", "text": str(os.getpid())}), flush=True)
+        while "forever" in job["arguments"]:
+            pass
+"""
+
+
+def test_a_cancelled_search_ends_in_its_worker_and_one_that_does_not_end_is_killed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("autopar.ui.jobs.PATIENCE_S", 0.3)
+    jobs = Jobs([sys.executable, "-c", SEARCHING])
+    processes = []
+    for arguments in ([], [], ["forever"], []):
+        job = jobs.submit("plan", arguments, tmp_path)
+        limit_s = time.monotonic() + 20
+        while not job.stages and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        processes.append(job.stages[0]["text"])
+        assert jobs.cancel(job.number).state == "cancelled"
+    jobs.close()
+    first, second, third, fourth = processes
+    assert first == second == third != fourth
+    assert job.state == "cancelled" and job.error is None
+
+
+def test_cancelled_jobs_take_no_places_of_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autopar.ui.jobs.MAX_JOBS", 2)
+    jobs = Jobs([sys.executable, "-c", ANSWERING.replace("time.sleep(0.5)", "time.sleep(0.05)")])
+
+    def ended() -> Job:
+        job = jobs.submit("plan", [], jobs.new_folder())
+        while job.state in ("waiting", "running"):
+            time.sleep(0.01)
+        return job
+
+    kept = [ended(), ended()]
+    for _ in range(4):
+        with jobs._changed:  # the worker cannot start it
+            jobs.cancel(jobs.submit("plan", [], jobs.new_folder()).number)
+    assert [jobs.find(job.number) for job in kept] == kept and len(jobs._jobs) == 5  # the last one was cancelled later
+    newest = [ended(), ended()][0]  # jobs are deleted when the next one comes
+    assert not kept[0].folder.exists() and kept[1].folder.exists() and jobs.find(newest.number) is newest
+    with pytest.raises(UsageError, match="no such plan"):
+        jobs.find(kept[0].number)
+    jobs.close()
+
+
+def test_an_interrupted_search_leaves_the_graph_for_the_next_one(tmp_path: Path):
+    stages, calls = list[str](), [0]
+
+    def interrupt() -> None:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise Cancelled
+
+    planner, words = Planner(lambda stage, text: stages.append(stage), interrupt), [MLP, "--devices", "8xH100-80GB"]
+    with pytest.raises(Cancelled):
+        planner.plan(words, tmp_path)
+    assert stages[-1] == "search" and not list(tmp_path.iterdir())
+    stages.clear()
+    planner.plan(words, tmp_path)
+    assert {*stages} == {"search", "report"} and calls[0] > 10
+    after = json.loads((tmp_path / "plan.json").read_text())
+    Planner(lambda *_: None).plan(words, tmp_path)
+    alone = json.loads((tmp_path / "plan.json").read_text())
+    assert unmeasured(after) == unmeasured(alone)
 
 
 def test_what_is_wrong_is_said_with_a_hint(server: Server):

@@ -394,7 +394,9 @@ def test_a_plan_with_local_steps_is_not_called_exact(tmp_path: Path) -> None:
     report = autopar.verify(model, batch, loss_fn, plan=plan)
     assert report.agrees and not report.exact and report.max_relative_difference < 1e-9
     assert report.to_json()["exact"] is False and "the first step of one device" in report.to_json()["reference"]
-    assert verdict(report).startswith("matches its reference (not exact): 1 plans") and "first step" in verdict(report)
+    assert verdict(report).startswith("matches its reference (not exact): 1 plan of") and "first step" in verdict(
+        report
+    )
 
 
 def test_replicas_that_differ_after_an_update_are_found(workers2: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +525,45 @@ def test_a_zoo_model_is_shrunk_and_its_plan_checked_at_its_own_size(tmp_path: Pa
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert "n_layer 4" in result.stdout and "32 devices type-checks (1 stages)" in result.stdout
-    assert re.search(r"^exact: 1 plans of gpt2", result.stdout, re.MULTILINE)
+    assert re.search(r"^exact: 1 plan of gpt2", result.stdout, re.MULTILINE)
+
+
+class Stack(nn.Module):
+    """Linear layers, of which the last is the first one's module under another name."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.last = self.inner[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return self.last(x).square().mean()
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What needs no capture is compared before it, the layers before the attacks, and a zoo model's before it is shrunk."""
+
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("this was not to be reached")
+
+    batch = torch.randn(4, 8)
+    plan = manual_plan(annotate(capture(Stack(3), batch)), data=2)
+    monkeypatch.setattr(verify_run, "attack", never)
+    with pytest.raises(UsageError, match="for a model of 3 layers .* this one has 4"):
+        autopar.verify(Stack(5), batch, plan=plan)
+    monkeypatch.setattr(verify_run, "make_subject", never)
+    with pytest.raises(UsageError, match=r"Stack has no module inner.2 \(1 of the plan's 3 layers"):
+        autopar.verify(Stack(2), batch, plan=plan)
+    with pytest.raises(UsageError, match="for a global batch of 4, this one has 6"):
+        autopar.verify(Stack(3), torch.randn(6, 8), plan=plan)
+    with pytest.raises(UsageError, match="Sequential has no module inner.0 "):
+        autopar.compile(nn.Sequential(nn.Linear(8, 8)), 2, (batch, batch), nn.functional.mse_loss, plan=plan)
+    (tmp_path / "plan.json").write_text(plan.dumps())
+    monkeypatch.setattr("autopar.cli.verify._load", never)
+    result = CliRunner().invoke(cli, ["verify", "gpt2", "--plan", str(tmp_path / "plan.json"), "--seq", "16"])
+    assert isinstance(result.exception, UsageError) and "for a model of 3 layers" in result.exception.message
 
 
 def test_requests_that_make_no_sense_end_with_two(tmp_path: Path) -> None:

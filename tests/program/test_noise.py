@@ -1,0 +1,94 @@
+"""The gradient noise scale that ``train.py --noise-scale`` logs, against float64 gradients of the ranks' rows on one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.compile import emit_program
+from autopar.errors import LaunchError
+from autopar.program.noise import DECAY, NoiseError
+from autopar.program.trainer import Trainer
+from autopar.run.torchrun import torchrun
+from autopar.search.manual import manual_plan
+from autopar.workload import Workload
+
+ROWS, STEPS = 8, 3
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(5, 12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.last(torch.tanh(self.frozen(torch.tanh(self.first(x))))), y)
+
+
+def data() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    inputs = torch.randn(STEPS * ROWS, 5, generator=draw, dtype=torch.float64)
+    return {"x": inputs, "y": (inputs.sum(1) > 0).long()}
+
+
+def write(folder: Path, **plan: Any) -> Model:
+    torch.manual_seed(0)
+    model = Model().double()
+    workload = Workload(model, {name: tensor[:ROWS] for name, tensor in data().items()}, precision="float64")
+    graph = workload.capture()
+    emit_program(graph, manual_plan(graph, precision="float64", **plan), folder, state=model.state_dict())
+    return model
+
+
+def train(folder: Path, tmp_path: Path, ranks: int) -> list[dict[str, Any]]:
+    torch.save(data(), tmp_path / "data.pt")
+    log = tmp_path / "log"
+    options = ["--device", "cpu", "--dataset", str(tmp_path / "data.pt"), "--steps", str(STEPS), "--lr", "0"]
+    torchrun(folder, ranks, [*options, "--noise-scale", "--log-file", str(log)], port=0, env={})
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("zero", "microbatches"), [(0, 2), (1, 1)])
+def test_the_noise_scale_is_that_of_the_ranks_gradients(zero: int, microbatches: int, tmp_path: Path) -> None:
+    model = write(tmp_path / "program", data=2, zero=zero, microbatches=microbatches)
+    records = train(tmp_path / "program", tmp_path, 2)
+    signal = variance = 0.0
+    for step, record in enumerate(records):
+        batch = {name: tensor[step * ROWS : (step + 1) * ROWS] for name, tensor in data().items()}
+
+        def gradient(rows: Tensor, batch: dict[str, Tensor] = batch) -> Tensor:
+            loss = model(batch["x"][rows], batch["y"][rows])
+            found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+            return torch.cat([part.flatten() for part in found])
+
+        # each microbatch is divided over the ranks
+        halves = torch.arange(ROWS).view(microbatches, 2, -1).transpose(0, 1).flatten(1)
+        small = sum(float(gradient(rows).square().sum()) for rows in halves) / 2
+        big = float(gradient(torch.arange(ROWS)).square().sum())
+        assert record["gradient_norm"] ** 2 == pytest.approx(big, rel=1e-9)
+        signal = DECAY * signal + (1 - DECAY) * (ROWS * big - ROWS / 2 * small) / (ROWS / 2)
+        variance = DECAY * variance + (1 - DECAY) * (small - big) / (2 / ROWS - 1 / ROWS)
+        expected = variance / signal if signal > 0 else None
+        assert record["noise_scale"] == pytest.approx(expected, rel=1e-9)
+    assert len(records) == STEPS and any(record["noise_scale"] for record in records)
+
+
+@pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
+def test_other_plans_are_refused(plan: dict[str, int], tmp_path: Path) -> None:
+    write(tmp_path / "program", **plan)
+    with pytest.raises(LaunchError, match="NoiseError: --noise-scale compares .* it needs data parallelism alone"):
+        train(tmp_path / "program", tmp_path, 2)
+
+
+@pytest.mark.parametrize(("late", "scale", "why"), [(1, None, "of an earlier step"), (None, 1, "scaled in float16")])
+def test_gradients_that_are_no_gradients_of_the_step_are_refused(late: Any, scale: Any, why: str) -> None:
+    trainer: Any = SimpleNamespace(_late=late, loss_scale=scale)
+    with pytest.raises(NoiseError, match=why):
+        Trainer.noise_scale(trainer)
