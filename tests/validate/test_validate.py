@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from places import GROUNDTRUTH
+from tiers import slow
 from validation_page import PAGE, constants, records, written
 
 from autopar.cli.app import cli
@@ -286,7 +287,8 @@ def holes() -> list[dict[str, object]]:
     ]
 
 
-def test_no_row_ends_the_run(monkeypatch):
+@pytest.mark.parametrize("part", [0, slow(1)])
+def test_no_row_ends_the_run(part, monkeypatch):
     """Whatever a row lacks or says, it is priced or refused with a reason. Sizes that capture would have to see are looked at alone."""
     from autopar.validate import models
 
@@ -310,7 +312,7 @@ def test_no_row_ends_the_run(monkeypatch):
 
     monkeypatch.setattr(models, "graph_of", small_graph)
     bench = Bench()
-    for number, data in enumerate(holes()):
+    for number, data in enumerate(holes()[part::2]):
         found = bench.outcome(data, number)
         assert found.reason or found.feasible is not None, data
         assert found.reason or found.refused or (found.step_s and found.step_s > 0 and found.memory_bytes), data
