@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from places import GROUNDTRUTH
-from tiers import slow
 from validation_page import PAGE, constants, records, written
 
 from autopar.cli.app import cli
@@ -287,11 +286,8 @@ def holes() -> list[dict[str, object]]:
     ]
 
 
-@pytest.mark.parametrize("part", [0, slow(1)])
-def test_no_row_ends_the_run(part, monkeypatch):
+def test_no_row_ends_the_run(monkeypatch):
     """Whatever a row lacks or says, it is priced or refused with a reason. Sizes that capture would have to see are looked at alone."""
-    from autopar.validate import models
-
     seen: dict[object, object] = {}
 
     def small_graph(architecture, batch):
@@ -310,9 +306,9 @@ def test_no_row_ends_the_run(part, monkeypatch):
             seen[key] = graph_of(architecture, batch)
         return seen[key]
 
-    monkeypatch.setattr(models, "graph_of", small_graph)
+    monkeypatch.setattr("autopar.validate.run.graph_of", small_graph)
     bench = Bench()
-    for number, data in enumerate(holes()[part::2]):
+    for number, data in enumerate(holes()):
         found = bench.outcome(data, number)
         assert found.reason or found.feasible is not None, data
         assert found.reason or found.refused or (found.step_s and found.step_s > 0 and found.memory_bytes), data
