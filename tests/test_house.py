@@ -305,14 +305,17 @@ import importlib, json, pkgutil, sys, passes
 for module in pkgutil.walk_packages(passes.__path__, "passes."):
     importlib.import_module(module.name)
 found = [m for m in sys.modules if m.split(".")[0] == "ortools" or m.startswith(("autopar.search", "autopar.cli"))]
+import autopar.cli.pricing
+pricing = sorted(sys.modules)
 import autopar.compile, autopar.capture.batch, autopar
-print(json.dumps({"solver": found, "functions": [callable(autopar.compile), callable(autopar.capture)]}))
+functions = [callable(autopar.compile), callable(autopar.capture)]
+print(json.dumps({"solver": found, "pricing": pricing, "functions": functions}))
 """
 
 
 @functools.cache
 def imported() -> dict[str, Any]:
-    """What a new Python finds while it imports the passes, and then ``compile``."""
+    """What a new Python finds while it imports the passes, then the prices, and then ``compile``."""
     found: dict[str, Any] = run_python(IMPORTS)
     return found
 
@@ -322,7 +325,7 @@ def test_passes_do_not_import_the_solver():
 
 
 def test_prices_are_made_without_what_writes_and_runs_programs():
-    found = run_python("import json, sys, autopar.cli.pricing; print(json.dumps(sorted(sys.modules)))")
+    found = imported()["pricing"]
     assert "autopar.trainers" in found
     others = ("autopar.compile", "autopar.emit", "autopar.checks", "autopar.run.program",
               "autopar.program.train", "autopar.report", "autopar.verify", "scipy", "networkx", "matplotlib",

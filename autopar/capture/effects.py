@@ -277,6 +277,13 @@ def _not_torch_random(line: str) -> CaptureError:
 _NOT_DRAWING = ("getstate", "get_state", "default_rng")
 
 
+def _random_states() -> tuple[Any, dict[str, Any]]:
+    """Return the states of Python's and of numpy's generator, which can be compared."""
+    numpy = np.random.get_state(legacy=False)
+    state = {key: value.tobytes() if isinstance(value, np.ndarray) else value for key, value in numpy["state"].items()}
+    return random.getstate(), numpy | {"state": state}
+
+
 @contextmanager
 def _python_random_refused() -> Iterator[None]:
     """Refuse random functions of Python and numpy (but see ``_DrawnNumber``), and seeding of torch's generator."""
@@ -296,7 +303,7 @@ def _python_random_refused() -> Iterator[None]:
             hint="seed before training; all devices with the same rows then draw the same numbers",
         )
 
-    before = random.getstate(), np.random.get_state(legacy=False)
+    before = _random_states()
     with ExitStack() as stack:
         for module in (random, np.random):
             for name in module.__all__:
@@ -312,7 +319,7 @@ def _python_random_refused() -> Iterator[None]:
         for owner, name in ((torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "set_rng_state")):
             stack.enter_context(mock.patch.object(owner, name, refuse_seeding))
         yield
-    if repr(before) != repr((random.getstate(), np.random.get_state(legacy=False))):
+    if before != _random_states():
         raise CaptureError(
             "the model's forward draws Python's or numpy's random numbers: every step of a program would reuse those drawn during capture",
             hint=_RANDOM_HINT,

@@ -25,9 +25,10 @@ class RefuseLongLoops(TorchFunctionMode):
         self._calls: list[tuple[FrameType, Counter[int]]] = []  # open frames, and how often each instruction ran
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = _user_frame(sys._getframe(1))
-        if frame is not None and not isinstance(func, MethodWrapperType):  # torch itself reads attributes of tensors
-            self._count(frame)
+        if not isinstance(func, MethodWrapperType):  # torch itself reads attributes of tensors
+            frame = _user_frame(sys._getframe(1))
+            if frame is not None:
+                self._count(frame)
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *exception: Any) -> None:

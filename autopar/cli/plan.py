@@ -6,7 +6,7 @@ from autopar.cli.commands import cluster_and_options, make_plan, print_infeasibl
 from autopar.cli.console import Messages, output_file, show
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
-from autopar.cli.trainers import plan_for_trainer, write_export
+from autopar.cli.trainers import check_export, plan_for_trainer, write_export
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Study, nearby_batch
 from autopar.plan import Plan
@@ -39,6 +39,8 @@ def plan_command(request: PlanRequest, output: str | None, export: str | None, a
 
 def _of_trainer(request: PlanRequest, export: str | None) -> Plan:
     """Return the best plan of another trainer, and write its configuration into the folder ``export``."""
+    if export:
+        check_export(export)  # before a search that may take minutes
     with Messages() as messages:
         plan, exported = plan_for_trainer(request, messages)
         if export:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,19 @@ def _pins(request: PlanRequest, trainer: Trainer) -> dict[str, Any]:
     return found
 
 
+def check_export(folder: str, names: Iterable[str] = ("plan.json", "NOTES.md")) -> None:
+    """Raise ``UsageError`` if one of the files, by default those of every trainer, exists in the folder already."""
+    existing = [name for name in names if (Path(folder) / name).exists()]
+    if existing:
+        raise UsageError(f"{Path(folder) / existing[0]} exists already", "give --export a new folder")
+
+
 def write_export(exported: Exported, plan: Plan, folder: str, messages: Messages) -> None:
     """Write a configuration's files, its notes and the plan into a folder. Raises ``UsageError`` if a file exists already."""
     path = Path(folder)
     files = {**exported.files, "plan.json": plan.dumps() + "\n"}
     files["NOTES.md"] = "".join(f"- {note}\n" for note in exported.notes)
-    existing = [name for name in files if (path / name).exists()]
-    if existing:
-        raise UsageError(f"{path / existing[0]} exists already", "give --export a new folder")
+    check_export(folder, files)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -84,8 +84,8 @@ def trained(model: str, recipes: list[dict[str, Any]], steps: int) -> list[tuple
 
 
 def is_default(model: str, recipe: HandTunedRecipe) -> bool:
-    """The small model has every recipe, a decoder those in two microbatches, the other decoder those of them that shard no weights."""
-    of_decoders = recipe.microbatches == 2 and (model == "gpt-6" or recipe.sharding == "ddp")
+    """The small model has every recipe, a decoder those in two microbatches, the other decoder DDP in two."""
+    of_decoders = recipe.microbatches == 2 and (model == "gpt-6" or recipe.sharding == "ddp" and recipe.tensor == 1)
     return model == "mlp-4" or recipe.bucket_mb == 1 or of_decoders
 
 
@@ -118,7 +118,7 @@ def are_exact(workers: WorkerPool, processes: int, model: str, steps: int, most:
     return {(recipe.schedule, recipe.chunks) for recipe in tried}
 
 
-@pytest.mark.parametrize("model", in_short(SMALL, "gpt-6", "mlp-4"))
+@pytest.mark.parametrize("model", in_short(SMALL, "mlp-4"))
 def test_pipelines_are_exact(workers2: WorkerPool, model: str):
     """Losses, gradients and parameters of two steps in float64, under every schedule, in one round of microbatches and in two."""
     assert are_exact(workers2, 2, model, steps=2, most=4) == set(PIPELINES)

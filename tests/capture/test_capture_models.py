@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -382,7 +383,7 @@ def documents() -> dict[str, torch.Tensor]:
     return language() | {"position_ids": torch.stack(rows)}
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("use_cache", [True, slow(False)])
 def test_documents_are_separated_as_transformers_does(use_cache: bool) -> None:
     torch.manual_seed(0)
     model = llama()

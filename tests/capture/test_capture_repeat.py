@@ -46,7 +46,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "dit", slow("mixtral_balanced")])
+@pytest.mark.parametrize("name", ["gpt2", "t5", slow("dit"), slow("mixtral_balanced")])
 def test_the_graph_is_that_of_tracing_every_block(name, monkeypatch):
     torch.manual_seed(0)
     model, batch, loss_fn = MODELS[name]()

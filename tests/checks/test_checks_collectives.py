@@ -32,7 +32,7 @@ def program(model: str, **options: object) -> LocalProgram:
 
 
 LARGE = [kind for kind in KINDS if kind.devices > 4]
-"""The kinds that the default tests run nowhere: each of the others is checked where ``test_exactness`` runs it."""
+"""The kinds that ``test_exactness`` runs nowhere: each of the others is checked where it runs, by default or in the slow tests."""
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from autopar.shard import plan_shardings
 from autopar.zoo.hf import build_config
 from passes.stages import cut_stages
 
-SEEDS = len(KINDS) * 10
+SEEDS = len(KINDS) * 6
 
 
 @pytest.fixture(scope="module")

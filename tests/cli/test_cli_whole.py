@@ -167,7 +167,7 @@ def test_no_number_is_cut_from_60_columns_on(words: tuple[str, ...], plan_file: 
     files = {"PLAN": str(plan_file), "ROWS": str(rows)}
     words = tuple(files.get(word, word) for word in words)
     shown = {}
-    for width in (400, 60) if words[0] == "explain" or "validate" in words else (400, 120, 80, 60):
+    for width in (400, 60) if words[0] in ("explain", "plan", "sweep") or "validate" in words else (400, 120, 80, 60):
         done = CliRunner().invoke(cli, words, env={"COLUMNS": str(width)}, catch_exceptions=False)
         shown[width] = done.stdout
         assert max(map(len, done.stdout.splitlines())) <= width and "…" not in done.stdout

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from places import ROOT
+from tiers import slow
 from torch import nn
 from workers import WorkerPool
 
@@ -242,7 +243,7 @@ def default_hangup():
 
 
 @pytest.mark.usefixtures("default_hangup")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, slow(signal.SIGHUP)])
 def test_a_signal_to_autopar_run_saves_and_ends_it(number, tmp_path, capsys, monkeypatch):
     (tmp_path / "small_model.py").write_text(MODEL)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import mlp
+from tiers import slow
 
 from autopar import planning
 from autopar.capture import capture
@@ -27,7 +28,10 @@ def graph() -> Graph:
     return annotate(capture(model.to(torch.float64), batch, loss_fn))
 
 
-@pytest.mark.parametrize(("devices", "used"), [("9x8xH100-80GB", 64), ("1x7xH100-80GB", 4), ("8x8xH100-80GB", 64)])
+@pytest.mark.parametrize(
+    ("devices", "used"),
+    [slow("9x8xH100-80GB", 64), ("1x7xH100-80GB", 4), ("1x8xH100-80GB", 8), slow("8x8xH100-80GB", 64)],
+)
 def test_a_plan_on_fewer_devices_is_never_slower(graph: Graph, devices: str, used: int) -> None:
     cluster = parse(devices)
     whole = find_plan(graph, cluster, SearchOptions())

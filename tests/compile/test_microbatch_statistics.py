@@ -53,7 +53,7 @@ def accumulated(model: nn.Module, parts: list[Any], loss_fn: Any) -> tuple[float
     [
         ("mixtral balanced by microbatch", "data 2, zero 3"),
         ("mixtral balanced by microbatch", "expert 2"),
-        ("mixtral balanced by microbatch", "tensor+sequence 2"),
+        slow("mixtral balanced by microbatch", "tensor+sequence 2"),
         slow("mixtral balanced by microbatch", "pipeline 2"),
         slow("mixtral balanced by microbatch", "recompute, tensor 2"),
         ("mixtral balanced by microbatch", "pipeline 2 x data 2, zero 2"),

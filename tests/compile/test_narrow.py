@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -82,18 +83,24 @@ def kept(folder: str, batch: dict[str, Tensor]) -> int:
     return sum(storages.values())
 
 
+@functools.cache
+def llama() -> tuple[Graph, Any]:
+    torch.manual_seed(0)
+    model, batch, _ = MODELS["llama"]()
+    return annotate(capture(model.train(), batch, precision="bfloat16", name="llama")), batch
+
+
 @pytest.mark.parametrize("allow", [(), NARROW], ids=["wide", "narrow"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_price_counts_what_a_program_of_16_bits_keeps(
     zero: int, allow: tuple[str, ...], workers2: WorkerPool, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    model, batch, _ = MODELS["llama"]()
-    graph = replace(annotate(capture(model.train(), batch, precision="bfloat16", name="llama")), narrow=allow)
+    graph, batch = llama()
+    graph = replace(graph, narrow=allow)
     plan = manual_plan(graph, data=2, zero=zero, precision="bfloat16")
     emit(graph, plan, tmp_path)
     ranks = workers2.run("test_narrow:kept", str(tmp_path), flatten_batch(graph.structure, batch))
-    numel = sum(p.numel() for p in model.parameters())
+    numel = sum(p.value.numel for p in graph.parameters.values())
     priced = sum(state_bytes(numel, numel, 2, zero, precision("bfloat16", allow)))
     # parts that two devices do not divide are padded; what ZeRO 2 gathers is gone when the step ends; in flat buffers (values, gradients,
     # masters), of which each layer has one, parameters and a device's pieces begin at multiples of 128 bytes

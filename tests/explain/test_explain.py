@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from search_models import TransformerPricer, chain
+from tiers import slow
 from torch import nn
 
 from autopar.devices import Cluster, parse
@@ -198,12 +199,12 @@ def test_more_of_everything_is_a_cluster_of_its_own() -> None:
 
 ANY = 1.0
 """The gap of a search that ends with the first plan that fits."""
-INFEASIBLE: list[tuple[str, int, dict[str, Any]]] = [
+INFEASIBLE = [
     ("1x1xH100-80GB", 8, {}),
     ("1x2xA100-40GB-SXM", 8, {}),
-    ("1x8xH100-80GB", 8, {"pipeline": 1, "tensor": 1, "zero": 0}),
+    slow("1x8xH100-80GB", 8, {"pipeline": 1, "tensor": 1, "zero": 0}),
     ("1x8xH100-80GB", 8, {"zero": 0, "tensor": 1, "pipeline": 1, "recompute": False}),
-    ("1x8xH100-80GB", 64, {"microbatches": 1, "recompute": False}),
+    slow("1x8xH100-80GB", 64, {"microbatches": 1, "recompute": False}),
     ("1x8xH100-80GB", 16, {"memory_limit_bytes": 9_000_000_000}),
     ("2x8xA100-40GB-SXM", 512, {"microbatches": 1, "recompute": False}),
     ("1x4xH100-80GB", 4, {"data": 4, "zero": 0}),
@@ -249,7 +250,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("limit", "options"), [(600_000, {"microbatches": 1}), (500_000, {"zero": 0, "tensor": 1, "pipeline": 1})]
+    ("limit", "options"), [slow(600_000, {"microbatches": 1}), (500_000, {"zero": 0, "tensor": 1, "pipeline": 1})]
 )
 def test_a_real_model_is_told_what_fits(limit: int, options: dict[str, Any]) -> None:
     batch = (torch.zeros(8, 64, dtype=torch.long), torch.zeros(8, 64, dtype=torch.long))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
+from tiers import slow
 
 from autopar.devices import parse
 from autopar.devices.cluster import Network
@@ -209,8 +210,15 @@ def test_a_pinned_prefetch_is_planned_and_priced():
     assert two.stages[0].memory.total - one.stages[0].memory.total == 2 * _numel(graph.classes["mlp"])
 
 
-@pytest.mark.parametrize("where", ["2x8xH100-80GB", "8"])
-@pytest.mark.parametrize("overlap", ["tensor", "none", "halves"])
+@pytest.mark.parametrize(
+    ("where", "overlap"),
+    [
+        ("2x8xH100-80GB", "halves"),
+        ("8", "tensor"),
+        ("8", "none"),
+        *(slow(*case) for case in (("2x8xH100-80GB", "tensor"), ("2x8xH100-80GB", "none"), ("8", "halves"))),
+    ],
+)
 def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(where, overlap):
     cluster = parse(where)
     pricer = Pricer(chain(llama_block(8, 128, 256, 8, 4, 512), 3), cluster, "bfloat16")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from price_models import time_s
+from tiers import slow
 from workers import WorkerPool
 
 from autopar.capture import capture
@@ -244,15 +245,23 @@ def some(function: str, arguments: dict[str, object]) -> list[dict[str, object]]
     return remote.measure(function, arguments)
 
 
+SHORT = ("pointwise", "layer_norm", "cat", "reduce_scatter", "all_to_all", "p2p")  # one of each signature
+
+
+def measurement(function: str, what: str, **arguments: object) -> Any:
+    case = function, arguments
+    return case if what in SHORT else slow(case)
+
+
 @pytest.mark.parametrize(
     "case",
     [
         ("launch", {}),
         ("product", {"dtype": "float32", "shape": [8, 16, 32]}),
         ("attention", {"dtype": "float32", "shape": [1, 2, 16, 8]}),
-        *(("move", {"kind": kind, "elements": 1 << 12}) for kind in MOVES),
+        *(measurement("move", kind, kind=kind, elements=1 << 12) for kind in MOVES),
         ("update", {"elements": 64}),
-        *(("wire", {"name": name, "members": 2, "size": 4096}) for name in (*COLLECTIVES, "p2p")),
+        *(measurement("wire", name, name=name, members=2, size=4096) for name in (*COLLECTIVES, "p2p")),
         ("sharded", {"members": 2, "width": 16}),
         ("straggler_wait", {"members": 2}),
         ("call", {"members": 2}),

@@ -11,7 +11,7 @@ import torch
 from pipelines import emitted, is_right
 from test_overlap import Blocks
 from test_run_pipeline import Skip
-from tiers import in_short
+from tiers import in_short, slow
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from workers import WorkerPool
@@ -30,19 +30,21 @@ EVERY_ZERO: list[dict[str, Any]] = [{"data": 2, "zero": zero} for zero in range(
 MAX_NORM = 0.01
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", slow("selective"), "full"])
 def test_two_ranks(recompute: str, workers2: WorkerPool, tmp_path: Path) -> None:
     folder, model, batch = emitted(tmp_path, **PLAN, recompute=recompute)
     assert is_right(workers2.run("pipelines:stepped", folder, model.state_dict(), batch), model)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 16])
+@pytest.mark.parametrize("microbatches", [2, slow(4), 16])
 def test_four_ranks(microbatches: int, workers4: WorkerPool, tmp_path: Path) -> None:
     folder, model, batch = emitted(tmp_path, **(PLAN | {"pipeline": 4}), microbatches=microbatches)
     assert is_right(workers4.run("pipelines:stepped", folder, model.state_dict(), batch), model)
 
 
-@pytest.mark.parametrize("options", [*EVERY_ZERO, {"data": 2, "zero": 3, "reduce": "step"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [EVERY_ZERO[0], *map(slow, EVERY_ZERO[1:]), {"data": 2, "zero": 3, "reduce": "step"}], ids=str
+)
 def test_with_data_parallelism(options: dict[str, Any], workers4: WorkerPool, tmp_path: Path) -> None:
     folder, model, batch = emitted(tmp_path, **PLAN, **options)
     assert is_right(workers4.run("pipelines:stepped", folder, model.state_dict(), batch), model)
@@ -76,7 +78,7 @@ def trained(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor], max
         return {"losses": losses, "norm": trainer.clip_(max_norm), "state": saved, "own": own}
 
 
-@pytest.mark.parametrize("options", [{"pipeline": 4}, *EVERY_ZERO], ids=str)
+@pytest.mark.parametrize("options", [{"pipeline": 4}, *map(slow, EVERY_ZERO[:2]), *EVERY_ZERO[2:]], ids=str)
 def test_both_copies_train_as_one_device(options: dict[str, Any], workers4: WorkerPool, tmp_path: Path) -> None:
     """AdamW, with gradients clipped to their norm: losses, norm and parameters; both copies of every parameter are equal bit by bit."""
     folder, model, batch = emitted(tmp_path, model=Uneven().double(), **(PLAN | options))

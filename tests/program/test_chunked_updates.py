@@ -12,6 +12,7 @@ import pytest
 import torch
 from exactness import MODELS
 from test_run_optimizers import Signs
+from tiers import in_short
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -191,7 +192,13 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["one device", *PLANS])
+@pytest.mark.parametrize(
+    "name",
+    in_short(
+        ("one device", *PLANS),
+        *("one device", "tensor 2", "ZeRO 1, states on the host", "ZeRO 3, states on NVMe", "zero bubble, ZeRO 2"),
+    ),
+)
 def test_steps_are_those_of_one_process_to_the_last_bit(
     name: str, captured: tuple[Graph, dict[str, Tensor]], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

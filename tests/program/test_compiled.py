@@ -72,7 +72,7 @@ def compiled(model: str, pool: WorkerPool, folder: Path, **pins: Any) -> tuple[i
     "pins",
     [
         slow({"data": 2, "zero": 3, "recompute": True, "microbatches": 2}),
-        {"tensor": 2, "sequence": True},
+        slow({"tensor": 2, "sequence": True}),
         slow({"tensor": 2, "overlap": "none", "recompute": True}),
         slow({"tensor": 2, "sequence": True, "microbatches": 2, "recompute": "selective"}),
         slow({"tensor": 2, "sequence": True, "overlap": "halves"}),
@@ -91,6 +91,12 @@ def test_compiled_programs_are_exact(pins: dict[str, Any], workers2: WorkerPool,
     assert graphs > 0
 
 
+def test_a_compiled_part_between_two_collectives_is_exact(workers2: WorkerPool, tmp_path: Path) -> None:
+    """In short, with blocks of two products: all-gathers and reduce-scatters around each compiled part."""
+    graphs, _ = compiled("pairs", workers2, tmp_path, tensor=2, sequence=True)
+    assert graphs > 0
+
+
 def test_experts_stay_eager_inside_of_compiled_layers(workers2: WorkerPool, tmp_path: Path) -> None:
     graphs, _ = compiled("mixtral", workers2, tmp_path, expert=2, zero=1)
     assert graphs > 0
@@ -101,7 +107,7 @@ def test_experts_stay_eager_inside_of_compiled_layers(workers2: WorkerPool, tmp_
     [
         slow("gpt2", "none"),
         slow("bert", "none"),
-        ("mlp", "none"),
+        slow("mlp", "none"),
         slow("dit", "none"),
         slow("mlp", "selective"),
         ("bert", "selective"),
@@ -224,7 +230,7 @@ STAGES = {"pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
         ((0.25, 0.25), ONE | {"recompute": True}),
         slow((0.25, 0.25), ONE | {"recompute": "selective"}),
         slow((0.25, 0.25), STAGES),
-        ((0.25, 0.0), ONE | {"tensor": 2}),
+        slow((0.25, 0.0), ONE | {"tensor": 2}),
         slow((0.25, 0.0), ONE | {"tensor": 2, "recompute": "selective"}),
     ],
     ids=str,
@@ -405,7 +411,7 @@ def noise() -> tuple[Any, dict[str, Tensor]]:
     return graph, dict(zip((v.name for v in graph.inputs), pair, strict=True))
 
 
-@pytest.mark.parametrize("model", [dropout, noise])
+@pytest.mark.parametrize("model", [dropout, slow(noise)])
 def test_the_price_knows_the_random_numbers_that_a_layer_saves(
     model: Any, workers1: WorkerPool, tmp_path: Path
 ) -> None:
@@ -450,9 +456,9 @@ def _allocated(forward: Any, found: dict[str, int], name: str, *args: Any) -> An
 @pytest.mark.parametrize(
     ("compile", "pins"),
     [
-        ("none", {"recompute": "selective"}),
+        slow("none", {"recompute": "selective"}),
         ("layers", {"recompute": "selective"}),
-        ("layers", {"offload": "activations"}),
+        slow("layers", {"offload": "activations"}),
     ],
     ids=str,
 )

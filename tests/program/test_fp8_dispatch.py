@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own convention
 from expert_models import mixtral
 from test_experts import values
+from tiers import in_short, short
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -129,7 +131,7 @@ def on_ranks(
     return [out.detach(), *found], sent
 
 
-CASES = [tuple(bool(n & 2**bit) for bit in range(3)) for n in range(8)]  # relayed, first, async_op
+CASES = list(itertools.product((False, True), repeat=3))  # relayed, first, async_op
 
 
 def check(pool: WorkerPool, dtype: torch.dtype, tolerance: float, case: tuple[bool, bool, bool]) -> None:
@@ -143,7 +145,7 @@ def check(pool: WorkerPool, dtype: torch.dtype, tolerance: float, case: tuple[bo
         assert float((mine - other).abs().max()) > 1e-3 * largest, i  # rounding shows
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", short(CASES, lambda case: list(enumerate(case))), ids=str)
 def test_ranks_compute_what_one_device_does_with_rounded_rows(
     case: tuple[bool, bool, bool], workers4: WorkerPool
 ) -> None:
@@ -211,7 +213,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", in_short(PLANS, "expert 2", "relayed, in halves"))
 def test_programs_stay_near_bfloat16(name: str, workers2: WorkerPool, workers4: WorkerPool, tmp_path: Path) -> None:
     """The same plan without the deviation, on the same devices: the loss is near, gradients point the same way, and neither is equal."""
     pool, results, texts = (workers4 if "relayed" in name else workers2), [], []

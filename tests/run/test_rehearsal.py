@@ -51,9 +51,9 @@ def emitted(graph: Graph, folder: Path, **pins: Any) -> Plan:
     [
         {"data": 2, "zero": 3},
         slow({"tensor": 2}),
-        {"ring": 2},
+        slow({"ring": 2}),
         {"pipeline": 2, "microbatches": 4, "schedule": "1f1b"},
-        {"tensor": 2, "sequence": True, "recompute": "selective"},
+        slow({"tensor": 2, "sequence": True, "recompute": "selective"}),
     ],
     ids=lambda pins: "-".join(pins),
 )

@@ -12,6 +12,7 @@ import pytest
 from brute_force import FAMILIES, compare, problem
 from places import EVIDENCE
 from search_models import Devices, RandomPricer, brute_force, chain, every_plan, random_problem
+from tiers import slow
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
@@ -46,12 +47,13 @@ def found(seed: int, options: SearchOptions = EXACT) -> tuple[Plan | None, float
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_optimum_and_same_infeasible_set_as_brute_force(family: str) -> None:
-    count = {"any chunks": 50, "offload": 24, "nvme": 24, "int8": 24}.get(family, 35)
+    # as many as show every outcome below
+    count = {"any chunks": 50, "chunks": 35, "split": 35, "offload": 24, "nvme": 24, "int8": 16}.get(family, 20)
     rows = [compare(family, seed) for seed in range(100_000, 100_000 + count)]
     assert not [row for row in rows if not row["agrees"]]
     outcomes = [row["outcome"] for row in rows]
     # the problems are neither all easy nor all impossible
-    assert outcomes.count("infeasible") >= 2 and outcomes.count("optimum") >= 10
+    assert outcomes.count("infeasible") >= 2 and outcomes.count("optimum") >= 8
     assert sum(row.get("pipeline", 1) > 1 for row in rows) >= 1
     assert family not in ("chunks", "any chunks") or sum(row.get("chunks", 1) > 1 for row in rows) >= 2
 
@@ -72,14 +74,14 @@ def test_the_committed_comparison_has_no_disagreement() -> None:
 def test_bounds_stay_below_the_optimum_without_the_exact_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LABEL_LAYERS", 0)
     proved = 0
-    for seed in range(1000, 1050):
+    for seed in range(1000, 1030):
         plan, best = found(seed)
         assert (plan is None) == (best is None), seed
         if plan is not None and best is not None:
             assert plan.bound_s <= best * (1 + 1e-6) and best <= plan.prediction.step_time_s * (1 + 1e-9), seed
             assert plan.gap == pytest.approx(1 - plan.bound_s / plan.prediction.step_time_s, abs=1e-12)
             proved += plan.gap < 0.01
-    assert proved > 20
+    assert proved > 12
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -103,7 +105,7 @@ def test_pinned_schedule_and_pipeline(schedule: str) -> None:
 
 
 def test_more_memory_is_never_slower() -> None:
-    for seed in range(3000, 3012):
+    for seed in range(3000, 3006):
         graph, cluster, pricer = random_problem(seed)
         before = float("inf")
         for limit in (60, 90, 130, 200, 400, 10_000):
@@ -154,10 +156,11 @@ def test_every_bound_of_every_configuration_holds() -> None:
     assert mean["linear"] > 0.92 and max(tight["linear"]) > 1 - 1e-6
 
 
-def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> None:
+@pytest.mark.parametrize("seeds", [range(1, 8), slow(range(8, 25))], ids=str)
+def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher(seeds: range) -> None:
     """Equal layers between two others, as in a language model: a linear program gives each device a part of a layer."""
     linear, whole = [], []
-    for seed in range(24):
+    for seed in seeds:
         graph = chain(["first", *["block"] * (3 + seed % 5), "last"], 4)
         pricer = RandomPricer(graph, seed, 1.0, 0.0)
         limit, options = (150, 220, 10_000)[seed % 3], SearchOptions(schedule="interleaved-1f1b")
@@ -172,7 +175,7 @@ def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher() -> N
             assert max(bounds) <= best * (1 + 1e-9), (seed, config)
             linear.append(linear_bound(instance, 0.0, inf) / best)
             whole.append(bounds[1] / best)
-    assert len(whole) >= 40 and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.01
+    assert len(whole) >= 1.5 * len(seeds) and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.01
 
 
 @pytest.mark.parametrize("schedule", [name for name in MULTI_STAGE if name != CHIMERA])

@@ -195,7 +195,7 @@ class TestPlans:
         graph = chain(["a", "b", "b", "c"], 4, tied=(0, 3))
         free = chain(["a", "b", "b", "c"], 4)
         cluster, dearer = Devices(4, 400), 0
-        for seed in range(6):
+        for seed in range(3):
             plan = search(graph, cluster, RandomPricer(graph, seed, 0.5, 0.1), SearchOptions(target_gap=0.0))
             first, last = plan.layers[0].strategy, plan.layers[3].strategy
             assert (first.roles, first.zero) == (last.roles, last.zero)
@@ -249,7 +249,7 @@ class TestPlans:
 class TestInfeasible:
     def test_the_limit_in_the_hint_would_do_and_less_would_not(self) -> None:
         checked = 0
-        for seed in range(40):
+        for seed in range(20):
             graph, cluster, pricer = random_problem(seed)
             try:
                 search(graph, cluster, pricer, SearchOptions(memory_limit_bytes=20))
@@ -262,7 +262,7 @@ class TestInfeasible:
                 with pytest.raises(InfeasibleError):
                     search(graph, cluster, pricer, SearchOptions(memory_limit_bytes=need - 1))
                 checked += 1
-        assert checked > 15
+        assert checked > 7
 
     def test_a_search_without_time_does_not_say_that_nothing_fits(self) -> None:
         graph = chain(["a", "b", "a"], 8)
@@ -504,10 +504,16 @@ def test_a_path_through_the_schedule_is_as_long_as_the_step_and_bounds_others() 
             assert all((path * own).sum() > 0.9 * step for path in longest_paths(schedule, np.array(own), 0.9 * step))
 
 
-@pytest.mark.parametrize(("rows", "pipelines"), [(64, (2,)), slow(64, (4, 8)), slow(128, (2, 4, 8))])
-def test_no_pinned_pipeline_is_faster_interleaved_than_the_plan(rows: int, pipelines: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "count", "rows", "pipelines"),
+    [(30, 64, 32, (2,)), slow(80, 128, 64, (2,)), slow(80, 128, 64, (4, 8)), slow(80, 128, 128, (2, 4, 8))],
+)
+def test_no_pinned_pipeline_is_faster_interleaved_than_the_plan(
+    blocks: int, count: int, rows: int, pipelines: tuple[int, ...]
+) -> None:
     """Every pipeline is searched under every schedule, also where the best plan under 1F1B and GPipe has none whose devices could wait."""
-    graph, devices = transformer(rows), Devices(128, int(72e9))
+    graph = chain(["embed", *["block"] * blocks, "head"], rows, seq=TransformerPricer.seq)
+    devices = Devices(count, int(72e9))
     state = driver.explore(graph, devices, TransformerPricer(graph), SearchOptions(chunks=1))
     assert state.best is not None and state.best[0].schedule.pipeline == 1
     plan = search(graph, devices, TransformerPricer(graph))

@@ -47,7 +47,7 @@ def of_config(graph: Graph, config: Configuration, ways: list[Strategy]) -> Key:
 
 def test_it_is_within_the_tolerance_and_as_simple_as_any_plan_with_one_strategy_per_class() -> None:
     simpler = compared = equal = 0
-    for seed in range(60):
+    for seed in range(30):
         graph, cluster, pricer = random_problem(seed)
         best = brute_force(graph, cluster, pricer, EXACT)
         if best is None:
@@ -70,7 +70,7 @@ def test_it_is_within_the_tolerance_and_as_simple_as_any_plan_with_one_strategy_
         if keys and min(keys)[0] == 0:
             compared += 1
             equal += of_plan(graph, plan) <= min(keys)
-    assert compared == equal >= 40 and simpler >= 10
+    assert compared == equal >= 20 and simpler >= 5
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, 60.0])

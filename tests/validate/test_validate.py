@@ -288,8 +288,6 @@ def holes() -> list[dict[str, object]]:
 
 def test_no_row_ends_the_run(monkeypatch):
     """Whatever a row lacks or says, it is priced or refused with a reason. Sizes that capture would have to see are looked at alone."""
-    from autopar.validate import models
-
     seen: dict[object, object] = {}
 
     def small_graph(architecture, batch):
@@ -308,7 +306,7 @@ def test_no_row_ends_the_run(monkeypatch):
             seen[key] = graph_of(architecture, batch)
         return seen[key]
 
-    monkeypatch.setattr(models, "graph_of", small_graph)
+    monkeypatch.setattr("autopar.validate.run.graph_of", small_graph)
     bench = Bench()
     for number, data in enumerate(holes()):
         found = bench.outcome(data, number)

@@ -1,9 +1,14 @@
-"""The exactness matrix's default tier: every kind on some model, every model under some kinds, on real processes; and its page."""
+"""The exactness matrix's default tier: every pair of features on some model, every model under some kinds, on real processes; and its page.
+
+The slow tests have every kind on some model, the report every kind on every model.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,15 @@ from matrix import RESULTS, Case, arguments, chosen, kind_cases, mixture_cases, 
 from matrix_page import page, passed
 from results import fingerprint
 from test_text_exactness import KINDS_PER_MODEL, PAIRS
+from tiers import pair_cover, slow
 from workers import WorkerPool
 
 from autopar.errors import UsageError
-from autopar.verify import check_plan
+from autopar.verify import PlanKind, check_plan
 from autopar.verify.mixtures import draw
 
 # Pairs that strain most: tied weights across stages and under ZeRO on gpt2, grouped heads on llama, biases and padding on bert.
+# Degrees above two: rings of several hops, stages with a neighbour on both sides, numbers of devices that divide little.
 STRAINS = {
     ("gpt2", "pipeline 2"),
     ("gpt2", "data 2, zero 3"),
@@ -32,11 +39,19 @@ STRAINS = {
     ("bert", "tensor+sequence 4"),
     ("bert", "pipeline 2, gpipe"),
     ("mlp", "mixed: tensor 1, 2 and 4"),
+    ("packed", "ring 4"),
+    ("masked", "ulysses 4"),
+    ("mixtral", "expert 4"),
+    ("odd_llama", "pipeline 4"),
+    ("odd_gpt2", "tensor+sequence 3"),
+    ("gated", "data 3, zero 3"),
+    ("with_empty", "data 2"),
+    ("with_empty", "tensor 2"),
 }
 COMPILED = "compiled, "
 # Models that are under two kinds or more elsewhere: in tests/verify/test_text_exactness.py and tests/compile/test_microbatch_statistics.py.
 ELSEWHERE = {*PAIRS, *(name for name in MODELS if name.endswith(" by microbatch"))}
-MIXTURES_HERE = 6
+MIXTURES_HERE = 3
 RECORDED = results_in().read()
 # Models whose cases take three times as long as the others'.
 LARGE = {
@@ -57,32 +72,69 @@ def admitted(case: Case) -> bool:
     return "reason" not in RECORDED.get(case.key, {})
 
 
-def tier() -> list[Case]:
-    """The strains; then each kind on the model that has had least so far, one of this module's own if any admits the kind, and seldom
-    a large one; then more for its models with fewer than ``KINDS_PER_MODEL``."""
+DEGREES = ("data", "tensor", "ring", "ulysses", "expert", "pipeline", "microbatches", "chunks", "segment")
+
+
+def features(kind: PlanKind) -> set[Any]:
+    """Return the decisions of a kind: its roles, the values of its options, and that layers differ; degrees are among the strains."""
+    found: set[Any] = {kind.name} if kind.mixed else set()
+    for name, value in kind.options.items():
+        if name == "mesh":
+            roles = [axis.name.rstrip("0123456789") for axis in value]
+            found |= {*roles} | ({"a role on two axes"} if len({*roles}) < len(roles) else set())
+        elif name in DEGREES:
+            found |= {name} if value > 1 else set()
+        else:
+            found.add((name, value))
+    return found
+
+
+def tier() -> list[tuple[Case, bool]]:
+    """Cases, and whether they are in the default tier.
+
+    The strains; then kinds that have every pair of features of any kind, each on the model that has had least so far, one of this module's
+    own if any admits the kind, and seldom a large one; then more for its models with fewer than ``KINDS_PER_MODEL`` (large ones: than one);
+    then the other kinds, which are slow tests.
+    """
     cases = {case.key: case for case in kind_cases() if case.devices <= 4 and admitted(case)}
     # a compiler works for half a minute on some of these; tests/program/test_compiled.py has others without it
     cases = {key: case for key, case in cases.items() if not case.kind.startswith(COMPILED)}
     picked = {key: cases[key] for key in sorted(STRAINS) if key in cases}
+    kinds = {kind.name: features(kind) for kind in KINDS if any(kind.name == name for _, name in cases)}
 
-    def load(model: str) -> tuple[bool, int]:
-        return model in ELSEWHERE, count[model] * (3 if model in LARGE else 1)
+    def load(key: tuple[str, str]) -> tuple[bool, bool, int]:
+        """A case that was never tried comes last: the model may not admit the kind."""
+        model, _ = key
+        return key not in RECORDED, model in ELSEWHERE, count[model] * (3 if model in LARGE else 1)
+
+    def pick(kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            if not any(name == kind for _, name in picked):
+                key = min((key for key in cases if key[1] == kind), key=load)
+                picked[key] = cases[key]
+                count[key[0]] += 1
 
     count = Counter(model for model, _ in picked)
-    for kind in dict.fromkeys(name for _, name in cases):
-        if not any(name == kind for _, name in picked):
-            model = min((m for m, name in cases if name == kind), key=load)
-            picked[model, kind] = cases[model, kind]
-            count[model] += 1
+    pick(pair_cover(kinds, dict.fromkeys(kind for _, kind in picked)))
     for number, model in enumerate(model for model in MODELS if model not in ELSEWHERE):
         mine = [key for key in cases if key[0] == model and key not in picked]
-        for step in range(max(0, min(KINDS_PER_MODEL - count[model], len(mine)))):
+        wanted = 1 if model in LARGE else KINDS_PER_MODEL
+        for step in range(max(0, min(wanted - count[model], len(mine)))):
             key = mine[(number * 7 + step * 11) % len(mine)]
             picked[key] = cases[key]
-    return sorted(picked.values(), key=lambda case: list(MODELS).index(case.model))
+    default = set(picked)
+    pick(kinds)
+    return [(picked[key], key in default) for key in sorted(picked, key=lambda key: list(MODELS).index(key[0]))]
 
 
-@pytest.mark.parametrize("case", tier(), ids=lambda case: f"{case.model}: {case.kind}")
+TIER = tier()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if default else slow(case) for case, default in TIER],
+    ids=lambda case: f"{case.model}: {case.kind}",
+)
 def test_exact(case: Case, request: pytest.FixtureRequest) -> None:
     given = subject(case.model)
     try:
@@ -114,11 +166,19 @@ def test_draws_are_a_function_of_the_seed_and_differ() -> None:
     assert all(plan.device_count == 4 for plan in plans)
 
 
-def test_every_kind_and_every_model_is_tried() -> None:
-    counts = Counter(case.model for case in tier())
-    wanted = {kind.name for kind in KINDS if kind.devices <= 4 and not kind.name.startswith(COMPILED)}
-    assert {case.kind for case in tier()} == wanted
-    assert set(counts) | ELSEWHERE >= set(MODELS), set(MODELS) - set(counts) - ELSEWHERE
+def test_every_pair_of_features_and_every_model_is_tried() -> None:
+    """By default; the slow tests have every kind."""
+    wanted = {kind.name: kind for kind in KINDS if kind.devices <= 4 and not kind.name.startswith(COMPILED)}
+    assert {case.kind for case, _ in TIER} == set(wanted)
+    default = [case for case, default in TIER if default]
+    here, everywhere = (
+        {pair for name in names for pair in itertools.product(features(wanted[name]), repeat=2)}
+        for names in ({case.kind for case in default}, wanted)
+    )
+    assert here == everywhere
+    counts = Counter(case.model for case in default)
+    assert set(counts) | ELSEWHERE >= set(MODELS) and len(default) < len(TIER) * 0.6
+    assert all(counts[model] >= (1 if model in LARGE else KINDS_PER_MODEL) for model in set(MODELS) - ELSEWHERE), counts
 
 
 # -- the full matrix's results, which are kept with the code ----------------------------------------------------------
