@@ -112,7 +112,7 @@ MICROBATCH_STATISTICS = "microbatch_statistics"
 NARROW_GRADIENTS = "bfloat16_gradients"
 NARROW_MOMENTS = "bfloat16_moments"
 NARROW = (NARROW_GRADIENTS, NARROW_MOMENTS)
-UNNAMED_LAYERS = ("embeddings", "model")  # names without a module; other layers have a module's path, and a number after "@"
+UNNAMED_LAYERS = ("embeddings", "model")  # names without a module; others are a module's path, and a number after "@"
 ALLOWED = {
     MICROBATCH_STATISTICS: "a loss that needs the full batch (a router's auxiliary loss, batch norm, negatives of the same batch) is "
     "computed for each microbatch separately, and the step's loss is their mean",
@@ -196,14 +196,11 @@ class Strategy:
         self, roles: tuple[Role, ...], zero: int = 0, replicate: int = 1, options: Options = DEFAULTS, **chosen: str
     ) -> None:
         options = options.replace(**chosen) if chosen else options
-        assert zero in (0, 1, 2, 3), zero
-        assert replicate == 1 or zero, (zero, replicate)
-        assert zero >= options.min_zero, (zero, options)
-        put = object.__setattr__  # one by one: a search makes a strategy for each of its candidates
-        put(self, "roles", roles)
-        put(self, "zero", zero)
-        put(self, "replicate", replicate)
-        put(self, "options", options)
+        assert options.min_zero <= zero <= 3 and (replicate == 1 or zero), (zero, replicate, options)
+        object.__setattr__(self, "roles", roles)  # no loop: a search makes a strategy for each of its candidates
+        object.__setattr__(self, "zero", zero)
+        object.__setattr__(self, "replicate", replicate)
+        object.__setattr__(self, "options", options)
 
     def with_options(self, **changes: str) -> Strategy:
         """Return the strategy with other values of techniques."""
@@ -437,10 +434,9 @@ class Plan:
         mesh = " x ".join(f"{axis.name} {axis.size}" for axis in self.mesh)
         stages = f"{len(self.stages)} stages ({self.schedule}) of mesh" if len(self.stages) > 1 else "mesh"
         spec = "" if self.devices == str(self.device_count) else f" ({self.devices})"
-        count = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         return (
-            f"plan of {self.model} for {self.device_count} devices{spec}: {stages} {mesh}, {count}, "
-            f"one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
+            f"plan of {self.model} for {self.device_count} devices{spec}: {stages} {mesh}, {self.microbatches} "
+            f"microbatch{'es' * (self.microbatches > 1)}, one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
         )
 
     @property
