@@ -436,7 +436,8 @@ class Plan:
         spec = "" if self.devices == str(self.device_count) else f" ({self.devices})"
         return (
             f"plan of {self.model} for {self.device_count} devices{spec}: {stages} {mesh}, {self.microbatches} "
-            f"microbatch{'es' * (self.microbatches > 1)}, one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from the best"
+            f"microbatch{'es' * (self.microbatches > 1)}, one step in {seconds(self.prediction.step_time_s)}, at most {self.gap:.1%} from "
+            "the best"
         )
 
     @property
