@@ -44,6 +44,7 @@ class ExpertBuilder(ABC):
         self.replaced: set[fx.Node] = set()
         self.stacked: dict[fx.Node, None] = {}
         self.row_nodes: set[fx.Node] = set()
+        self.read: set[fx.Node] = set()  # what the new nodes read besides what the replaced ones read
         self.memory: set[fx.Node] = set()  # the memory that the replaced nodes read
         self._made: dict[tuple[fx.Node, ...], fx.Node] = {}
 
@@ -167,6 +168,7 @@ class ExpertBuilder(ABC):
             return False
         self.replaced |= found
         inputs = {operand for node in self.replaced for operand in node.all_input_nodes} - self.replaced
+        inputs |= self.read
         self.memory, seen = {memory_of(node) for node in inputs if node is not written}, False
         for node in last.graph.nodes:
             seen = seen or node in inputs

@@ -301,6 +301,7 @@ class _Loop(ExpertBuilder):
     def _sort(self, found: _Choices) -> None:
         """Add the choices, sorted by expert: their order and tokens."""
         self.found, rows = found, found.tokens * found.choices
+        self.read.add(found.index)
         index = self.add(aten.reshape.default, found.index, [found.tokens, found.choices])
         self.flat = self.add(aten.reshape.default, index, [rows])
         self.order = self.add(aten.argsort.stable, self.flat, stable=True)

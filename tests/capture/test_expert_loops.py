@@ -288,7 +288,28 @@ def written_back_doubled(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> T
     return out
 
 
+def added_meanwhile(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """What the right side adds to the rows is overwritten."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out[token] += weights[token, choice, None] * expert(x[token]) + out.add_(1)[token]
+    return out
+
+
+def changed_choices(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """An expert's tokens choose the next one, too."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        index.view(-1).masked_fill_(index.view(-1) == number, number + 1)  # through a view
+    return out
+
+
 REFUSED = [
+    added_meanwhile,
+    changed_choices,
     fewer_experts,
     perhaps_twice,
     written_back_doubled,
