@@ -166,6 +166,16 @@ class LayerClass:
         nodes = [node for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
         return tuple((node.target.count, math.prod(node.args[1].meta["val"].shape)) for node in nodes)
 
+    @cached_property
+    def stacks_experts(self) -> bool:
+        """Whether the layer stacks the parameters of its experts, which are modules: every device then holds those of all experts."""
+        return any(
+            operand.op != "placeholder"
+            for node in self.graph.graph.nodes
+            if getattr(node.target, "__name__", "") == "experts"
+            for operand in node.args[3:]  # ``ops.experts.FIRST_PARAMETER``
+        )
+
     def batched(self, value: Value) -> bool:
         """Return whether dim 0 of a border value is the batch dim; false for a table that depends on parameters alone."""
         rows = self.rows or max(

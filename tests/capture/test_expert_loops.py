@@ -13,7 +13,10 @@ from workers import WorkerPool
 
 from autopar.capture import capture, check_capture
 from autopar.capture.backward import NotTraceableError
+from autopar.devices import parse
 from autopar.errors import CaptureError
+from autopar.price import Pricer
+from autopar.search import SearchOptions, search
 from autopar.search.manual import manual_plan
 from autopar.verify import check_plan, make_subject
 from autopar.verify.attacks import compare_with_eager
@@ -152,6 +155,14 @@ def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
 def test_loops_that_ask_for_their_positions_need_no_comparison() -> None:
     assert not capture(model(hit_loop), batch(), precision="float64").assumed
     assert capture(model(numbers), batch(), precision="float64").assumed
+
+
+@pytest.mark.parametrize(("run", "holds_all"), [(compared, True), (numbers, False)])
+def test_a_plan_says_where_each_device_holds_all_experts(run: Run, holds_all: bool) -> None:
+    graph, cluster = capture(model(run), batch(), precision="float64"), parse("2xH100-80GB")
+    plan = search(graph, cluster, Pricer(graph, cluster, "bfloat16"), SearchOptions(expert=2))
+    assert any(f"holds the parameters of all {COUNT}" in note for note in plan.notes) is holds_all
+    assert any(f"each device has 2 of {COUNT} experts" in note for note in plan.notes)
 
 
 def test_experts_that_all_run_are_not_possibly_unused() -> None:
