@@ -240,6 +240,7 @@ class Pricer:
             candidates.append(Candidate(s, microbatch, costs, found[around], pricer.trainer))
         prices = LayerPrices(assemble_all(candidates, self._cluster_of(mesh), self.precision))
 
+        @functools.cache
         def record(row: int) -> LayerPrice:
             strategy = candidates[row].strategy
             pricer = self._variant_for(strategy)

@@ -177,7 +177,8 @@ def _joined(
     the layer that begins it keeps the bytes of all.
     ``last`` has each previous label's last candidate, ``joinable`` the number of layers that may join that candidate's segment."""
     before, here = instance.table(layer - 1, place), instance.table(layer, place)
-    same = np.array([[a is b and b.segment > 1 for b in here.prices] for a in before.prices])
+    segments = [price if price.segment > 1 else None for price in here.prices]
+    same = np.array([[a is b for b in segments] for a in before.prices])
     joins = same[last] & (joinable > 0)[:, None]
     extra = np.where(joins, -here.saved, here.kept - here.saved)
     return extra.ravel(), np.where(joins, joinable[:, None] - 1, here.segment - 1).ravel()
