@@ -40,7 +40,8 @@ def tune_command(
     files = [output_file(name, option) if name else None for name, option in _files(log, output, save_calibration)]
     cluster, options = cluster_and_options(request)
     placement = None if cluster.local else _placement(request.devices, cluster, files)
-    check_count(cluster.count if placement is None else cluster.gpus_per_node)
+    if placement is None:
+        check_count(cluster.count)
     with Messages() as messages:
         workload = load(request, cluster, messages, "cpu")
         result = tune(

@@ -133,8 +133,10 @@ class Gpu:
         """Return the seconds of an optimizer step that moves ``moved`` bytes in total, over ``tensors`` tensors of equal size."""
         if self.measured is None or np.all(tensors == 0):
             return moved / self.bytes_per_s
-        if isinstance(moved, np.ndarray):  # of several candidates (``price.assemble``)
-            each = zip(moved, np.broadcast_to(tensors, moved.shape), strict=True)
+        if isinstance(moved, np.ndarray) or isinstance(
+            tensors, np.ndarray
+        ):  # of several candidates (``price.assemble``)
+            each = zip(*np.broadcast_arrays(moved, tensors), strict=True)
             return np.array([self.update_s(*one) for one in each])
         return tensors * self.measured.update.beyond(moved / tensors)
 

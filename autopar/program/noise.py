@@ -53,7 +53,7 @@ class NoiseScale:
 
     def begin(self) -> None:
         for group in self._groups:
-            group.local_norm = torch.zeros(())  # any tensor: the reduction sets it
+            group.local_norm = torch.zeros((), device=group.device)  # any tensor: the reduction sets it
 
     @torch.no_grad()
     def end(self, norm: Tensor | None) -> float | None:

@@ -254,6 +254,7 @@ class Trainer:
 
     def _skip_or_stop(self, batch: Batch, loss: float, on_nan: str) -> None:
         self._forget_buffers()
+        self.gradient_norm = None  # the step has none
         if on_nan == "stop":
             self.finish_update()
             why = first_non_finite(self._schedule, self._groups, batch, self._key())

@@ -117,7 +117,8 @@ class Processes:
         placement = placement or Placement(((),) * count)
         assert count == len(placement.prefixes) > 0
         per_node = placement.per_node or count
-        check_count(per_node)
+        if placement.per_node is None:  # this machine says nothing of other nodes' processors
+            check_count(count)
         self.count = count
         address = {**(env or {}), **placement.env}.get("MASTER_ADDR", _LOCALHOST)
         self.store = _listen(address, port, count)

@@ -12,7 +12,9 @@ from autopar.errors import LaunchError, UsageError
 from autopar.run.processes import Placement
 
 # All steps share the allocation's processors, memory and GPUs. A rank's standard input is the pipe of its srun, and a rank ends with it.
-_SRUN = ("srun", "--overlap", "--cpu-bind=none", "--kill-on-bad-exit=1", "--ntasks-per-node=1")
+# What the allocation binds to each of its tasks (``--gpus-per-task``) would give a rank's step one GPU, whatever its local rank.
+_UNBOUND = ("env", "-u", "SLURM_GPUS_PER_TASK", "-u", "SLURM_TRES_PER_TASK", "-u", "SLURM_GPU_BIND")
+_SRUN = (*_UNBOUND, "srun", "--overlap", "--cpu-bind=none", "--kill-on-bad-exit=1", "--ntasks-per-node=1")
 _TIMEOUT_S = 120.0  # of a command of SLURM, which waits while its controller is busy
 
 
@@ -40,7 +42,8 @@ def slurm_placement(nodes: int, per_node: int, folder: Path) -> Placement:
         )
     hosts, folder = hosts[:nodes], folder.resolve()
     every_node = (*_SRUN, f"--nodes={nodes}", f"--ntasks={nodes}", f"--nodelist={','.join(hosts)}")
-    if subprocess.run((*every_node, "test", "-d", str(folder)), capture_output=True).returncode != 0:
+    found = _run(*every_node, "sh", "-c", 'test -d "$0" && echo yes || echo no', str(folder)).split()
+    if set(found) != {"yes"}:
         raise UsageError(
             f"not all of the nodes {', '.join(hosts)} have the folder {folder}",
             "name a log in a folder that all nodes share: --log FILE",

@@ -7,6 +7,7 @@ with a parameter becomes a grouped product (grouped GEMM) with the experts' stac
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx
 
 from autopar.ops.facts import OpKind, facts, op_name
 from autopar.ops.meta import meta
-from autopar.ops.operands import args_of, dtype_of, shape_of, val
+from autopar.ops.operands import args_of, argument, dtype_of, shape_of, val
 from autopar.rules import is_row_wise
 from passes.clean.nodes import add, aten
 
@@ -44,6 +45,9 @@ class ExpertBuilder(ABC):
         self.replaced: set[fx.Node] = set()
         self.stacked: dict[fx.Node, None] = {}
         self.row_nodes: set[fx.Node] = set()
+        self.of_experts: set[fx.Node] = (
+            set()
+        )  # the new nodes with one entry per expert, parameters or views of them, as dim 0
         self.read: set[fx.Node] = set()  # what the new nodes read besides what the replaced ones read
         self.memory: set[fx.Node] = set()  # the memory that the replaced nodes read
         self._made: dict[tuple[fx.Node, ...], fx.Node] = {}
@@ -73,7 +77,11 @@ class ExpertBuilder(ABC):
     def build(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         """Return the node for all experts that corresponds to ``nodes``, one of each expert. Raises ``UnsupportedError``."""
         if nodes not in self._made:
-            self._made[nodes] = self._parameter(nodes) or self._rows(nodes)
+            if not all(isinstance(meta(node).get("val"), torch.Tensor) for node in nodes):
+                raise UnsupportedError
+            found = self._parameter(nodes)
+            self.of_experts |= set() if found is None else {found}
+            self._made[nodes] = self._rows(nodes) if found is None else found
         return self._made[nodes]
 
     def _parameter(self, nodes: tuple[fx.Node, ...]) -> fx.Node | None:
@@ -106,6 +114,8 @@ class ExpertBuilder(ABC):
             raise UnsupportedError
         if any(node in self.replaced for node in nodes):
             raise UnsupportedError  # of several experts
+        if first.target is operator.getitem:
+            return self._part(nodes)
         args = self._parallel([node.args for node in nodes])
         kwargs = self._parallel([dict(node.kwargs) for node in nodes])
         if first.target is aten.linear.default:
@@ -115,10 +125,40 @@ class ExpertBuilder(ABC):
         if first.target in RESHAPES:
             return self._reshaped(first, args[0])
         assert callable(first.target)
+        args = self._by_row(first, args)
         new = self.add(first.target, *args, **kwargs)
         if not is_row_wise(new, self.row_nodes):
             raise UnsupportedError
         return new
+
+    def _part(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+        """Return a part of all rows for a part of each expert's rows, which an op cuts along the last dim (``chunk(2, -1)``)."""
+        cuts, number = [args_of(node)[0] for node in nodes], args_of(nodes[0])[1]
+        first = cuts[0]
+        same = all((n.target, n.args[1:], n.kwargs) == (first.target, first.args[1:], first.kwargs) for n in cuts)
+        if first.target not in (aten.chunk.default, aten.split.Tensor) or not same:
+            raise UnsupportedError
+        if any(args_of(node)[1] != number for node in nodes) or argument(first, 2, "dim", 0) not in (-1, 1):
+            raise UnsupportedError
+        rows = self.build(tuple(args_of(node)[0] for node in cuts))
+        if rows not in self.row_nodes or len(shape_of(rows)) != 2:
+            raise UnsupportedError
+        self.replaced.update(cuts)
+        return self.add(operator.getitem, self.add(first.target, rows, *first.args[1:], **first.kwargs), number)
+
+    def _by_row(self, node: fx.Node, args: Any) -> Any:
+        """Return the operands of a pointwise op with each expert's own parameter for its rows."""
+        found = list(args)
+        for k, parameter in enumerate(args):
+            if not isinstance(parameter, fx.Node) or parameter not in self.of_experts:
+                continue
+            sizes = shape_of(parameter)[1:]
+            if not facts(node).pointwise or len(sizes) > 1 or len(val(node).shape) != 2:
+                raise UnsupportedError
+            row = self.add(aten.index.Tensor, parameter, [self.experts()])
+            found[k] = row if sizes else self.add(aten.unsqueeze.default, row, 1)
+            self.row_nodes.add(found[k])
+        return tuple(found)
 
     def _parallel(self, values: list[Any]) -> Any:
         """Return an argument for all experts, from that of each expert."""
@@ -140,13 +180,17 @@ class ExpertBuilder(ABC):
         return first
 
     def _linear(self, rows: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
-        product = self._product(rows, self.add(aten.transpose.int, weight, -2, -1))
+        turned = self.add(aten.transpose.int, weight, -2, -1)
+        self.of_experts |= {turned} if weight in self.of_experts else set()
+        product = self._product(rows, turned)
         if bias is None:
             return product
+        if bias not in self.of_experts:
+            raise UnsupportedError
         return self.add(aten.add.Tensor, product, self.add(aten.index.Tensor, bias, [self.experts()]))
 
     def _product(self, rows: fx.Node, weight: fx.Node) -> fx.Node:
-        if rows not in self.row_nodes or weight in self.row_nodes:
+        if rows not in self.row_nodes or weight not in self.of_experts:
             raise UnsupportedError
         if len(shape_of(rows)) != 2 or len(shape_of(weight)) != 3:
             raise UnsupportedError
@@ -155,7 +199,11 @@ class ExpertBuilder(ABC):
     def _reshaped(self, node: fx.Node, rows: fx.Node) -> fx.Node:
         """Return ``rows`` with the other dims of ``node``, if dim 0 remains that of the rows."""
         count, *sizes = val(node).shape
-        if str(count) != str(val(args_of(node)[0]).shape[0]) or not all(type(size) is int for size in sizes):
+        if (
+            rows in self.of_experts
+            or str(count) != str(val(args_of(node)[0]).shape[0])
+            or not all(type(size) is int for size in sizes)
+        ):
             raise UnsupportedError
         return self.add(aten.reshape.default, rows, [shape_of(rows)[0], *sizes])
 

@@ -206,6 +206,8 @@ def _completed(node: fx.Node, end: _End, weights: fx.Node | None, result: fx.Nod
         return None
     if len(shape_of(x)) != 2 or shape_of(x)[0] != end.tokens or not _keeps_dtype(node, x):
         return None
+    if shape_of(node)[1:] != shape_of(x)[1:]:
+        return None
     ids = frozenset(n for n in same if _is_sorted(n, end.perm))
     return Region(x, index, weights, frozenset(rows), result, ids, counts, weights_first)
 
@@ -360,8 +362,8 @@ def _sums_of_choices(index: fx.Node) -> Iterator[fx.Node]:
 
 
 def chosen_among(index: fx.Node) -> int | None:
-    """Return how many entries of the last dim the choices ``index`` of a top-k were made among; ``None`` if they are none. They are less
-    than that, and no row has one twice."""
+    """Return how many entries of the last dim the choices ``index`` of a top-k were made among; ``None`` if ``index`` has none. Each choice
+    is a number below it, and no row has one twice."""
     if index.target is not operator.getitem or args_of(index)[0].target is not aten.topk.default:
         return None
     scores, last = args_of(args_of(index)[0])[0], len(shape_of(index)) - 1

@@ -193,7 +193,9 @@ def _is_unique(token: fx.Node) -> bool:
         return False
     selection: Any = args_of(token)[0]
     equal = args_of(selection)[0] if selection.target in _SELECTIONS else None
-    return isinstance(equal, fx.Node) and equal.target is aten.eq.Scalar and chosen_among(args_of(equal)[0]) is not None
+    if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Scalar:
+        return False
+    return len(shape_of(equal)) == 2 and chosen_among(args_of(equal)[0]) is not None
 
 
 # -- finding loops -------------------------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ class _Loop(ExpertBuilder):
                 raise UnsupportedError
             if not self.reads_only_replaced([iteration.selection for iteration in self.chain], self.base):
                 raise UnsupportedError
-            if memory_of(self.base) in self.memory:
+            if memory_of(self.base) in self.memory or self._is_used_meanwhile():
                 raise UnsupportedError
         except UnsupportedError:
             self.undo()
@@ -297,6 +299,17 @@ class _Loop(ExpertBuilder):
         self.anchor.replace_all_uses_with(new)
         self.erase_replaced()
         return True
+
+    def _is_used_meanwhile(self) -> bool:
+        """Return whether anything else reads or changes the sum, perhaps through a view, before the last expert is added."""
+        memory, writes, seen = memory_of(self.base), {iteration.write for iteration in self.chain}, False
+        for node in self.anchor.graph.nodes:
+            seen = seen or node in writes
+            if node is self.anchor:
+                break
+            if seen and node not in self.replaced and any(memory_of(each) is memory for each in node.all_input_nodes):
+                return True
+        return False
 
     def _sort(self, found: _Choices) -> None:
         """Add the choices, sorted by expert: their order and tokens."""

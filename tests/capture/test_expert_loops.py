@@ -37,7 +37,8 @@ class Mixture(nn.Module):
             nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH)) for _ in range(COUNT)
         )
         self.stacked = nn.Parameter(torch.randn(COUNT, WIDTH, WIDTH) * 0.1)
-        self.bias = nn.Parameter(torch.ones(COUNT))
+        self.bias = nn.Parameter(torch.linspace(0.5, 1.5, COUNT))
+        self.vectors = nn.Parameter(torch.randn(COUNT, COUNT))
         with torch.no_grad():
             self.router.bias[-1] = -100.0
 
@@ -127,6 +128,43 @@ def indexed(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         token, choice = torch.where(index == number)
         out[token] += weights[token, choice, None] * expert(x[token])
     return out
+
+
+def own_bias(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A vector and a number of each expert, in pointwise ops, on rows as wide as there are experts."""
+    x = x[:, :COUNT].contiguous()
+    out = torch.zeros_like(x)
+    for number in range(COUNT):
+        token, choice = torch.where(index == number)
+        rows = F.relu(x[token] + m.vectors[number]) * m.bias[number]
+        out.index_add_(0, token, rows * weights[token, choice, None])
+    return torch.cat([out, out], -1)
+
+
+def fused_gate(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """SwiGLU whose gate and up are one product."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        gate, up = expert[0](x[token]).chunk(2, dim=-1)
+        inner = torch.cat([F.silu(gate) * up, gate], dim=-1)
+        out[token] += weights[token, choice, None] * expert[2](inner)
+    return out
+
+
+def other_width(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The results are wider than the tokens."""
+    out = torch.zeros(len(x), 12, dtype=x.dtype)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out[token] += weights[token, choice, None] * expert[0](x[token])
+    return out[:, :WIDTH]
+
+
+@pytest.mark.parametrize("run", [own_bias, fused_gate, other_width], ids=lambda run: run.__name__)
+def test_bodies_are_exact(run: Run) -> None:
+    error = compare_with_eager(make_subject(model(run), batch()))
+    assert error.exact, error
 
 
 @pytest.mark.parametrize("chosen", [1, 2])
@@ -318,7 +356,44 @@ def changed_choices(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor
     return out
 
 
+def read_meanwhile(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A view of the sum is read when some experts are added."""
+    both, part = torch.cat([x * 0, x]), torch.zeros(())
+    out = both[: len(x)]
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        if number == 2:
+            part = both.tanh().sum()
+    return out + part
+
+
+def changed_meanwhile(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The sum of some experts is doubled, through a view."""
+    out = x * 0
+    view = out.view(-1)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        if number == 1:
+            view.mul_(2)
+    return out
+
+
+def common_peak(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """An op with two results."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        rows = expert(x[token])
+        out[token] += weights[token, choice, None] * rows / rows.max(-1, keepdim=True)[0]
+    return out
+
+
 REFUSED = [
+    common_peak,
+    read_meanwhile,
+    changed_meanwhile,
     added_meanwhile,
     changed_choices,
     fewer_experts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -28,19 +28,20 @@ def key(workload: Workload) -> Hashable:
     return workload.name, workload.precision, workload.local_batch_norm, workload.model.training, sizes
 
 
-@pytest.fixture(scope="package", autouse=True)
-def zoo_captured_once() -> Iterator[None]:
-    captured, graphs = Workload.captured_as_built, dict[Hashable, Graph]()
+GRAPHS: dict[Hashable, Graph] = {}
+
+
+@pytest.fixture(autouse=True)
+def zoo_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = Workload.captured_as_built
 
     @functools.wraps(captured)
     def once(self: Workload) -> Graph:
         found = key(self)
         if found is None:
             return captured(self)
-        if found not in graphs:
-            graphs[found] = captured(self)
-        return graphs[found]
+        if found not in GRAPHS:
+            GRAPHS[found] = captured(self)
+        return GRAPHS[found]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workload, "captured_as_built", once)
-        yield
+    monkeypatch.setattr(Workload, "captured_as_built", once)

@@ -7,10 +7,12 @@ import math
 import time
 
 import pytest
+from places import EVIDENCE
 from price_models import chain, llama_block, mlp, mlp_types, price_layer, replicated, solve_mlp, time_s
 from tiers import slow
 
 from autopar.devices import parse
+from autopar.devices.calibration import apply_calibration
 from autopar.devices.cluster import Network
 from autopar.devices.measured import CollectiveTimes
 from autopar.graph import Graph, LayerClass
@@ -244,6 +246,7 @@ def test_no_strategy_is_faster_than_the_bound_without_zero_and_recomputation(whe
 
 MIXTURE = Architecture(3, 256, 8, 8, 512, True, 1024, 128, False, False, 16, 2)
 CPUS = parse("8")
+PROFILED = dataclasses.replace(CLUSTER, gpu=apply_calibration(parse("1xH100-80GB"), EVIDENCE / "h100.json").gpu)
 WAITING = dataclasses.replace(CPUS, collective_times=CollectiveTimes({}, {2: 1e-4, 4: 3e-4, 8: 5e-4}))
 
 
@@ -254,9 +257,10 @@ WAITING = dataclasses.replace(CPUS, collective_times=CollectiveTimes({}, {2: 1e-
         (CLUSTER, EMITTED, "stale:2"),
         (CLUSTER, OtherTrainer(overlap_data=2, overlap_tensor=0.5, overlap_experts=True, step_bytes=4), ALL_REDUCE),
         (CPUS, EMITTED, ALL_REDUCE),
+        (PROFILED, EMITTED, ALL_REDUCE),
         (WAITING, EMITTED, ALL_REDUCE),
     ],
-    ids=["emitted", "late gradients", "other trainer", "CPUs", "CPUs that wait"],
+    ids=["emitted", "late gradients", "other trainer", "CPUs", "profiled GPUs", "CPUs that wait"],
 )
 def test_candidates_have_the_same_prices_together_and_alone(cluster, trainer, sync):
     graph, checked = graph_of(MIXTURE, 64), 0

@@ -26,6 +26,7 @@ command = sys.argv[1 + len(options) :]
 node = next(word.partition("=")[2] for word in options if word.startswith("--nodelist="))
 with open("{seen}", "a") as seen:
     print(node, *(os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")), file=seen)
+assert "SLURM_GPUS_PER_TASK" not in os.environ
 os.execvp(command[0], command)
 """
 
@@ -43,6 +44,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # of ``sbatch --gpus-per-task=1``
     monkeypatch.setattr(processes, "subprocess", subprocess)  # a fork of the tests' server has no srun
     return tmp_path / "seen"
 
@@ -90,6 +92,9 @@ def test_what_the_allocation_lacks_is_refused(seen: Path, tmp_path: Path, monkey
         slurm_placement(3, 1, tmp_path)
     with pytest.raises(UsageError, match=f"not all of the nodes 127.0.0.1, 127.0.0.2 have the folder {tmp_path}/no"):
         slurm_placement(2, 1, tmp_path / "no")
+    (tmp_path / "bin" / "srun").write_text("#!/bin/bash\necho no resources >&2; exit 1\n")
+    with pytest.raises(LaunchError, match="srun .* failed: no resources"):
+        slurm_placement(2, 1, tmp_path)
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/bash\necho down >&2; exit 1\n")
     with pytest.raises(LaunchError, match="scontrol show hostnames .* failed: down"):
         slurm_placement(2, 1, tmp_path)
