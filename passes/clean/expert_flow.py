@@ -206,7 +206,7 @@ def _completed(node: fx.Node, end: _End, weights: fx.Node | None, result: fx.Nod
         return None
     if len(shape_of(x)) != 2 or shape_of(x)[0] != end.tokens or not _keeps_dtype(node, x):
         return None
-    if shape_of(node)[1:] != shape_of(x)[1:]:
+    if shape_of(end.value)[1:] != shape_of(x)[1:]:
         return None
     ids = frozenset(n for n in same if _is_sorted(n, end.perm))
     return Region(x, index, weights, frozenset(rows), result, ids, counts, weights_first)
