@@ -40,6 +40,9 @@ too (``_is_promising``)."""
 WASTE_LIMIT = 0.2
 """Maximum share of the time limit spent in a row on early solutions that do not improve the incumbent; then there are no more."""
 
+NONE_YET = 0.15
+"""The share of the time limit after which ``_coarse`` looks for a first solution without a pipeline."""
+
 TIE_MULTIPLIERS = (0.0, 0.03, 0.3)
 """Lagrange multipliers of memory for decisions on tied layers, in units of a stage's minimum time per device memory."""
 
@@ -116,14 +119,18 @@ def segmented(state: State, instance: Instance) -> Instance | None:
 
 def _coarse(state: State, node: SearchNode) -> None:
     """Compute a coarse bound, which suffices for most configurations. If there is no incumbent after half of the time, construct a solution
-    at once."""
+    at once. A pipeline of one stage, whose solutions are found fast, gets an early one after ``NONE_YET`` of the time: it discards many
+    pipelines before they are priced."""
     bound = bottleneck_bound(node.instance, node.bound_s)
-    if np.isfinite(bound) and state.best is None and state.left_s() < 0.5 * state.options.time_limit_s:
+    limit_s, none_yet = state.options.time_limit_s, np.isfinite(bound) and state.best is None
+    if none_yet and state.left_s() < 0.5 * limit_s:
         _construct(
             state, replace(node, bound_s=bound, done=_steps_of(node.instance).index(_construct))
         )  # find a plan first
-    else:
-        _raise_bound(state, node, bound)
+        return
+    if none_yet and state.left_s() < (1 - NONE_YET) * limit_s and node.instance.schedule.stages == 1:
+        _find_solution(state, node.instance, early=True)
+    _raise_bound(state, node, bound)
 
 
 def _whole_bound(instance: Instance, at_least_s: float, cutoff_s: float) -> float:
