@@ -122,7 +122,7 @@ class LayerPrices(Sequence[LayerPrice]):
         return LayerPrices(self._columns, self._record, rows if self._rows is None else self._rows[rows])
 
     def __len__(self) -> int:
-        return len(self.column(NAMES[0]))
+        return len(self._columns[NAMES[0]] if self._rows is None else self._rows)
 
     @overload
     def __getitem__(self, index: int) -> LayerPrice: ...
