@@ -108,10 +108,6 @@ class LayerPrices(Sequence[LayerPrice]):
         found = {name: column[row].item() for name, column in self._columns.items()}
         return LayerPrice(**{name: int(value) if name in _INTEGERS else value for name, value in found.items()})
 
-    def recorded_by(self, record: Callable[[int], LayerPrice]) -> LayerPrices:
-        """Return the same prices with another ``record``."""
-        return LayerPrices(self._columns, record, self._rows)
-
     def column(self, name: str) -> NDArray[np.float64]:
         """Return the field ``name`` of each candidate."""
         column = self._columns[name]

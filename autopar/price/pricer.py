@@ -238,7 +238,8 @@ class Pricer:
                 found[around] = pricer._prefetch_context(cls_name, mesh, s, microbatches, gathers)
             numbers.append(number)
             candidates.append(Candidate(s, microbatch, costs, found[around], pricer.trainer))
-        prices = LayerPrices(assemble_all(candidates, self._cluster_of(mesh), self.precision))
+        columns = assemble_all(candidates, self._cluster_of(mesh), self.precision)
+        prices = LayerPrices(columns)
 
         @functools.cache
         def record(row: int) -> LayerPrice:
@@ -249,7 +250,7 @@ class Pricer:
                 pricer._layers[key] = prices.record(row)
             return cast(LayerPrice, pricer._layers[key])
 
-        return np.array(numbers, dtype=np.int64), prices.recorded_by(record)
+        return np.array(numbers, dtype=np.int64), LayerPrices(columns, record)
 
     def _microbatch(
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int

@@ -266,11 +266,10 @@ class Prices:
             direct = tuple(Role.EXPERT if role is Role.EXPERT_RELAYED else role for role in relayed)
             if direct == relayed or direct not in roles:
                 continue
-            both = (of_roles.get(each, np.full(len(prices), np.inf)) for each in (direct, relayed))
-            first, second = both
-            if (first <= second).all():
+            direct_s, relayed_s = (of_roles.get(each, np.full(len(prices), np.inf)) for each in (direct, relayed))
+            if (direct_s <= relayed_s).all():
                 slower.add(relayed)
-            elif (first >= second).all():
+            elif (direct_s >= relayed_s).all():
                 slower.add(direct)
         return slower
 
