@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from expert_models import mixtral
 from test_fp8 import captured, gradients, planned, tokens
 from test_fp8_blockwise import mixture, random
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own convention
 from workers import WorkerPool
 
 from autopar.bench.models import DecoderBlock, Stack, token_loss
-from autopar.capture import capture, in_float8
+from autopar.capture import capture, flatten_batch, in_float8
 from autopar.checks.collectives import check_collectives
 from autopar.checks.types import check_program
 from autopar.devices import constants, parse
@@ -326,6 +327,25 @@ def test_tensor_parallelism_moves_no_tile(
             assert furthest(loose, 96, how, pools, tmp_path / "moved") > 2**-3
 
 
+def test_experts_round_as_on_one_device(workers1: WorkerPool, workers2: WorkerPool, tmp_path: Path) -> None:
+    """Under expert parallelism each expert gets the rows of all tokens, in the order of one device: the same tiles, and equal gradients."""
+    graph = in_float8(mixture(), MXFP8)
+    torch.manual_seed(0)
+    model, batch, _ = mixtral(hidden_size=64, intermediate_size=128, vocab_size=96, num_hidden_layers=1)
+    flat, state = flatten_batch(graph.structure, batch), tmp_path / "state.pt"  # type: ignore[arg-type]
+    torch.save({name: value.detach() for name, value in model.state_dict().items()}, state)
+    found = []
+    for pool, how in ((workers1, {}), (workers2, {"expert": 2})):
+        folder = tmp_path / str(len(how))
+        emit(graph, manual_plan(graph, precision="bfloat16", **how), folder)
+        found.append(pool.run("autopar.verify.remote:gradients", str(folder), str(state), flat)[0][1])
+    one, two = found
+    names = [name for name in one if "experts" in name]
+    assert len(names) == 2 and all(torch.equal(one[name], two[name]) and one[name].any() for name in names)
+    for name in one:
+        assert (two[name] - one[name]).norm() <= 2**-8 * one[name].norm()
+
+
 def narrow(inner: int, length: int = 16) -> Graph:
     """A decoder of that inner width in MXFP8, whose rows have ``length`` tokens."""
     ids = torch.zeros(8, length, dtype=torch.int64)
@@ -403,7 +423,9 @@ def test_mxfp8_is_used_on_blackwell_where_it_gains_and_is_allowed() -> None:
     assert Plan.from_json(json.loads(plan.dumps())) == plan
     assert planned("B200-180GB", 256, allow=(name,))[1].allow == ()  # rounding takes longer than it saves
     for kind in ("H100-80GB", "A100-80GB"):  # without the hardware
-        assert planned(kind, 8192, allow=(name,))[1].allow == ()
+        plan = planned(kind, 8192, allow=(name,))[1]
+        assert plan.allow == () and any(f"{name} is allowed, but not used: on {kind}" in note for note in plan.notes)
+    assert not any("not used" in note for note in planned("B200-180GB", 256, allow=(name,))[1].notes)
 
 
 def test_products_are_priced_with_both_roundings_and_their_scales() -> None:
