@@ -13,9 +13,9 @@ from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT
 from autopar.ops import cost
 from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.ops.facts import OpKind, facts
+from autopar.ops.float8 import products_in_float8, recipe_of, scale_bytes
 from autopar.ops.fused import FusedOp, Size, fused_op
 from autopar.ops.operands import operands, val
-from autopar.precision import FP8, FP8_BLOCKWISE, FP8_RECIPES, Fp8Recipe
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -170,44 +170,33 @@ def _set_fp8_bytes(costs: OpCosts) -> None:
     """Set the bytes that products in 8 bits move: both passes round the operands, and the backward rounds the result's gradient, too (for
     each product, if the recipe says so).
 
-    The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients. In a
-    mixture of experts, the bytes of rows inside the experts' body are added to those of the tokens.
+    The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients. Scales
+    are read and written with the numbers. In a mixture of experts, the bytes of rows inside the experts' body are added to those of the
+    tokens.
     """
     rounding = constants.FP8_ROUNDING.value
-    narrow_pass = 0.5  # reading or writing a tensor in 8 bits moves half the bytes that it has in 16
     for slot in costs.slots:
         node = costs.ops[slot.op].node
-        if (recipe := _fp8_recipe(node)) is None:
+        if (recipe := recipe_of(node)) is None:
             continue
-        of_gradient = recipe.gradient_roundings * rounding + 4 * narrow_pass
+        # reading or writing a tensor in 8 bits with its scales, as a fraction of the bytes that it has in 16
+        activation, weight, gradient = ((1 + scales) / 2 for scales in scale_bytes(recipe))
+        of_gradient = recipe.gradient_roundings * rounding + 4 * gradient
         if isinstance(node.target, Experts) and slot.operand < FIRST_PARAMETER:
             if slot.operand == 0:
-                products = _products_in_float8(node.target)
+                products = products_in_float8(node.target)
                 rows = sum(costs.size(val(operands(product)[0])) for product in products)
-                slot.forward += (rounding + narrow_pass) * rows
+                slot.forward += (rounding + activation) * rows
                 gradients = of_gradient * sum(costs.size(val(product)) for product in products)
-                slot.backward += (gradients + (rounding + 3 * narrow_pass) * rows) * bool(slot.backward)
+                slot.backward += (gradients + (rounding + 3 * activation) * rows) * bool(slot.backward)
             continue
+        narrow = weight if slot.operand > 0 else activation
         if slot.operand != OUTPUT:
-            slot.forward = (rounding + narrow_pass) * slot.bytes
+            slot.forward = (rounding + narrow) * slot.bytes
         if slot.backward:
             writes = slot.operand != OUTPUT and costs.trace.requires_grad[slot.value]
-            of_operand = rounding + 3 * narrow_pass + writes
+            of_operand = rounding + 3 * narrow + writes
             slot.backward = (of_gradient if slot.operand == OUTPUT else of_operand) * slot.bytes
-
-
-def _products_in_float8(op: Experts) -> list[fx.Node]:
-    return [node for node in op.body.graph.nodes if facts(node).in_float8]
-
-
-def _fp8_recipe(node: fx.Node) -> Fp8Recipe | None:
-    """Return how the products of an op round their operands to 8 bits; ``None`` if they do not."""
-    if isinstance(node.target, Experts):
-        return FP8_BLOCKWISE if _products_in_float8(node.target) else None
-    if not facts(node).in_float8:
-        return None
-    scaling = node.kwargs.get("scaling", FP8.scaling)
-    return next(recipe for recipe in FP8_RECIPES.values() if recipe.scaling == scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +230,9 @@ def _work(op: PricedOp, trace: Trace) -> _Work:
         slices = fused.slices(node)
         backward_kernels = (kernels + differentiable) * slices
         return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
-    if (recipe := _fp8_recipe(node)) is not None:
+    if (recipe := recipe_of(node)) is not None:
         each, inner = constants.FP8_KERNELS.value, node.target
-        count = len(_products_in_float8(inner)) if isinstance(inner, Experts) else 1
+        count = len(products_in_float8(inner)) if isinstance(inner, Experts) else 1
         return _Work(forward, backward, count * each, kernels * each, model + backward, recipe.precision)
     kind = CLASS_LOSS if facts(node).kind is OpKind.CLASS_LOSS else PRODUCT if model else facts(node).short
     return _Work(forward, backward, float(launches), kernels, model + backward, kind)

@@ -238,9 +238,11 @@ class InFloat8(nn.Linear):
         return kernels_fp8.linear(x, self.weight)
 
 
-def gradients(folder: Path, pool: WorkerPool, graph: Graph) -> tuple[float, dict[str, Tensor]]:
+def gradients(
+    folder: Path, pool: WorkerPool, graph: Graph, model: nn.Module | None = None
+) -> tuple[float, dict[str, Tensor]]:
     state = folder / "state.pt"
-    torch.save({name: value.detach() for name, value in decoder().state_dict().items()}, state)
+    torch.save({name: value.detach() for name, value in (model or decoder()).state_dict().items()}, state)
     flat = flatten_batch(graph.structure, tokens())  # type: ignore[arg-type]
     loss, found, _ = pool.run("autopar.verify.remote:gradients", str(folder), str(state), flat)[0]
     return loss, found
