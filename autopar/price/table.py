@@ -131,7 +131,8 @@ def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
-    costs = op_costs(called, run, size, trainer.fp8_passes if precision.name == FLOAT8 else 1.0)
+    passes = trainer.fp8_passes if precision.name == FLOAT8 else 1.0
+    costs = op_costs(called, run, size, passes, trainer.fused)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)

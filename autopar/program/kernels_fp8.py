@@ -54,7 +54,6 @@ _CUDA, _CUDA_MX = (12, 9), (12, 8)  # the first versions of CUDA with them
 _MX_SCALES = (128, 4)  # cuBLAS stores scales of MXFP8 in parts of 128 rows and 4 tiles
 
 
-@torch.compiler.disable  # runs uncompiled: scales are computed with views of a float's bits
 def linear(x: Tensor, weight: Tensor, scaling: str = "tensorwise") -> Tensor:
     """Return ``F.linear(x, weight)`` in 8 bits: ``x [..., k]`` and ``weight [n, k]`` in bfloat16 give ``[..., n]`` in bfloat16.
 
@@ -66,7 +65,7 @@ def linear(x: Tensor, weight: Tensor, scaling: str = "tensorwise") -> Tensor:
         return linear_without_unit_dims(x, weight, ones) if 0 < len(ones) < x.ndim - 1 else F.linear(x, weight)
     if x.is_meta or x.dtype != torch.bfloat16 or any(size % MULTIPLE for size in weight.shape):
         return F.linear(x, weight)
-    result: Tensor = _Float8Linear.apply(x, weight, SCALINGS[scaling])
+    result: Tensor = _Float8Linear.apply(x, weight, scaling)
     return result
 
 
@@ -85,8 +84,7 @@ class Scaled(NamedTuple):
 
 def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
     """Return ``x`` in the 8-bit ``dtype``, contiguous. If a value is infinite or NaN, all products with the tensor are NaN."""
-    low, high = torch.aminmax(x)
-    scale = _largest_scale(torch.maximum(-low, high).float(), dtype, torch.float32)
+    scale = _largest_scale(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), dtype, torch.float32)
     return Scaled((x * scale).to(dtype, memory_format=torch.contiguous_format), scale.reciprocal())
 
 
@@ -100,11 +98,8 @@ def _largest_scale(magnitude: Tensor, dtype: torch.dtype, unit_dtype: torch.dtyp
 
 def product(a: Scaled, b: Scaled) -> Tensor:
     """Return ``a [m, k] @ b [n, k].T`` in bfloat16."""
-    if a.values.is_cuda and torch.cuda.get_device_capability(a.values.device) >= _CAPABILITY:
-        tensorwise: Any = F.ScalingType.TensorWise
-        return F.scaled_mm(
-            a.values, b.values.t(), a.unit.view(1), tensorwise, b.unit.view(1), tensorwise, output_dtype=torch.bfloat16
-        )
+    if _has_products(a.values.device, 0):
+        return _multiplied(a.values, a.unit, b.values, b.unit, 0, 0)
     return F.linear(a.values.to(torch.bfloat16), b.values.to(torch.bfloat16)) * (a.unit * b.unit)
 
 
@@ -182,26 +177,55 @@ def tiled_product(a: Tiled, b: Tiled) -> Tensor:
     if not _has_products(a.values.device, a.length):
         dtype = torch.bfloat16 if a.values.is_cuda else torch.float32
         return F.linear(a.dequantized(dtype), b.dequantized(dtype)).to(torch.bfloat16)
-    rows, n = len(a.values), len(b.values)
-    if not (rows and a.values.shape[1]):
-        return b.values.new_zeros(rows, n, dtype=torch.bfloat16)
-    values, units = a.values, a.units
+    return _multiplied(a.values, a.units, b.values, b.units, a.length, b.height)
+
+
+def _multiplied(a: Tensor, units: Tensor, b: Tensor, units_of_b: Tensor, length: int, height: int) -> Tensor:
+    """Return ``_multiply`` of the operands. Inductor can't compile it in every version of torch, and calls it as it is."""
+    multiply: Any = torch.ops.autopar.multiply_float8 if torch.compiler.is_compiling() else _multiply
+    result: Tensor = multiply(a, units, b, units_of_b, length, height)
+    return result
+
+
+def _multiply(a: Tensor, units: Tensor, b: Tensor, units_of_b: Tensor, length: int, height: int) -> Tensor:
+    """Return ``a [m, k] @ b [n, k].T`` in bfloat16 by cuBLAS. The operands have one scale for each tile of 1 x ``length`` (``height`` x
+    ``length`` in ``b``), or one per tensor if ``length`` is 0."""
+    rows = len(a)
+    if not length:
+        tensorwise: Any = F.ScalingType.TensorWise
+        of_a, of_b = units.view(1), units_of_b.view(1)
+        return F.scaled_mm(a, b.t(), of_a, tensorwise, of_b, tensorwise, output_dtype=torch.bfloat16)
+    if not (rows and a.shape[1]):
+        return b.new_zeros(rows, len(b), dtype=torch.bfloat16)
     if missing := -rows % MULTIPLE:
-        values = _with_zero_rows(values, missing)
+        a = _with_zero_rows(a, missing)
         units = _with_zero_rows(units, missing) if units.dtype.itemsize == 1 else F.pad(units, (0, 0, 0, missing))
-    if a.length == MX_TILE:
+    if length == MX_TILE:
         mx: Any = F.ScalingType.BlockWise1x32
         swizzle: Any = F.SwizzleType.SWIZZLE_32_4_4
-        scales = _swizzled(units), mx, _swizzled(b.units), mx, swizzle, swizzle
-        return F.scaled_mm(values, b.values.t(), *scales, output_dtype=torch.bfloat16)[:rows]
+        scales = _swizzled(units), mx, _swizzled(units_of_b), mx, swizzle, swizzle
+        return F.scaled_mm(a, b.t(), *scales, output_dtype=torch.bfloat16)[:rows]
     tile: Any = F.ScalingType.BlockWise1x128
     block: Any = F.ScalingType.BlockWise128x128
-    if b.height == 1:
-        kind, of_b = tile, _column_major(b.units)
+    if height == 1:
+        kind, of_b = tile, _column_major(units_of_b)
     else:  # cuBLAS needs the scales of each row of blocks in a multiple of 16 bytes
-        kind, of_b = block, _column_major(F.pad(b.units, (0, -b.units.shape[1] % 4)).t())
-    result = F.scaled_mm(values, b.values.t(), _column_major(units), tile, of_b, kind, output_dtype=torch.bfloat16)
+        kind, of_b = block, _column_major(F.pad(units_of_b, (0, -units_of_b.shape[1] % 4)).t())
+    result = F.scaled_mm(a, b.t(), _column_major(units), tile, of_b, kind, output_dtype=torch.bfloat16)
     return result[:rows]
+
+
+def _shape_of_product(a: Tensor, units: Tensor, b: Tensor, units_of_b: Tensor, length: int, height: int) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=torch.bfloat16)
+
+
+if not hasattr(torch.ops.autopar, "multiply_float8"):  # another program in this process may have defined it
+    torch.library.custom_op(
+        "autopar::multiply_float8",
+        _multiply,
+        mutates_args=(),
+        schema="(Tensor a, Tensor units, Tensor b, Tensor units_of_b, int length, int height) -> Tensor",
+    ).register_fake(_shape_of_product)
 
 
 def _column_major(units: Tensor) -> Tensor:
@@ -218,11 +242,20 @@ def _swizzled(units: Tensor) -> Tensor:
     return parts.permute(0, 3, 2, 1, 4).flatten().view(units.dtype)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def _has_products(device: torch.device, length: int) -> bool:
-    """Return whether the device has products of operands in tiles of ``length``; log it if MXFP8 is emulated."""
+    """Return whether the device has products of operands in tiles of ``length``, or with one scale per tensor if that is 0; log it if MXFP8
+    is emulated."""
+    return _find_products(device, length)
+
+
+@functools.cache
+def _find_products(device: torch.device, length: int) -> bool:
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" and torch.version.cuda else 0
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if not length:
+        return capability >= _CAPABILITY
+    major = capability[0] if torch.version.cuda else 0
     if length == TILE:
         return major == _HOPPER and version >= _CUDA
     found = major >= _BLACKWELL and version >= _CUDA_MX
@@ -293,16 +326,18 @@ class _Float8Linear(torch.autograd.Function):
     the backward pass: ZeRO 3 frees the weight between the passes, and other ops may save the input anyway."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.scaling = scaling
+        ctx.name = name
+        scaling: Any = SCALINGS[name]  # whose operands are of one class
         rows = scaling.rows(x.reshape(-1, x.shape[-1]), ACTIVATION)
         return scaling.product(rows, scaling.rows(weight, WEIGHT)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, weight), scaling = ctx.saved_tensors, ctx.scaling
+        x, weight = ctx.saved_tensors
+        scaling: Any = SCALINGS[ctx.name]
         rows = gradient.reshape(-1, gradient.shape[-1])
         upstream = of_x = of_weight = None
         if ctx.needs_input_grad[0]:

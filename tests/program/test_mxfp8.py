@@ -241,7 +241,7 @@ def test_calls_of_the_blackwell_product_have_the_layout_that_it_requires(
 
 
 def test_emulation_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
-    kernels_fp8._has_products.cache_clear()
+    kernels_fp8._find_products.cache_clear()
     for scaling in ("mx", "mx", "blockwise"):
         kernels_fp8.linear(random(4, 32), random(32, 32), scaling)
     assert capsys.readouterr().err.count("MXFP8 is emulated: cpu devices") == 1
