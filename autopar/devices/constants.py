@@ -42,15 +42,15 @@ FP8_KERNELS = Constant(
     "kernels of one product",
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
 )
-COMPILED_FP8_ROUNDING = Constant(
+FUSED_FP8_ROUNDING = Constant(
     2.5,
     "ratio of bytes",
-    "library: program/kernels_fp8.py in compiled layers: 16-bit numbers are read for the largest, read and written in 8 bits",
+    "library: program/kernels_fp8.py on GPUs: 16-bit numbers are read for the largest, read and written in 8 bits",
 )
-COMPILED_FP8_KERNELS = Constant(
+FUSED_FP8_KERNELS = Constant(
     15.0,
     "kernels of one product",
-    "library: program/kernels_fp8.py in compiled layers: Inductor generates 8 (one scale per tensor) to 18 (MXFP8) for both operands of a "
+    "library: program/kernels_fp8.py on GPUs: Inductor generates 8 (one scale per tensor) to 18 (MXFP8) for both operands of a "
     "forward product, in its code for CPUs; the product is the last",
 )
 DISPATCH_ROUNDING = Constant(
@@ -59,10 +59,22 @@ DISPATCH_ROUNDING = Constant(
     "library: program/kernels_fp8.py: TiledRows: the sender moves 9 bytes to round a 16-bit number (FP8_ROUNDING), and reads and writes it "
     "beside the scales; the receiver reads it, writes it in 16 bits, and reads and writes it scaled",
 )
+FUSED_DISPATCH_ROUNDING = Constant(
+    10.0,
+    "bytes moved in memory per byte sent",
+    "library: program/kernels_fp8.py: TiledRows on GPUs: the sender moves 5 bytes to round a 16-bit number (FUSED_FP8_ROUNDING), and "
+    "reads and writes it beside the scales; the receiver reads it and writes it in 16 bits",
+)
 DISPATCH_KERNELS = Constant(
     15.0,
     "kernels of one dispatch",
     "library: program/kernels_fp8.py: TiledRows: ten to round, one to pack, four to unpack",
+)
+FUSED_DISPATCH_KERNELS = Constant(
+    10.0,
+    "kernels of one dispatch",
+    "library: program/kernels_fp8.py: TiledRows on GPUs: Inductor generates seven to round and pack, and three to unpack, in its "
+    "code for CPUs",
 )
 USABLE_MEMORY_CPU = Constant(
     0.7,

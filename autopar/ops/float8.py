@@ -28,6 +28,12 @@ def recipe_of(node: fx.Node) -> Fp8Recipe | None:
     return next(recipe for recipe in FP8_RECIPES.values() if recipe.scaling == scaling)
 
 
+def fuses(node: fx.Node) -> bool:
+    """Return whether few kernels round the operands of an op's products on GPUs."""
+    recipe = recipe_of(node)
+    return recipe is not None and SCALINGS[recipe.scaling].compiles
+
+
 def scale_bytes(recipe: Fp8Recipe) -> tuple[float, float, float]:
     """Return the bytes of scales for each number of an activation, of a weight, and of a gradient."""
     found = SCALINGS[recipe.scaling]

@@ -151,7 +151,7 @@ class SizedClass:
         chosen = (arithmetic_s, by_op) if ops is None else (arithmetic_s[ops], by_op[ops])
         launches = len(self.group_sizes(pairs, side, True))
         rounded = [moved for pair in pairs if (moved := self._rounding_bytes(pair, side))]
-        kernels = float(chosen[1].sum()) + len(rounded) * constants.DISPATCH_KERNELS.value
+        kernels = float(chosen[1].sum()) + len(rounded) * self._dispatch_constants[1].value
         return Pass(
             compute_s=float(chosen[0].sum()) + self._rounding_s(rounded),
             wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not (pair.overlapped_op or pair.router)),
@@ -167,11 +167,18 @@ class SizedClass:
         if not (pair.rounded and getattr(pair, side).sends) or sizes.members.size == 1:
             return 0.0
         sent = self.imbalance_of(pair) * pair.bytes_of_group(sizes.parts, sizes.members.size) / sizes.members.size
-        return constants.DISPATCH_ROUNDING.value * sent
+        return self._dispatch_constants[0].value * sent
 
     def _rounding_s(self, rounded: Collection[float]) -> float:
         gpu = self.cluster.gpu
-        return sum(rounded) / gpu.bytes_per_s + len(rounded) * constants.DISPATCH_KERNELS.value * gpu.kernel_s
+        return sum(rounded) / gpu.bytes_per_s + len(rounded) * self._dispatch_constants[1].value * gpu.kernel_s
+
+    @property
+    def _dispatch_constants(self) -> tuple[constants.Constant, constants.Constant]:
+        """The bytes that a dispatch in 8 bits moves in memory per byte sent, and its kernels."""
+        if self.cluster.kind == "cpu":
+            return constants.DISPATCH_ROUNDING, constants.DISPATCH_KERNELS
+        return constants.FUSED_DISPATCH_ROUNDING, constants.FUSED_DISPATCH_KERNELS
 
     def group_sizes(self, pairs: Collection[CollectivePair], side: str, overlapped: bool) -> tuple[int, ...]:
         """Return the group sizes of all collectives if ``overlapped``, otherwise of those that don't overlap an op's arithmetic."""

@@ -21,7 +21,6 @@ This file has not run on a GPU yet.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F  # noqa: N812  torch's own convention
+
+from . import fusion
 
 BLOCK = 64
 MIN_ELEMENTS = 1024
@@ -255,7 +256,7 @@ class _Rounded:
         self.dtype, self.numel, self.fused = tensor.dtype, tensor.numel(), fused
         blocks = math.ceil(self.numel / BLOCK)
         if fused:
-            self.codes, self.scales = _compiled(rounded)(_in_blocks(tensor))
+            self.codes, self.scales = fusion.fused(rounded)(_in_blocks(tensor))
         else:
             self.codes = torch.empty(blocks, BLOCK, dtype=torch.int8, device=tensor.device)
             self.scales = torch.empty(blocks, 1, dtype=torch.float32, device=tensor.device)
@@ -269,7 +270,7 @@ class _Rounded:
         if self.result is None:
             codes = _in_blocks(self.codes)
             if self.fused:
-                self.result = _compiled(restored)(codes, self.scales, self.dtype).view(-1)[: self.numel]
+                self.result = fusion.fused(restored)(codes, self.scales, self.dtype).view(-1)[: self.numel]
             else:
                 self.result = torch.empty(codes.shape, dtype=self.dtype, device=codes.device)
                 rows = CHUNK // BLOCK
@@ -297,8 +298,3 @@ def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _in_blocks(tensor: Tensor) -> Tensor:
     """Return a 1-d tensor as ``[n, BLOCK]``, with zeros after its end."""
     return F.pad(tensor, (0, -tensor.numel() % BLOCK)).view(-1, BLOCK)
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)

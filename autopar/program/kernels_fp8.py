@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import kernels_experts
+from .fusion import fused
 from .kernels import linear_without_unit_dims
 from .spmd import spmd
 
+P = ParamSpec("P")
+T = TypeVar("T")
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """The hardware needs local weights whose dims are both multiples of this number; other products stay in bfloat16."""
@@ -65,6 +69,13 @@ def linear(x: Tensor, weight: Tensor, scaling: str = "tensorwise") -> Tensor:
         return linear_without_unit_dims(x, weight, ones) if 0 < len(ones) < x.ndim - 1 else F.linear(x, weight)
     if x.is_meta or x.dtype != torch.bfloat16 or any(size % MULTIPLE for size in weight.shape):
         return F.linear(x, weight)
+    compiles = SCALINGS[scaling].compiles and (not x.is_cuda or _has_products(x.device, 0))
+    result: Tensor = _Float8Linear.apply(x, weight, scaling) if compiles else _eager_linear(x, weight, scaling)
+    return result
+
+
+@torch.compiler.disable  # Inductor has no kernels that round to 8 bits for GPUs without 8-bit tensor cores
+def _eager_linear(x: Tensor, weight: Tensor, scaling: str) -> Tensor:
     result: Tensor = _Float8Linear.apply(x, weight, scaling)
     return result
 
@@ -158,18 +169,33 @@ class TiledRows:
 
     @staticmethod
     def pack(rows: Tensor) -> Tensor:
-        values, units, *_ = tiled(rows, 1)
-        return torch.cat((values[:, : rows.shape[1]].view(torch.uint8), units.view(torch.uint8)), 1)
+        return _fused(_pack, rows.device)(rows)
 
     @staticmethod
     def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        values, units = packed.split((width, packed.shape[1] - width), 1)
-        values = F.pad(values, (0, -width % TILE)) if width % TILE else values
-        units = units.clone(memory_format=torch.contiguous_format).view(torch.float32)
-        return Tiled(values.view(FORWARD), units).dequantized(dtype)[:, :width]
+        return _fused(_unpack, packed.device)(packed, width, dtype)
 
 
 TILED_ROWS = TiledRows()
+
+
+def _pack(rows: Tensor) -> Tensor:
+    values, units, *_ = tiled(rows, 1)
+    return torch.cat((values[:, : rows.shape[1]].view(torch.uint8), units.view(torch.uint8)), 1)
+
+
+def _unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    values, units = packed.split((width, packed.shape[1] - width), 1)
+    values = F.pad(values, (0, -width % TILE)) if width % TILE else values
+    units = units.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return Tiled(values.view(FORWARD), units).dequantized(dtype)[:, :width]
+
+
+def _fused(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
+    """Return the function, compiled into few kernels if the device is a GPU for which Inductor can round to 8 bits. A compiled layer
+    contains it anyway."""
+    fuses = device.type == "cuda" and not torch.compiler.is_compiling() and _has_products(device, 0)
+    return fused(function) if fuses else function
 
 
 def tiled_product(a: Tiled, b: Tiled) -> Tensor:
@@ -272,9 +298,12 @@ ACTIVATION, WEIGHT, GRADIENT = "activation", "weight", "gradient"
 class Tensorwise:
     """One scale per tensor: the rounded numbers do not depend on the dim that is contracted, so they are transposed."""
 
+    compiles = True
+    """Whether products are part of compiled layers."""
+
     def rows(self, x: Tensor, operand: str) -> Scaled:
         """Return the matrix ``x [m, k]`` rounded for a product that contracts ``k``."""
-        return scaled(x, BACKWARD if operand == GRADIENT else FORWARD)
+        return _fused(scaled, x.device)(x, BACKWARD if operand == GRADIENT else FORWARD)
 
     def columns(self, x: Tensor, operand: str, rows: Scaled | None = None) -> Scaled:
         """Return ``x [m, k]`` transposed, and rounded for a product that contracts ``m``; ``rows`` is the result of ``rows``, if known."""
@@ -297,8 +326,13 @@ class Tiles:
     height: int
     unit_dtype: torch.dtype
 
+    @property
+    def compiles(self) -> bool:
+        return self.unit_dtype == torch.float32  # not all versions of Inductor convert to E8M0
+
     def rows(self, x: Tensor, operand: str) -> Tiled:
-        return tiled(x, self._height(operand), self.length, self.unit_dtype)
+        function = _fused(tiled, x.device) if self.compiles else tiled
+        return function(x, self._height(operand), self.length, self.unit_dtype)
 
     def columns(self, x: Tensor, operand: str, rows: Tiled | None = None) -> Tiled:
         return self.rows(x.transpose(-2, -1), operand)
