@@ -32,6 +32,16 @@ class GatedMlp(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class FusedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
 # -- torchtitan: tokens sorted by expert, stacked matrices ---------------------------------------------------------------
 
 
@@ -128,10 +138,10 @@ class UnsortedMixture(nn.Module):
 class NanoMixture(nn.Module):
     """nanoGPT's relatives: the rows of an expert by ``torch.where``, added where they came from."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert: Callable[[], nn.Module] = Mlp) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, COUNT, bias=False)
-        self.experts = nn.ModuleList(Mlp() for _ in range(COUNT))
+        self.experts = nn.ModuleList(expert() for _ in range(COUNT))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.view(-1, WIDTH)
@@ -331,6 +341,7 @@ STYLES: dict[str, Factory] = {
     "torchtitan_loop": language(lambda: TitanMixture(grouped=False)),
     "torchtitan_unsorted": language(UnsortedMixture),
     "nanogpt": language(NanoMixture),
+    "nanogpt_fused": language(lambda: NanoMixture(FusedMlp)),
     "mistral_inference": language(MistralMixture),
     "first_mixtral": language(HitMixture),
     "switch_masks": language(SwitchMixture),
