@@ -73,9 +73,9 @@ class Parameter:
 
     ``original`` and ``original_shape`` are the name and shape in the user's model. A fused projection whose result the model splits is
     stored as slices: each starts at ``start`` of the original's ``dim``, and has ``shape[dim]`` elements there (``dim`` is ``None`` for a
-    full parameter). ``tied`` has the other names of the parameter in the user's model. ``stacked`` has the names in the user's model of
-    parameters that are stored as one, with a new dim 0, and of which each has ``original_shape``; ``original`` is then their common name, with
-    ``*`` where they differ.
+    full parameter). ``tied`` has the other names of the parameter in the user's model. ``stacked`` has the names in the user's model of the
+    parameters, each of ``original_shape``, that it stacks along a new dim 0; ``original`` is then their common name, with ``*`` where they
+    differ.
     """
 
     name: str

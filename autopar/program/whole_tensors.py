@@ -90,7 +90,9 @@ class WholeTensors:
             self._owned[key] = Master(layout.of(key.original), tensor, ())
         self.masters += self._owned.values()
         held = [
-            _Transfer(key, dist.get_rank(), owners[key], piece.box, world.first_on(master.replicated_axes), index, number)
+            _Transfer(
+                key, dist.get_rank(), owners[key], piece.box, world.first_on(master.replicated_axes), index, number
+            )
             for index, master in enumerate(self._held)
             for number, piece in enumerate(_pieces(master, master.tensor.detach(), world))
             if (key := _Key(replica, master.layout.stage, piece.path[1])) in owners

@@ -47,9 +47,10 @@ class Layout:
 
     ``name`` is the parameter's name in its stage, ``original`` its name in the user's model; ``part`` is ``(dim, start, length)`` if it
     is a slice of a fused original. ``shape`` is the unsharded shape, ``padded`` the shape with the zeros that are added if the axes do
-    not divide it. ``tied`` are the original's other names. ``stacked`` are the user's parameters, each of ``original_shape``, that it stacks
-    along dim 0; ``original`` is then their common name, with ``*`` where they differ. ``sharded`` gives, outermost first, the axes that slice it, each with its dim;
+    not divide it. ``tied`` are the original's other names. ``sharded`` gives, outermost first, the axes that slice it, each with its dim;
     ``replicated`` the axes on which it is ``R``. Copies of one tied parameter in several stages have the same ``shared`` key.
+    ``stacked`` are the user's parameters, each of ``original_shape``, that it stacks along a new dim 0; ``original`` is then their common
+    name, with ``*`` where they differ.
     """
 
     stage: int
@@ -75,9 +76,7 @@ class Layout:
     def of(self, name: str) -> Layout:
         """Return the layout of the user's parameter ``name``, one of the ``originals``, as a full tensor."""
         shape = self.original_shape
-        return replace(
-            self, original=name, part=None, shape=shape, padded=shape, sharded=(), replicated=(), stacked=()
-        )
+        return replace(self, original=name, part=None, shape=shape, padded=shape, sharded=(), replicated=(), stacked=())
 
     @staticmethod
     def read(record: Mapping[str, Any], axes: Iterable[str]) -> Layout:

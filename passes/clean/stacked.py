@@ -1,7 +1,8 @@
 """Replaces ``torch.stack`` of parameters by one parameter, which plans shard and programs store like any other.
 
-If each expert of a mixture is a module, the mixture reads stacks of the experts' parameters. As the result of an op, every device would
-have all experts' parameters. As a parameter (``Parameter.stacked``), a device has those of its experts. The user's names are those of the parts.
+If each expert of a mixture is a module, the mixture reads stacks of the experts' parameters. If these were results of an op, every device
+would have the parameters of all experts. As a parameter (``Parameter.stacked``), a stack is sharded over the experts. Where the user's
+names count (weights, checkpoints, the optimizer's groups), it is the parameters that it stacks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import fx
 
 from autopar.graph import Parameter
 from autopar.ops.meta import meta
-from autopar.ops.operands import argument, args_of
+from autopar.ops.operands import args_of, argument
 from passes.clean.nodes import aten, calls, copy_origin, like
 
 

@@ -35,7 +35,7 @@ class GatedMlp(nn.Module):
 class FusedMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH, bias=False)
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER, bias=False), nn.Linear(INNER, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

@@ -24,6 +24,7 @@ from autopar.graph import Graph
 from autopar.price import Pricer
 from autopar.program.boxes import Box, pieces
 from autopar.program.optimizers import RefusedOptimizerError, checked
+from autopar.program.parameters import ALIGNMENT_BYTES, aligned
 from autopar.program.world import Layout, LoadedProgram
 from autopar.run import remote
 from autopar.run.folder import import_runtime, program_modules
@@ -51,7 +52,7 @@ def graph_of(dtype: str) -> Graph:
 
 
 def held(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
-    """In a worker: the bytes on this rank of parameters, of those of experts, and of the optimizer's state after a step."""
+    """In a worker: the bytes on this rank of parameters, as aligned in flat buffers, of those of experts, and of the optimizer's state."""
     options = {"optimizer": None, "lr": 1e-3, "seed": 0, "max_norm": None, "state": None}
     trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
     trainer.step(batch)
@@ -61,24 +62,35 @@ def held(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
     }
     stacked = sum(sizes[layout.name] for layout in trainer.program.layouts if layout.stacked)
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    optimizer = sum(value.nbytes for value in states if isinstance(value, Tensor) and value.dim())
-    return {"parameters": sum(sizes.values()), "experts": stacked, "optimizer": optimizer}
+    tensors = [value.nbytes for value in states if isinstance(value, Tensor) and value.dim()]
+    optimizer, parameters = (sum(aligned(size, ALIGNMENT_BYTES) for size in each) for each in (tensors, sizes.values()))
+    return {"parameters": parameters, "experts": stacked, "optimizer": optimizer}
 
 
-@pytest.mark.parametrize("options", [{"data": 2}, {"expert": 2}, {"tensor": 2}], ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {"data": 2}),
+        (2, {"expert": 2}),
+        (4, {"data": 2, "expert": 2}),
+        (4, {"expert": 4, "tensor": 2, "fold_experts": "all"}),
+    ],
+    ids=["data", "expert", "data and expert", "folded"],
+)
 def test_a_device_has_the_parameters_of_its_experts(
-    options: dict[str, Any], workers2: WorkerPool, tmp_path: Path
+    devices: int, options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """In the program as in the plan's memory; under tensor parallelism every expert's matrices are divided."""
-    graph, cluster = graph_of("float32"), parse("2xH100-80GB")
+    """In the program as in the plan's memory."""
+    pool: WorkerPool = request.getfixturevalue(f"workers{devices}")
+    graph, cluster = graph_of("float32"), parse(f"{devices}xH100-80GB")
     pricer = Pricer(graph, cluster, "float32")
     plan = reprice(graph, cluster, pricer, manual_plan(graph, **options), "float32")
     emit(graph, plan, tmp_path)
     batch = {value.name: torch.zeros(value.shape, dtype=value.dtype) for value in graph.inputs}
     full = sum(p.value.bytes for p in graph.parameters.values() if p.stacked)
     memory = plan.stages[0].memory
-    for measured in workers2.run("test_stacked_parameters:held", str(tmp_path), batch):
-        assert measured["experts"] == full // options.get("expert", options.get("tensor", 1))
+    for measured in pool.run("test_stacked_parameters:held", str(tmp_path), batch):
+        assert measured["experts"] == full // options.get("expert", 1)
         assert measured["parameters"] == memory.parameters
         assert measured["optimizer"] == memory.optimizer
 
@@ -115,7 +127,20 @@ def test_the_pieces_of_a_stack_are_those_of_its_parameters() -> None:
     """Of experts 2 and 3 of three that are padded to four, a range of elements that begins and ends inside a row."""
     shape, names = (3, 2, 4), tuple(f"experts.{i}.w" for i in range(3))
     layout = Layout(
-        0, "w", "experts.*.w", (2, 8), (2, 4, 4), shape, (4, 2, 4), torch.float64, True, (), (("expert", 0),), (), None, names
+        0,
+        "w",
+        "experts.*.w",
+        (2, 8),
+        (2, 4, 4),
+        shape,
+        (4, 2, 4),
+        torch.float64,
+        True,
+        (),
+        (("expert", 0),),
+        (),
+        None,
+        names,
     )
     window = layout.window({"expert": (1, 2)})
     values = torch.arange(12.0)
