@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,7 +37,7 @@ from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe, opaque_note
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.segments import TraceSegments, lower_segments
-from autopar.capture.skipped import Decision, TraceBranches, UnloweredGraph, decisions
+from autopar.capture.skipped import Decision, TraceBranches, lower_branches
 from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
 from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
@@ -54,7 +55,6 @@ from autopar.torch_private import (
     traces_of_functions,
     without_mask_detection,
 )
-from passes.clean.expert_loops import branches, use_index_add
 from passes.clean.nodes import like, note
 from passes.clean.regions import inline_regions_pass
 from passes.clean.selections import selections_pass
@@ -262,7 +262,6 @@ def _export_and_label(
     reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """Export with an opaque op for each module in ``opaque_ops``. Reads of values (``.item()``) return the values in ``reads``."""
-
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
@@ -275,8 +274,7 @@ def _export_and_label(
         traced = _trace(model, structure, fake_copy, reads)
         _lower(traced, model)
     except NotTraceableError:
-        found = _trace_branches(model, structure, fake_copy) if reads is None else None
-        if found is None:
+        if reads is not None or (found := _trace_branches(model, structure, fake_copy)) is None:
             raise
         traced = found
     gm = selections_pass(traced.program.graph_module)
@@ -344,22 +342,14 @@ def _lower(traced: _Traced, model: nn.Module) -> dict[int, dict[fx.Node, fx.Node
 
 def _trace_branches(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> _Traced | None:
     """Return the lowered trace of a model that skips experts without tokens; ``None`` if this isn't proved (see ``skipped``)."""
+    trace = functools.partial(_trace, model, structure, fake_copy)
     try:
-        traced = _trace(model, structure, fake_copy, chosen=lambda number: True)
-        gm = traced.program.graph_module
-        use_index_add(gm)
-        unlowered = UnloweredGraph(gm)
-        branched = _lower(traced, model)
-        for chosen in decisions(branched):
-            other = _trace(model, structure, fake_copy, chosen=chosen).program.graph_module
-            use_index_add(other)
-            if not unlowered.equals(other, [nodes for number, nodes in branched.items() if not chosen(number)]):
-                return None
+        traced = trace(chosen=lambda number: True)
+        gm, lower = traced.program.graph_module, functools.partial(_lower, traced, model)
+        proved = lower_branches(gm, lower, lambda chosen: trace(chosen=chosen).program.graph_module)
     except CaptureError:
         return None
-    for marker in branches(gm):
-        marker.graph.erase_node(marker)
-    return traced if branched else None
+    return traced if proved else None
 
 
 def _find_repeats(

@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.capture.backward import caller
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
+from autopar.torch_private import assume
 from passes.clean.expert_builder import is_check, is_mutable
-from passes.clean.expert_loops import BRANCH
+from passes.clean.expert_loops import BRANCH, branches, use_index_add
 
 Decision = Callable[[int], bool]
 """Whether a trace takes tokens to choose the expert with a number."""
@@ -63,7 +64,7 @@ class TraceBranches(TorchFunctionMode):
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if id(first) in self._positions and func in _SIZES and first is not None:
             size = first.shape[0]
-            torch._check(size > 0 if self._chosen(self._positions[id(first)][1]) else size == 0)
+            assume(size > 0 if self._chosen(self._positions[id(first)][1]) else size == 0)
         if id(first) in self._any and func in _BOOLS and len(args) == 1:
             return self._chosen(self._any[id(first)][1])
         result = func(*args, **kwargs)
@@ -85,14 +86,33 @@ class TraceBranches(TorchFunctionMode):
         return self._decide(self._numbers[id(mask)][1])
 
 
-def decisions(numbers: Collection[int]) -> Iterator[Decision]:
+def lower_branches(
+    gm: fx.GraphModule,
+    lower: Callable[[], Mapping[int, Mapping[fx.Node, fx.Node]]],
+    trace: Callable[[Decision], fx.GraphModule],
+) -> bool:
+    """Lower the loops over experts in ``gm``, which was traced with all experts, by ``lower`` (it returns ``LoweredLoops.branched``), and
+    return whether skipped iterations do nothing else: by the graphs that ``trace`` returns. Markers are erased."""
+    use_index_add(gm)
+    unlowered, branched = _UnloweredGraph(gm), lower()
+    for chosen in _decisions(branched):
+        other = trace(chosen)
+        use_index_add(other)
+        if not unlowered.equals(other, [nodes for number, nodes in branched.items() if not chosen(number)]):
+            return False
+    for marker in branches(gm):
+        marker.graph.erase_node(marker)
+    return bool(branched)
+
+
+def _decisions(numbers: Collection[int]) -> Iterator[Decision]:
     """Yield the decisions of the traces in which some of the experts ``numbers`` are skipped."""
     yield lambda number: False
     for bit in range(max(numbers, default=0).bit_length()):
         yield lambda number, bit=bit: not number >> bit & 1  # type: ignore[misc]
 
 
-class UnloweredGraph:
+class _UnloweredGraph:
     """A copy of the graph of ``gm`` before its loops are lowered."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
