@@ -353,7 +353,7 @@ def _trace_branches(model: nn.Module, structure: BatchStructure, fake_copy: Call
 
 
 def _find_repeats(
-    model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel], chosen: Decision | None
+    model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel], chosen: Decision | None = None
 ) -> Repeats | None:
     """Return the blocks that repeat another block's computation; ``None`` without candidates, or if the model fails. A separate fake copy
     runs, because export would record the attributes that this forward sets."""

@@ -153,6 +153,21 @@ class NanoMixture(nn.Module):
         return out.view_as(x)
 
 
+class SkippingMixture(NanoMixture):
+    """A loop that skips experts without tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, WIDTH)
+        weights, chosen = torch.topk(F.softmax(self.router(flat), dim=-1), CHOSEN)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == i)
+            if token.numel() == 0:
+                continue
+            out[token] += expert(flat[token]) * weights[token, choice, None]
+        return out.view_as(x)
+
+
 class MistralMixture(nn.Module):
     """mistral-inference's: weights are a softmax of the chosen logits, results are added by an indexed sum in place."""
 
@@ -342,6 +357,7 @@ STYLES: dict[str, Factory] = {
     "torchtitan_unsorted": language(UnsortedMixture),
     "nanogpt": language(NanoMixture),
     "nanogpt_fused": language(lambda: NanoMixture(FusedMlp)),
+    "nanogpt_skipping": language(SkippingMixture),
     "mistral_inference": language(MistralMixture),
     "first_mixtral": language(HitMixture),
     "switch_masks": language(SwitchMixture),
