@@ -69,11 +69,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, or a slice of a fused one.
+    """A parameter, a slice of a fused one, or a stack of several.
 
     ``original`` and ``original_shape`` are the name and shape in the user's model. A fused projection whose result the model splits is
     stored as slices: each starts at ``start`` of the original's ``dim``, and has ``shape[dim]`` elements there (``dim`` is ``None`` for a
-    full parameter). ``tied`` has the other names of the parameter in the user's model.
+    full parameter). ``tied`` has the other names of the parameter in the user's model. ``stacked`` has the names in the user's model of the
+    parameters, each of ``original_shape``, that it stacks along a new dim 0; ``original`` is then their common name, with ``*`` where they
+    differ.
     """
 
     name: str
@@ -85,6 +87,17 @@ class Parameter:
     start: int = 0
     tied: tuple[str, ...] = ()
     trainable: bool = True
+    stacked: tuple[str, ...] = ()
+
+    @property
+    def originals(self) -> tuple[str, ...]:
+        """The parameters of the user's model that it stacks, or the one of which it is (a part), by their first names."""
+        return self.stacked or (self.original,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the ``originals`` in the user's model."""
+        return (*self.originals, *self.tied)
 
     @property
     def value(self) -> Value:
@@ -165,16 +178,6 @@ class LayerClass:
         """The number of experts of each mixture of the layer, and the number of its router's choices for all tokens together."""
         nodes = [node for node in self.graph.graph.nodes if getattr(node.target, "__name__", "") == "experts"]
         return tuple((node.target.count, math.prod(node.args[1].meta["val"].shape)) for node in nodes)
-
-    @cached_property
-    def stacks_experts(self) -> bool:
-        """Whether the layer stacks the parameters of its experts, which are modules: every device then holds those of all experts."""
-        return any(
-            operand.op != "placeholder"
-            for node in self.graph.graph.nodes
-            if getattr(node.target, "__name__", "") == "experts"
-            for operand in node.args[3:]  # ``ops.experts.FIRST_PARAMETER``
-        )
 
     def batched(self, value: Value) -> bool:
         """Return whether dim 0 of a border value is the batch dim; false for a table that depends on parameters alone."""

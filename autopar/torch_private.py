@@ -133,6 +133,11 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not is_fake(tensor) or getattr(tensor, "constant", None) is not None
 
 
+def assume(condition: Any) -> None:
+    """Let a trace take a condition on unknown sizes to be true; the graph checks it. (torch 2.11, 2.13)"""
+    torch._check(condition)
+
+
 @contextmanager
 def patch_tolist(replacement: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """A context in which ``tolist`` of a fake tensor returns what ``replacement`` returns for it, unless that is ``None``. A

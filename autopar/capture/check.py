@@ -404,7 +404,7 @@ def graph_steps(
     the parameters get the same updates as in eager PyTorch, and buffers carry over."""
     batch = dict(zip((value.name for value in graph.inputs), tensors, strict=True))
     initial, buffers = eager_model.buffers, dict[str, Tensor]()
-    frozen = {p.original for p in graph.parameters.values() if not p.trainable}
+    frozen = {name for p in graph.parameters.values() if not p.trainable for name in p.names}
     own = unshared(eager_model.parameters)
     parameters = {n: p.detach() if n in frozen else p for n, p in own.items()}
     for number in range(len(steps)):

@@ -44,6 +44,7 @@ def deepen(graph: Graph, number: int, more: int) -> Graph | None:
                 name=renamed(old, by),
                 original=renamed(p.original, by),
                 tied=tuple(renamed(name, by) for name in p.tied),
+                stacked=tuple(renamed(name, by) for name in p.stacked),
             )
             for old, by in names.of_deeper(graph.parameters)
         },

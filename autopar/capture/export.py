@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe, opaque_note
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.segments import TraceSegments, lower_segments
+from autopar.capture.skipped import Decision, TraceBranches, lower_branches
 from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
 from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
@@ -259,7 +262,6 @@ def _export_and_label(
     reads: RecordedReads | None,
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
     """Export with an opaque op for each module in ``opaque_ops``. Reads of values (``.item()``) return the values in ``reads``."""
-
     # with a key/value cache, transformers doesn't use position_ids to separate documents
     cache = any(leaf.name == "position_ids" for leaf in structure.leaves) and bool(configs_with_cache(model))
 
@@ -268,33 +270,20 @@ def _export_and_label(
         install_opaque_ops(opaque_ops, copied.module)
         return copied
 
-    repeats = None if reads is not None or has_hooks(model) else _find_repeats(model, structure, fake_copy)
-    copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
-    before = state(copied.module)
-
-    def run(repeats: Repeats | None = repeats) -> tuple[Any, StateAfterForward]:
-        return _export(model, copied, structure, repeats, reads)
-
-    with buffers_kept(copied.module):
-        program, after = run()
-        notes, assumed = check_again(program, before, after, copied, run)
-    lifted = _lifted(program)
-    expanded = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
-    if expanded is None:
-        copied = fake_copy()
-        program, _ = _export(model, copied, structure)
-        expanded = _lifted(program)
-    names = _parameter_names(model)
-    parameters = {n: names[t.removeprefix("module.")][0] for kind, t, n in expanded if kind == "PARAMETER"}
-    assumed += lower_hit_loops(program.graph_module, parameters)
-    lower_segments(program.graph_module, parameters)
-    gm = selections_pass(program.graph_module)
-    values = _label(gm, expanded, program.constants, model, copied, structure)
+    try:
+        traced = _trace(model, structure, fake_copy, reads)
+        _lower(traced, model)
+    except NotTraceableError:
+        if reads is not None or (found := _trace_branches(model, structure, fake_copy)) is None:
+            raise
+        traced = found
+    gm = selections_pass(traced.program.graph_module)
+    values = _label(gm, traced.lifted, traced.program.constants, model, traced.copied, structure)
     if cache:
         note(gm, "config.use_cache is on: transformers then ignores that position_ids may separate documents")
-    for sentence in notes:
+    for sentence in traced.notes:
         note(gm, sentence)
-    graph_meta(gm)["assumed"] = tuple(assumed)
+    graph_meta(gm)["assumed"] = tuple(traced.assumed)
     _check_dtypes(gm)
     refuse_nodes(gm)
     gm = inline_regions_pass(gm)
@@ -303,7 +292,69 @@ def _export_and_label(
     return gm, values
 
 
-def _find_repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Repeats | None:
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """An exported ``program``, its placeholders, and the fake ``copied`` model that it is of. ``assumed`` is ``Graph.assumed``."""
+
+    program: Any
+    lifted: Sequence[Lifted]
+    copied: FakeModel
+    notes: list[str]
+    assumed: list[tuple[str, str]]
+
+
+def _trace(
+    model: nn.Module,
+    structure: BatchStructure,
+    fake_copy: Callable[..., FakeModel],
+    reads: RecordedReads | None = None,
+    chosen: Decision | None = None,
+) -> _Traced:
+    """Export the model. ``chosen`` is that of ``TraceBranches``, if branches on masks are traced."""
+    repeats = None if reads is not None or has_hooks(model) else _find_repeats(model, structure, fake_copy, chosen)
+    copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
+    before = state(copied.module)
+
+    def run(repeats: Repeats | None = repeats) -> tuple[Any, StateAfterForward]:
+        return _export(model, copied, structure, repeats, reads, chosen)
+
+    with buffers_kept(copied.module):
+        program, after = run()
+        notes, assumed = check_again(program, before, after, copied, run)
+    lifted = _lifted(program)
+    expanded = expand(program.graph_module, lifted, repeats, model) if repeats is not None else lifted
+    if expanded is None:
+        copied = fake_copy()
+        program, _ = _export(model, copied, structure, chosen=chosen)
+        expanded = _lifted(program)
+    return _Traced(program, expanded, copied, notes, assumed)
+
+
+def _lower(traced: _Traced, model: nn.Module) -> dict[int, dict[fx.Node, fx.Node]]:
+    """Lower the loops over experts, and return ``LoweredLoops.branched``."""
+    names = _parameter_names(model)
+    parameters = {n: names[t.removeprefix("module.")][0] for kind, t, n in traced.lifted if kind == "PARAMETER"}
+    assumed, branched = lower_hit_loops(traced.program.graph_module, parameters)
+    traced.assumed.extend(assumed)
+    lower_segments(traced.program.graph_module, parameters)
+    return branched
+
+
+def _trace_branches(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> _Traced | None:
+    """Return the lowered trace of a model that skips experts without tokens; ``None`` if this isn't proved (see ``skipped``)."""
+    trace = functools.partial(_trace, model, structure, fake_copy)
+    try:
+        traced = trace(chosen=lambda number: True)
+        gm, lower = traced.program.graph_module, functools.partial(_lower, traced, model)
+        proved = lower_branches(gm, lower, lambda chosen: trace(chosen=chosen).program.graph_module)
+    except CaptureError:
+        return None
+    return traced if proved else None
+
+
+def _find_repeats(
+    model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel], chosen: Decision | None = None
+) -> Repeats | None:
     """Return the blocks that repeat another block's computation; ``None`` without candidates, or if the model fails. A separate fake copy
     runs, because export would record the attributes that this forward sets."""
     if not members(model):
@@ -312,7 +363,7 @@ def _find_repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callab
         copied = fake_copy(meta=on_meta)
 
         def run(copied: FakeModel = copied, device: str = "meta" if on_meta else "cpu") -> None:
-            with copied.mode, _traceable(model, copied), as_if_exported():
+            with copied.mode, _traceable(model, copied, chosen=chosen), as_if_exported():
                 tensors = [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in structure.leaves]
                 with assigned_buffers_written(copied.module, _buffer_names(model)):
                     call_model(copied.module, structure, copied.loss_fn, tensors, by_rows=True)
@@ -324,17 +375,21 @@ def _find_repeats(model: nn.Module, structure: BatchStructure, fake_copy: Callab
 
 
 @contextmanager
-def _traceable(model: nn.Module, copied: FakeModel, *, replayed: bool = False) -> Iterator[Run]:
+def _traceable(
+    model: nn.Module, copied: FakeModel, *, replayed: bool = False, chosen: Decision | None = None
+) -> Iterator[Run]:
     """A context for a trace, in which torch's modules don't branch on values, and long loops and side effects that export would lose are
-    refused. On exit, the trace's tensors are removed from external state. ``replayed``: reads of values return recorded ones."""
+    refused. On exit, the trace's tensors are removed from external state. ``replayed``: reads of values return recorded ones; ``chosen`` is
+    that of ``_trace``."""
     with copied.external_state.restored() as run:
         hits, segments = TraceHitLoops(), TraceSegments()
+        on_masks = nullcontext() if chosen is None else TraceBranches(chosen)
 
         def listed(tensor: torch.Tensor) -> Any:
             return None if replayed else hits.numbers(tensor) or segments.sizes(tensor)
 
         with guarded(model, copied.module), without_mask_detection(), traceable_averages(), patch_tolist(listed):
-            with hits, segments, RefuseLongLoops():
+            with hits, segments, on_masks, RefuseLongLoops():
                 yield run
 
 
@@ -350,6 +405,7 @@ def _export(
     structure: BatchStructure,
     repeats: Repeats | None = None,
     reads: RecordedReads | None = None,
+    chosen: Decision | None = None,
 ) -> tuple[Any, StateAfterForward]:
     """Return the exported program, and the state after its forward."""
     with copied.mode:
@@ -365,7 +421,7 @@ def _export(
             warnings.simplefilter("ignore")
             if reads is not None:
                 around.enter_context(ReplayReads(reads))
-            run = around.enter_context(_traceable(model, copied, replayed=reads is not None))
+            run = around.enter_context(_traceable(model, copied, replayed=reads is not None, chosen=chosen))
             if repeats is not None:
                 around.enter_context(traced_once(captured.module, repeats))
             around.enter_context(traces_of_functions())

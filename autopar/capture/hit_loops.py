@@ -150,17 +150,20 @@ class _Positions:
         )
 
 
-def lower_hit_loops(gm: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> list[tuple[str, str]]:
-    """Lower the loops over experts in ``gm``, and return assumptions about them that only a comparison can confirm. ``parameters`` has the
-    names of the parameters' placeholders.
+def lower_hit_loops(
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, str]
+) -> tuple[list[tuple[str, str]], dict[int, dict[fx.Node, fx.Node]]]:
+    """Lower the loops over experts in ``gm``. Return assumptions about them that only a comparison can confirm, and
+    ``LoweredLoops.branched``. ``parameters`` has the names of the parameters' placeholders.
 
-    Raises ``NotTraceableError`` for a loop over the positions of true values that isn't one over experts.
+    Raises ``NotTraceableError`` for a loop over the positions of true values that isn't one over experts, and for a branch on whether there
+    are any outside of such loops.
     """
     lowered = lower_expert_loops(gm, set(parameters))
     for marker in lowered.refused:
         raise NotTraceableError(
-            f"{source_line(marker)}\nloops over the positions of true values, and it isn't proved that the iterations for other positions "
-            "would change nothing",
+            f"{source_line(marker)}\nloops over the positions of true values, or branches on whether there are any, and it isn't proved "
+            "that the iterations that are skipped would change nothing",
             OPAQUE_HINT,
             tuple(path for path, _, _ in stack(marker)),
         )
@@ -171,6 +174,7 @@ def lower_hit_loops(gm: fx.GraphModule, parameters: Mapping[fx.Node, str]) -> li
             f"{len(lowered.skippable)} parameters of experts that forward skips in a step in which no token chooses them get a gradient of "
             "zeros then, and none in eager PyTorch: an optimizer with momentum or weight decay still updates them",
         )
-    return [
+    assumed = [
         (f"{line} loops over experts, and is taken not to count its iterations", OPAQUE_HINT) for line in lowered.unread
     ]
+    return assumed, lowered.branched

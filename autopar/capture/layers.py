@@ -206,8 +206,7 @@ def _common(paths: list[str]) -> str:
 
 def _has_parameters(group: NodeGroup, path: str) -> bool:
     return any(
-        meta(operand)["parameter"].original.startswith(path + ".")
-        or any(tied.startswith(path + ".") for tied in meta(operand)["parameter"].tied)
+        any(name.startswith(path + ".") for name in meta(operand)["parameter"].names)
         for node in group.nodes
         for operand in node.all_input_nodes
         if "parameter" in meta(operand)

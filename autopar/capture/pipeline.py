@@ -121,7 +121,7 @@ def _assemble(
         notes.append(
             f"{some}, in the same memory: one parameter, which the optimizer updates once, with the sum of both gradients"
         )
-    used = {parameter.original for parameter in parameters.values()} | tied.keys()
+    used = {name for parameter in parameters.values() for name in parameter.names} | tied.keys()
     if unused := [n for n, p in model.named_parameters() if p.requires_grad and n not in used]:
         notes.append(f"the loss does not depend on {len(unused)} parameters: {', '.join(unused[:5])}")
     notes += _eval_mode_notes(model)
@@ -208,5 +208,5 @@ def _parameters(gm: fx.GraphModule, model: nn.Module) -> dict[str, Parameter]:
     """Return the graph's parameters by name, in the model's order; slices of one parameter are ordered by their start."""
     found = [meta(n)["parameter"] for n in gm.graph.nodes if n.op == "placeholder" and "parameter" in meta(n)]
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
-    found.sort(key=lambda p: (order[p.original], p.start))
+    found.sort(key=lambda p: (order[p.names[0]], p.start))
     return {parameter.name: parameter for parameter in found}

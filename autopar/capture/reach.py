@@ -39,7 +39,8 @@ def freeze_unreached(gm: fx.GraphModule, loss: fx.Node) -> None:
     for node in frozen:
         meta(node)["parameter"] = dataclasses.replace(meta(node)["parameter"], trainable=False)
     if frozen:
-        names = sorted({meta(node)["parameter"].original for node in frozen})
+        found = (meta(node)["parameter"] for node in frozen)
+        names = sorted({name for parameter in found for name in parameter.originals})
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         shown = ", ".join(names[:_MAX_NAMES]) + more
         note(gm, f"{len(names)} parameters get no gradient from the loss, and are not trained: {shown}")

@@ -15,13 +15,17 @@ from autopar.program.guards import check_guard
 
 
 def parameter_tensors(graph: Graph, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the graph's parameters by name; a sliced parameter is a differentiable slice of its original.
+    """Return the graph's parameters by name; a sliced parameter is a differentiable slice of its original, a
+    stacked one a differentiable stack of its originals.
 
     ``originals`` has the user's parameters, each under at least one of its names.
     """
     tensors = {}
     for name, parameter in graph.parameters.items():
-        tensor = next(originals[n] for n in (parameter.original, *parameter.tied) if n in originals)
+        if parameter.stacked:
+            tensor = torch.stack([originals[n] for n in parameter.stacked])
+        else:
+            tensor = next(originals[n] for n in parameter.names if n in originals)
         if parameter.dim is not None:
             tensor = tensor.narrow(parameter.dim, parameter.start, parameter.shape[parameter.dim])
         tensors[name] = tensor

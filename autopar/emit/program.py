@@ -332,6 +332,7 @@ def layouts(program: LocalProgram) -> list[dict[str, object]]:
                         "tied": list(record.tied),
                         "types": {axis: str(t) for axis, t in zip(axes, local.types, strict=True)},
                         "shared": name if len(stages_of[name]) > 1 else None,
+                        **({"stacked": list(record.stacked)} if record.stacked else {}),
                     }
                 )
     return records

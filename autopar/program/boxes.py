@@ -86,7 +86,8 @@ def _in_row(shape: Sequence[int], index: int, low: int, high: int) -> Iterator[B
 def pieces(
     path: tuple[str, ...], layout: Layout, window: Sequence[tuple[int, int]], values: Tensor, first: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding.
+    """Yield the pieces of an original parameter (or of a tensor of its shape) that this rank has, without padding. ``path[1]`` is the
+    parameter's name: the pieces of a stacked one have the names of the user's parameters.
 
     ``window`` is the rank's slice of the stored parameter (``Layout.window``); ``values`` are consecutive elements of the slice, in
     row-major order, and ``first`` is the index of their first element.
@@ -105,8 +106,14 @@ def pieces(
             sizes.append(size)
         if layout.part is not None:
             offsets[layout.part[0]] += layout.part[1]
-        if view.numel():
+        if not view.numel():
+            continue
+        if not layout.stacked:
             yield Piece(path, layout.original_shape, Box(tuple(offsets), tuple(sizes)), view)
+            continue
+        inside = Box(tuple(offsets[1:]), tuple(sizes[1:]))
+        for name, entry in zip(layout.stacked[offsets[0] :], view, strict=False):
+            yield Piece((path[0], name, *path[2:]), layout.original_shape, inside, entry)
 
 
 def divided(piece: Piece, limit: int | None = None) -> Iterator[Piece]:

@@ -432,7 +432,8 @@ def save_weights(training: TrainingTensors, folder: str | os.PathLike[str], file
 
 def _weights(training: TrainingTensors) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the dtypes and shapes, by name, of the parameters, and of the state dict's buffers that the program writes."""
-    found = {layout.original: (layout.dtype, layout.original_shape) for layout in training.program.layouts}
+    layouts = training.program.layouts
+    found = {name: (layout.dtype, layout.original_shape) for layout in layouts for name in layout.originals}
     written = [record for record in training.program.buffers if record.written and record.persistent]
     return found | {record.original: (record.dtype, record.shape) for record in written}
 
@@ -454,7 +455,7 @@ def _facts(training: TrainingTensors) -> dict[str, Any]:
 
 def _tensors(program: LoadedProgram) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters and buffers in a checkpoint, by original name."""
-    found = {layout.original: layout.original_shape for layout in program.layouts}
+    found = {name: layout.original_shape for layout in program.layouts for name in layout.originals}
     return found | {record.original: record.shape for record in program.buffers if record.written}
 
 

@@ -175,8 +175,9 @@ def positions(
     found = torch.arange(first, stop, device=device)
     below = 1  # the elements of one row of this dim in the user's parameter
     part = layout.part or (-1, 0, 0)
-    for dim in reversed(range(len(layout.original_shape))):
-        (start, extent), size = layout.window(coordinates)[dim], layout.original_shape[dim]
+    sizes = (len(layout.stacked), *layout.original_shape) if layout.stacked else layout.original_shape
+    for dim in reversed(range(len(sizes))):
+        (start, extent), size = layout.window(coordinates)[dim], sizes[dim]
         start += part[1] if dim == part[0] else 0
         if start or extent != size:
             row = found.div(extent * below, rounding_mode="floor") if extent else found

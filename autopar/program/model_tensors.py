@@ -93,12 +93,11 @@ class TrainingTensors:
         ``ValueError`` for wrong shapes of parameters."""
         last, full = None, torch.empty(0)
         for layout, piece in self.parameters():
-            if layout is not last:
-                last, full = layout, source(layout)
-                if tuple(full.shape) != layout.original_shape:
-                    raise ValueError(
-                        f"{layout.original} has shape {tuple(full.shape)}, the program {layout.original_shape}"
-                    )
+            name = piece.path[1]
+            if (layout, name) != last:
+                last, full = (layout, name), source(layout.of(name))
+                if tuple(full.shape) != piece.shape:
+                    raise ValueError(f"{name} has shape {tuple(full.shape)}, the program {piece.shape}")
             piece.values.copy_(part_of(full, piece.box))
         given = buffers or {}
         for piece in (piece for piece in self.written(copies=True) if piece.path[1] in given):
@@ -145,9 +144,10 @@ class TrainingTensors:
         found: dict[str, Tensor] = {}
         averaged: set[str] = set()
         if dist.get_rank() == 0:
-            shapes = {x.original: (x.original_shape, self.program.placement(x).master_dtype) for x in layouts}
-            found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-            averaged = {layout.original for layout in layouts if layout.trainable and self.replica()[1] > 1}
+            for layout in layouts:
+                dtype = self.program.placement(layout).master_dtype
+                found |= {name: torch.zeros(layout.original_shape, dtype=dtype) for name in layout.originals}
+            averaged = {name for x in layouts if x.trainable and self.replica()[1] > 1 for name in x.originals}
         for piece in gathered(own, self.world):
             name = piece.path[1]
             if name not in found:

@@ -78,10 +78,10 @@ def saved(
             if _is_like(master, value):
                 held.append(MasterValues(_path(master, key), master, value.detach().contiguous()))
                 continue
-            piece = _unsharded_piece(master, key, value)
             axes = master.replicated_axes
-            if writes(piece, axes, program, world) if piece.shape else _has_first_element(master, program, world):
-                others.append(piece)
+            for piece in _unsharded_pieces(master, key, value):
+                if writes(piece, axes, program, world) if piece.shape else _has_first_element(master, program, world):
+                    others.append(piece)
     return held, others, kinds
 
 
@@ -122,11 +122,11 @@ def _path(master: Master, key: str) -> tuple[str, ...]:
     return "optimizer", master.layout.original, key
 
 
-def _unsharded_piece(master: Master, key: str, value: Any) -> Piece:
-    """Return the piece of a state that is not sharded like the parameter: a full tensor, or a number."""
+def _unsharded_pieces(master: Master, key: str, value: Any) -> list[Piece]:
+    """Return the pieces of a state that is not sharded like the parameter: a full tensor, or a number, for each of the ``originals``."""
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    return full_piece(_path(master, key), value.detach())
+    return [full_piece(("optimizer", name, key), value.detach()) for name in master.layout.originals]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -160,14 +160,15 @@ class Restored:
         for master in updates.masters:
             state = self._states.setdefault(master.tensor, {})
             for key, kind in facts["keys"].items():
-                there = stored.get(".".join(_path(master, key)))
+                first = master.layout.originals[0]  # the states of stacked parameters have the same keys and dtypes
+                there = stored.get(f"optimizer.{first}.{key}")
                 if there is None:
                     continue
                 shape, dtype = tuple(there.size), there.properties.dtype
                 if kind == TENSOR and shape == master.layout.original_shape:
                     shape = tuple(master.tensor.shape)
                     # state of a user's class gets the master's dtype if it was saved in the parameter's, and otherwise keeps its own
-                    if dtype == stored[f"model.{master.layout.original}"].properties.dtype:
+                    if dtype == stored[f"model.{first}"].properties.dtype:
                         dtype = master.tensor.dtype
                     dtype = updates.state_dtype(master, key) or dtype
                 # torch's optimizers keep the number of steps on the host, unless they are capturable or fused
@@ -184,7 +185,7 @@ class Restored:
                 if _is_like(master, state[key]):
                     self.pieces += MasterValues(_path(master, key), master, state[key]).pieces(world)
                 else:
-                    self.pieces.append(_unsharded_piece(master, key, state[key]))
+                    self.pieces.append(_unsharded_pieces(master, key, state[key])[0])
 
     def install(self) -> None:
         """Set the optimizer's state, and the options of its groups."""
@@ -206,7 +207,7 @@ def without_state(
     program: LoadedProgram, facts: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]
 ) -> list[str]:
     """Return the trained parameters that have no state in the checkpoint although others do: they had no gradient yet, or were frozen."""
-    trained = {layout.original for layout in program.layouts if layout.trainable} if facts["keys"] else set()
+    trained = {name for layout in program.layouts if layout.trainable and facts["keys"] for name in layout.originals}
     return sorted(name for name in trained if not any(f"optimizer.{name}.{key}" in stored for key in facts["keys"]))
 
 

@@ -138,12 +138,12 @@ def make(
     }
     gatherer: TensorGatherer | None = None
     if needs_full and program.spec.whole_tensors is not None:  # ``None`` if the plan divides no parameter
-        full_masters = [master for master in masters if master.layout.original in needs_full]
+        full_masters = [master for master in masters if master.layout.originals[0] in needs_full]
         gatherer = program.spec.whole_tensors(full_masters, program, world)
-        masters = [*(m for m in masters if m.layout.original not in needs_full), *gatherer.masters]
+        masters = [*(m for m in masters if m.layout.originals[0] not in needs_full), *gatherer.masters]
     tensors: dict[str, list[nn.Parameter]] = {}
     for master in masters:
-        tensors.setdefault(master.layout.original, []).append(master.tensor)
+        tensors.setdefault(master.layout.originals[0], []).append(master.tensor)
     made = user.over(tensors)
     single_chunk = not all(_torch_class_name(part) for part in user.optimizers)
     chunked = program.spec.chunked_updates and program.spec.chunked_updates(made, masters, program, world)
@@ -206,6 +206,7 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
         taken |= {id(param) for param in own}
         _check_compatible(part, [names[id(param)] for param in own], program)
         _rebuilt(part, names, {})  # try to construct it without parameters: a rank may have none
+    _check_stacked(user, program)
     # try on the meta tensors whether the classes can be constructed again
     again = user.again()
     if scheduler is not None:
@@ -287,9 +288,11 @@ def class_name(made: torch.optim.Optimizer) -> str:
 def _stand_ins(program: LoadedProgram) -> dict[str, nn.Parameter]:
     """Return stand-ins on the meta device for the user's parameters, by name, in the model's order."""
     found: dict[str, nn.Parameter] = {}
-    dtypes = {layout.original: program.placement(layout).master_dtype for layout in program.layouts}
+    dtypes = {name: program.placement(x).master_dtype for x in program.layouts for name in x.originals}
     entries = [(e["name"], e["shape"], e["trainable"]) for e in program.records.get("model", ()) if _is_parameter(e)]
-    for name, shape, trainable in entries or [(x.original, x.original_shape, x.trainable) for x in program.layouts]:
+    for name, shape, trainable in entries or [
+        (name, x.original_shape, x.trainable) for x in program.layouts for name in x.originals
+    ]:
         tensor = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.float32), device="meta")
         found.setdefault(name, nn.Parameter(tensor, requires_grad=trainable))
     return found
@@ -338,7 +341,7 @@ def _check_compatible(optimizer: torch.optim.Optimizer, names: Iterable[str], pr
     hint = "give its class per_tensor = True if it reads one tensor at a time, or elementwise = True if one element"
     trained = set(names)
     for layout in program.layouts:
-        how = cut(layout, program) if layout.trainable and layout.original in trained else None
+        how = cut(layout, program) if layout.trainable and not trained.isdisjoint(layout.originals) else None
         if how is not None:
             raise RefusedOptimizerError(
                 f"{_name(optimizer)} may read all parameters at once, but no rank has the full {layout.original}: {how}",
@@ -350,6 +353,23 @@ def _check_compatible(optimizer: torch.optim.Optimizer, names: Iterable[str], pr
         )
 
 
+def _check_stacked(user: CheckedRecipe, program: LoadedProgram) -> None:
+    """Raise ``RefusedOptimizerError`` if parameters that are updated as one stacked tensor have different groups."""
+    groups: dict[str, tuple[int, int]] = {}
+    for number, part in enumerate(user.optimizers):
+        for group, options in enumerate(part.param_groups):
+            groups |= {user.names[id(param)]: (number, group) for param in options["params"]}
+    for layout in (layout for layout in program.layouts if layout.stacked and layout.trainable):
+        first, found = layout.stacked[0], {name: groups.get(name) for name in layout.stacked}
+        other = next((name for name, group in found.items() if group != found[first]), None)
+        full = all(group is not None and not _is_elementwise(user.optimizers[group[0]]) for group in found.values())
+        if other is not None and not full:
+            raise RefusedOptimizerError(
+                f"{first} and {other} are in different groups of the optimizer, and the program stores them as one tensor",
+                "put the parameters of all experts of a mixture into one group",
+            )
+
+
 def cut(layout: Layout, program: LoadedProgram) -> str | None:
     """Describe how the plan divides the master copy of a parameter; ``None`` if it does not."""
     axes = [axis for axis, _ in layout.sharded if program.spec.mesh[axis] > 1]
@@ -357,6 +377,8 @@ def cut(layout: Layout, program: LoadedProgram) -> str | None:
         return f"the axis {axes[0]} shards it"
     if layout.part is not None:
         return "it is a fused projection, which the program stores in parts"
+    if layout.stacked:
+        return "the program stores it stacked with those of the other experts"
     placement = program.placement(layout)
     if placement.place:
         return "it is not on the device, and is updated piece by piece"

@@ -73,9 +73,14 @@ def initial(folder: str | os.PathLike[str]) -> Path | None:
 
 def names_outside_program(records: Mapping[str, Any]) -> set[str]:
     """Return the names in the model's state dict of tensors that are neither parameters of the program nor buffers that it writes."""
-    own = {name for record in records["parameters"] for name in (record["original"], *record["tied"])}
+    own = {name for record in records["parameters"] for name in (*_originals(record), *record["tied"])}
     own |= {record["original"] for record in records.get("buffers", ()) if record["persistent"] and record["written"]}
     return {entry["name"] for entry in records.get("model", ())} - own - other_names(records, own).keys()
+
+
+def _originals(record: Mapping[str, Any]) -> Sequence[str]:
+    """Return the names of the user's parameters in a record, as ``Layout.originals``."""
+    return record.get("stacked") or (record["original"],)
 
 
 def other_names(records: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
@@ -93,7 +98,8 @@ def wrong_state(records: Mapping[str, Any], state: Mapping[str, Tensor]) -> str:
     """
     needed: dict[tuple[str, ...], tuple[int, ...]] = {}
     for record in records["parameters"]:
-        needed[record["original"], *record["tied"]] = tuple(record["original_shape"])
+        for original in _originals(record):
+            needed[original, *record["tied"]] = tuple(record["original_shape"])
     for record in records.get("buffers", ()):
         if record["persistent"] and record["written"]:
             needed[record["original"],] = tuple(record["shape"])

@@ -401,7 +401,7 @@ class Trainer:
         if wrong := wrong_state(self.program.records, state):
             raise ValueError(f"the state dict does not match the compiled model: {wrong}")
         layouts, buffers = self.program.layouts, self.program.buffers
-        names = {name for layout in layouts for name in (layout.original, *layout.tied)}
+        names = {name for layout in layouts for name in (*layout.originals, *layout.tied)}
         same_state(state, sorted(names | {record.original for record in buffers}), self.world.device)
         self._set(lambda tensors: tensors.fill(source_of(state), state))
         self._partially_loaded = False

@@ -19,14 +19,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .boxes import Box, part_of, pieces
+from .box_exchange import MasterValues
+from .boxes import Box, Piece, part_of
 from .collectives import exchange
 from .parameters import Master, upload
 from .world import Layout, LoadedProgram, World
@@ -71,28 +72,30 @@ class WholeTensors:
 
     def __init__(self, masters: Sequence[Master], program: LoadedProgram, world: World) -> None:
         self._world = world
-        self._held = [master for master in masters if any(True for _ in _boxes(master, master.tensor.detach(), world))]
+        self._held = [master for master in masters if any(True for _ in _pieces(master, master.tensor.detach(), world))]
         local_sgd_axes = program.split_local_sgd_axes(list(program.spec.mesh))[1]
         replica = tuple(world.coordinates[axis][0] for axis in local_sgd_axes)
-        layouts = {(layout.stage, layout.original): layout for layout in reversed(program.layouts) if layout.trainable}
+        trained = [layout for layout in reversed(program.layouts) if layout.trainable]
+        layouts = {(layout.stage, name): layout for layout in trained for name in layout.originals}
         names = sorted(layouts)
         in_parts = _stored_in_parts(self._held, names, world)
-        owners = _owners([layouts[name] for name in names if name in in_parts], program, world)
-        self.masters = [m for m in self._held if (m.layout.stage, m.layout.original) not in in_parts]
+        owners = _owners({name: layouts[name] for name in names if name in in_parts}, program, world)
+        self.masters = [m for m in self._held if (m.layout.stage, m.layout.originals[0]) not in in_parts]
         self._owned: dict[_Key, Master] = {}
         for key in sorted(key for key, owner in owners.items() if owner == dist.get_rank()):
             layout = layouts[key.stage, key.original]
             shape = layout.original_shape
             device = torch.device("cpu") if program.placement(layout).place else world.device
             tensor = nn.Parameter(torch.empty(shape, dtype=program.placement(layout).master_dtype, device=device))
-            layout = replace(layout, part=None, shape=shape, padded=shape, sharded=(), replicated=())
-            self._owned[key] = Master(layout, tensor, ())
+            self._owned[key] = Master(layout.of(key.original), tensor, ())
         self.masters += self._owned.values()
         held = [
-            _Transfer(key, dist.get_rank(), owners[key], box, world.first_on(master.replicated_axes), index, number)
+            _Transfer(
+                key, dist.get_rank(), owners[key], piece.box, world.first_on(master.replicated_axes), index, number
+            )
             for index, master in enumerate(self._held)
-            if (key := _Key(replica, master.layout.stage, master.layout.original)) in owners
-            for number, (box, _) in enumerate(_boxes(master, master.tensor.detach(), world))
+            for number, piece in enumerate(_pieces(master, master.tensor.detach(), world))
+            if (key := _Key(replica, master.layout.stage, piece.path[1])) in owners
         ]
         numbers = {_Key(replica, *name): number for number, name in enumerate(names)}
         owned = _exchange_box_lists(held, numbers, world)
@@ -143,7 +146,7 @@ class WholeTensors:
         for index in {transfer.index for transfer in transfers}:
             tensor = values(self._held[index])
             tensor = torch.zeros_like(self._held[index].tensor) if tensor is None else tensor
-            found[index] = [view for _, view in _boxes(self._held[index], tensor, self._world)]
+            found[index] = [piece.values for piece in _pieces(self._held[index], tensor, self._world)]
         return found
 
 
@@ -151,11 +154,9 @@ def _value(master: Master) -> Tensor:
     return master.tensor.detach()
 
 
-def _boxes(master: Master, values: Tensor, world: World) -> Iterator[tuple[Box, Tensor]]:
-    """Yield the boxes of the original parameter that a master has, without padding, and its ``values`` in them: views."""
-    window = master.layout.window(world.coordinates)
-    for piece in pieces((), master.layout, window, values, master.first):
-        yield piece.box, piece.values
+def _pieces(master: Master, values: Tensor, world: World) -> Iterator[Piece]:
+    """Return the pieces of the user's parameters that a master has, with its ``values``."""
+    return MasterValues(("model", master.layout.original), master, values).pieces(world)
 
 
 def _stored_in_parts(held: Sequence[Master], names: Sequence[_Name], world: World) -> set[_Name]:
@@ -165,21 +166,22 @@ def _stored_in_parts(held: Sequence[Master], names: Sequence[_Name], world: Worl
     for master in held:
         shape = master.layout.original_shape
         full = [Box((0,) * len(shape), shape)]
-        boxes = [box for box, _ in _boxes(master, master.tensor.detach(), world)]
+        boxes = [piece.box for piece in _pieces(master, master.tensor.detach(), world)]
         if tuple(master.tensor.shape) != shape or boxes != full:
-            marks[number[master.layout.stage, master.layout.original]] = 1
+            marks[[number[master.layout.stage, name] for name in master.layout.originals]] = 1
     dist.all_reduce(marks, dist.ReduceOp.MAX)
     return {name for name, mark in zip(names, marks.tolist(), strict=True) if mark}
 
 
-def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
+def _owners(layouts: Mapping[_Name, Layout], program: LoadedProgram, world: World) -> dict[_Key, int]:
     """Assign each parameter, from the largest to the smallest, to the rank of its stage that owns the fewest elements so far."""
     names, local_sgd_axes = list(world.coordinates), program.split_local_sgd_axes(list(program.spec.mesh))[1]
     replicas = list(itertools.product(*(range(world.coordinates[axis][1]) for axis in local_sgd_axes)))
     loads: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}  # heaps of elements and ranks
     owners: dict[_Key, int] = {}
-    for layout in sorted(layouts, key=lambda x: (-math.prod(x.original_shape), x.stage, x.original)):
-        row = world.placed[layout.stage]
+    elements_of = {name: math.prod(layout.original_shape) for name, layout in layouts.items()}
+    for stage, original in sorted(layouts, key=lambda name: (-elements_of[name], *name)):
+        row = world.placed[stage]
         # if every stage has two copies, ``grid`` has one row for both pipeline ranks of a stage: ``r`` and ``P - 1 - r``
         row = row if row < len(world.grid) else max(world.placed) - row
         for replica in replicas:
@@ -188,8 +190,8 @@ def _owners(layouts: Sequence[Layout], program: LoadedProgram, world: World) -> 
                 ranks = world.grid[row][tuple(at.get(name, slice(None)) for name in names)]
                 loads[row, replica] = [(0, rank) for rank in sorted(ranks.flatten().tolist())]
             elements, rank = loads[row, replica][0]
-            heapq.heapreplace(loads[row, replica], (elements + math.prod(layout.original_shape), rank))
-            owners[_Key(replica, layout.stage, layout.original)] = rank
+            heapq.heapreplace(loads[row, replica], (elements + elements_of[stage, original], rank))
+            owners[_Key(replica, stage, original)] = rank
     return owners
 
 

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Layout:
     is a slice of a fused original. ``shape`` is the unsharded shape, ``padded`` the shape with the zeros that are added if the axes do
     not divide it. ``tied`` are the original's other names. ``sharded`` gives, outermost first, the axes that slice it, each with its dim;
     ``replicated`` the axes on which it is ``R``. Copies of one tied parameter in several stages have the same ``shared`` key.
+    ``stacked`` are the user's parameters, each of ``original_shape``, that it stacks along a new dim 0; ``original`` is then their common
+    name, with ``*`` where they differ.
     """
 
     stage: int
@@ -64,6 +66,17 @@ class Layout:
     sharded: tuple[tuple[str, int], ...]
     replicated: tuple[str, ...]
     shared: str | None
+    stacked: tuple[str, ...] = ()
+
+    @property
+    def originals(self) -> tuple[str, ...]:
+        """The names of the user's parameters that it has: the stacked ones, or its original's first name."""
+        return self.stacked or (self.original,)
+
+    def of(self, name: str) -> Layout:
+        """Return the layout of the user's parameter ``name``, one of the ``originals``, as a full tensor."""
+        shape = self.original_shape
+        return replace(self, original=name, part=None, shape=shape, padded=shape, sharded=(), replicated=(), stacked=())
 
     @staticmethod
     def read(record: Mapping[str, Any], axes: Iterable[str]) -> Layout:
@@ -83,6 +96,7 @@ class Layout:
             sharded=tuple((axis, int(types[axis][2:-1])) for axis in axes if types[axis].startswith("S(")),
             replicated=tuple(axis for axis in axes if types[axis] == "R"),
             shared=record["shared"],
+            stacked=tuple(record.get("stacked", ())),
         )
 
     def window(self, coordinates: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
@@ -281,7 +295,7 @@ class LoadedProgram:
         elements: dict[torch.dtype, int] = {}
         for layout in self.layouts:
             if layout.stage == stage and self._layer(layout) == child:
-                elements[layout.dtype] = elements.get(layout.dtype, 0) + math.prod(layout.original_shape)
+                elements[layout.dtype] = elements.get(layout.dtype, 0) + math.prod(layout.shape)
         return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
 
 

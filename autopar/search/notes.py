@@ -85,11 +85,6 @@ def _expert_notes(graph: Graph, parts: int, strategies: Sequence[Strategy], mesh
             here = f"{'at most ' * padded}{each} of {count} experts{slices}"
             text = f"each device has {here} (expert {degree}), and each expert {tokens:,.0f} "
             text += "tokens of a microbatch on average"
-            if graph.classes[layer.cls].stacks_experts and degree > 1:
-                text += (
-                    f"; it computes those, but holds the parameters of all {count}, because each expert is a module: "
-                )
-                text += "one tensor with the experts as first dim would be distributed, too"
             if loads is not None and degree > 1:
                 imbalance = max(loads.imbalance(i, degree), each * degree / count)
                 text += f"; the busiest device gets {imbalance:.3g} times the mean ({loads.of_all.source})"

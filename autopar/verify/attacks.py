@@ -159,13 +159,10 @@ def compare_with_eager(subject: Subject) -> Error:
 def _graph_step(
     graph: Graph, state: Mapping[str, Tensor], batch: Mapping[str, Tensor], written: dict[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
-    trainable = {p.original for p in graph.parameters.values() if p.trainable}
     parameters = {
-        p.original: next(state[n] for n in (p.original, *p.tied) if n in state)
-        .detach()
-        .clone()
-        .requires_grad_(p.original in trainable)
+        name: next(state[n] for n in (name, *p.tied) if n in state).detach().clone().requires_grad_(p.trainable)
         for p in graph.parameters.values()
+        for name in p.originals
     }
     parts = [
         dict(zip(batch, part, strict=True))

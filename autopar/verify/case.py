@@ -89,7 +89,7 @@ def compare_step(subject: Subject, loss: float, gradients: dict[str, Tensor], af
 
 def _unmoved(subject: Subject) -> dict[str, Tensor]:
     """Return the values of the parameters that have no gradient, under each of their names, without those that forward writes."""
-    names = [(p.original, *p.tied) for p in subject.graph.parameters.values()]
+    names = [p.names for p in subject.graph.parameters.values()]
     frozen = {n for tied in names if not subject.gradients.keys() & {*tied} for n in tied}
     return {n: t for n, t in subject.state.items() if n in frozen and n not in subject.buffers}
 

@@ -181,7 +181,7 @@ def _parameter_gradient(program: LocalProgram, error: Error) -> Difference | Non
     for layer, local in zip(program.graph.layers, program.layers, strict=True):
         for name, held in zip(layer.parameters, local.parameters, strict=True):
             record = program.graph.parameters[name]
-            if error.where in (record.original, *record.tied):
+            if error.where in record.names:
                 text = ", ".join(f"{t} on {axis}" for axis, t in zip(axes, held.types, strict=True))
                 return Difference(
                     layer.name, name, "parameter", "gradient", text, held.shape, record.shape, error.value
@@ -200,7 +200,7 @@ def _conversion(node: fx.Node) -> str:
 def _reference(subject: Subject) -> dict[tuple[int, str], Tensor]:
     """Return every value of the captured graph on one device, by layer and node; its ``grad`` is the gradient."""
     graph = subject.graph
-    trainable = {n: p.trainable for p in graph.parameters.values() for n in (p.original, *p.tied)}
+    trainable = {n: p.trainable for p in graph.parameters.values() for n in p.names}
     parameters = {n: t.clone().requires_grad_(trainable[n]) for n, t in subject.state.items() if n in trainable}
     values: dict[tuple[int, str], Tensor] = {}
 

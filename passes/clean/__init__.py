@@ -28,6 +28,7 @@ from passes.clean.recurrent import recurrent_pass
 from passes.clean.regions import inline_regions_pass
 from passes.clean.rows import rows_pass
 from passes.clean.shapes import reshapes_pass, splits_pass
+from passes.clean.stacked import stacked_parameters_pass
 from passes.clean.strided import strided_pass
 
 DERIVATIVE_STEPS = (
@@ -56,6 +57,7 @@ STEPS = (
     ("packed projections", packed_projections_pass),
     ("dead code", dead_code_pass),
     ("fused projections", fused_projections_pass),
+    ("stacked parameters", stacked_parameters_pass),
     ("experts", experts_pass),
     ("attention_defaults", attention_defaults_pass),
     ("grouped query", grouped_query_pass),

@@ -37,6 +37,8 @@ from passes.clean.nodes import aten, calls
 
 ENTER, LEAVE = "enter_loop", "leave_loop"
 """The names of the ops that mark the begin and the end of a loop over the positions of true values; their operand is the condition."""
+BRANCH = "branch_on_mask"
+"""The name of the op that marks a branch on whether a mask has true values; its operands are the mask and the line."""
 
 _SELECTIONS = (aten.where.default, aten.nonzero_numpy.default)
 
@@ -66,32 +68,57 @@ class _Iteration:
     choice: fx.Node | None
     value: fx.Node
 
+    def is_guarded_by(self, branch: fx.Node) -> bool:
+        """Return whether a branch before the addition is on the iteration's mask, or on the same comparison of the same choices."""
+        own, mask = args_of(self.selection)[0], args_of(branch)[0]
+        same = own.target is aten.eq.Scalar and (own.target, own.args) == (mask.target, mask.args)
+        return branch < self.write and (mask is own or same)
+
 
 @dataclass(slots=True)
 class LoweredLoops:
     """``skippable``: the parameters that get no gradient in eager PyTorch if no token chooses their expert. ``refused``: the first markers
-    of marked loops that can't be lowered. ``unread``: the lines of lowered ones in which an iteration didn't read its position's value."""
+    of marked loops that can't be lowered, and the markers of branches elsewhere. ``unread``: the lines of lowered loops in which an
+    iteration didn't read its position's value, or is in a branch. ``branched``: by the number of the expert, the additions of iterations
+    that have a branch on their mask, each with the sum before.
+    """
 
     skippable: dict[fx.Node, None] = field(default_factory=dict)
     refused: list[fx.Node] = field(default_factory=list)
     unread: dict[str, None] = field(default_factory=dict)
+    branched: dict[int, dict[fx.Node, fx.Node]] = field(default_factory=dict)
 
 
 def lower_expert_loops(gm: fx.GraphModule, parameters: set[fx.Node]) -> LoweredLoops:
     """Lower the loops over experts whose parameters are among the placeholders ``parameters``, and erase the markers of those loops."""
-    _use_index_add(gm)
+    use_index_add(gm)
     (spans, unfinished), lowered = _spans(gm), LoweredLoops()
+    elsewhere = dict.fromkeys(branches(gm))
     for chain in _chains(gm):
         span = next((s for s in spans if any(i.write in s.body for i in chain)), None)
         if span is not None and not span.contains(chain):
             continue
         loop, unread = _Loop(chain, parameters), args_of(span.leave)[1] if span is not None else ""
-        if loop.replace() and span is not None and span.erase():
+        branched = {each: (i, args_of(i.write)[0]) for i in chain for each in elsewhere if i.is_guarded_by(each)}
+        if not loop.replace():
+            continue
+        if span is not None and span.erase():
             spans.remove(span)
             lowered.skippable |= loop.stacked
             lowered.unread |= dict.fromkeys([unread] if unread else ())
-    lowered.refused = [*(span.enter for span in spans), *unfinished]
+        for branch, (iteration, before) in branched.items():
+            del elsewhere[branch]
+            lowered.skippable |= loop.stacked
+            lowered.unread[args_of(branch)[1]] = None
+            lowered.branched.setdefault(iteration.expert, {})[iteration.write] = before
+    lowered.refused = [*(span.enter for span in spans), *unfinished, *elsewhere]
     return lowered
+
+
+def branches(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the markers of branches on whether a mask has true values, in all graphs of the module."""
+    parts = (part for part in gm.modules() if isinstance(part, fx.GraphModule))
+    return [node for part in parts for node in part.graph.nodes if op_name(node) == f"autopar.{BRANCH}"]
 
 
 # -- loops that eager PyTorch partly skips -----------------------------------------------------------------------------
@@ -157,7 +184,7 @@ def _is_true_for_nonempty(condition: fx.Node, mask: fx.Node) -> bool:
 # -- sums that are written back ----------------------------------------------------------------------------------------
 
 
-def _use_index_add(gm: fx.GraphModule) -> None:
+def use_index_add(gm: fx.GraphModule) -> None:
     """Replace ``out[token] += value`` by ``out.index_add_(0, token, value)`` if the tokens are those of one expert in a top-k: no token
     has an expert twice, so that the sum that is written back has all terms."""
     for write in calls(gm, aten.index_put_.default):

@@ -21,7 +21,8 @@ from autopar.program.kernels_experts import grouped_linear, of_rows
 from autopar.rules import is_row_wise
 from passes.clean.expert_flow import ENDS, Region, counts_behind, find_region, put_in_place
 from passes.clean.linear import part, pieces, splittable
-from passes.clean.nodes import add, aten, calls, copy_origin, replace
+from passes.clean.nodes import add, aten, calls, copy_origin, note, replace
+from passes.clean.stacked import not_stackable_reason, stacked_parameters
 
 
 def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
@@ -31,6 +32,7 @@ def experts_pass(gm: fx.GraphModule) -> fx.GraphModule:
         body = None if region is None else _Body(region).build()
         if region is None or body is None:
             continue
+        _note_replicated(gm, list(body[1]))
         graph, parameters = _split_fused(*body)
         op = Experts(
             fx.GraphModule(nn.Module(), graph, class_name="Body"), region.experts, weights_first=region.weights_first
@@ -124,7 +126,7 @@ class _Body:
             if shape_of(node)[:1] != (experts,):
                 return None
             # the parameter's name in the model, for a stacked one with the module's, which distinguishes the parameters of an expert
-            words = stored.name.rsplit(".", 2)[-1 if node.op == "placeholder" else -2 :]
+            words = stored.name.rsplit(".", 2)[-1 if node.op == "placeholder" and not stored.stacked else -2 :]
             name = "_".join(word for word in words if not word.isdigit())
             self.parameters[node] = self._placeholder(name, node)
             return self.parameters[node]
@@ -166,9 +168,19 @@ class _Body:
 
 def _stored(node: fx.Node) -> Parameter | None:
     """Return the parameter that the node is, or the first one if the node stacks a parameter of each expert; else ``None``."""
-    parts = args_of(node)[0] if node.target is aten.stack.default and not args_of(node)[1:] else [node]
-    found = [meta(part).get("parameter") for part in parts]
-    return None if None in found else found[0]
+    parts = stacked_parameters(node) or (node,)
+    return meta(parts[0]).get("parameter")
+
+
+def _note_replicated(gm: fx.GraphModule, operands: list[fx.Node]) -> None:
+    """Note that all devices have the parameters of all experts, if they are stacked in forward, and why."""
+    stacks = [node for node in operands if stacked_parameters(node)]
+    if stacks:
+        note(
+            gm,
+            f"under expert parallelism every device has the parameters of all {shape_of(stacks[0])[0]} experts, because "
+            f"{not_stackable_reason(stacks[0])}",
+        )
 
 
 def add_to(graph: fx.Graph, target: Callable[..., object], args: tuple[object, ...]) -> fx.Node:

@@ -131,6 +131,27 @@ def indexed(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
+def skipped(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """A loop that skips experts without tokens."""
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+def skipped_by_mask(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(m.experts):
+        mask = index == number
+        if mask.any():
+            token, choice = torch.where(mask)
+            out[token] += weights[token, choice, None] * expert(x[token])
+    return out
+
+
 def own_bias(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """A vector and a number of each expert, in pointwise ops, on rows as wide as there are experts."""
     x = x[:, :COUNT].contiguous()
@@ -172,7 +193,9 @@ def test_bodies_are_exact(run: Run, experts: int) -> None:
 
 @pytest.mark.parametrize("chosen", [1, 2])
 @pytest.mark.parametrize(
-    "run", [hit_loop, numbers, capacity, segments, compared, indexed], ids=lambda run: run.__name__
+    "run",
+    [hit_loop, numbers, capacity, segments, compared, indexed, skipped, skipped_by_mask],
+    ids=lambda run: run.__name__,
 )
 def test_loops_become_mixtures(run: Run, chosen: int) -> None:
     subject = make_subject(model(run, chosen), batch())
@@ -181,7 +204,7 @@ def test_loops_become_mixtures(run: Run, chosen: int) -> None:
     assert COUNT in {cls.experts for cls in subject.graph.classes.values()}
 
 
-@pytest.mark.parametrize("run", [hit_loop, capacity])
+@pytest.mark.parametrize("run", [hit_loop, capacity, skipped])
 def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
     graph = capture(model(run), batch(), precision="float64")
     parameters = {
@@ -196,13 +219,14 @@ def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
 def test_loops_that_ask_for_their_positions_need_no_comparison() -> None:
     assert not capture(model(hit_loop), batch(), precision="float64").assumed
     assert capture(model(numbers), batch(), precision="float64").assumed
+    assert capture(model(skipped), batch(), precision="float64").assumed
 
 
-@pytest.mark.parametrize(("run", "holds_all"), [(compared, True), (numbers, False)])
-def test_a_plan_says_where_each_device_holds_all_experts(run: Run, holds_all: bool) -> None:
+@pytest.mark.parametrize("run", [compared, numbers])
+def test_a_plan_says_how_many_experts_each_device_has(run: Run) -> None:
     graph, cluster = capture(model(run), batch(), precision="float64"), parse("2xH100-80GB")
     plan = search(graph, cluster, Pricer(graph, cluster, "bfloat16"), SearchOptions(expert=2))
-    assert any(f"holds the parameters of all {COUNT}" in note for note in plan.notes) is holds_all
+    assert not any("has the parameters of all" in note for note in plan.notes)
     assert any(f"each device has 2 of {COUNT} experts" in note for note in plan.notes)
 
 
@@ -215,7 +239,7 @@ def test_experts_that_all_run_are_not_possibly_unused() -> None:
     [{"data": 2, "zero": 3}, {"expert": 2}, {"tensor": 2}],
     ids=lambda options: " ".join(options),
 )
-@pytest.mark.parametrize("run", [hit_loop, segments, indexed], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [hit_loop, segments, indexed, skipped], ids=lambda run: run.__name__)
 def test_programs_are_exact(run: Run, options: dict[str, Any], workers2: WorkerPool) -> None:
     subject = make_subject(model(run), batch())
     outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
@@ -391,6 +415,66 @@ def common_peak(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         rows = expert(x[token])
         out[token] += weights[token, choice, None] * rows / rows.max(-1, keepdim=True)[0]
     return out
+
+
+def skipping(
+    without: Callable[[Tensor], Tensor | None] = lambda out: out,
+    branch: Callable[[Tensor, Tensor], bool] = lambda token, _: token.numel() == 0,
+    after: Callable[[Tensor, int], Tensor] = lambda out, _: out,
+) -> Run:
+    """A loop that skips experts: ``without`` changes the sum, or leaves the loop by ``None``; ``after`` gets the number of iterations."""
+
+    def run(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out, hits = torch.zeros_like(x), 0
+        for number, expert in enumerate(m.experts):
+            token, choice = torch.where(index == number)
+            if branch(token, index == (number + 1) % COUNT):
+                changed = without(out)
+                if changed is None:
+                    break
+                out = changed
+                continue
+            out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+            hits += 1
+        return after(out, hits)
+
+    return run
+
+
+def skips_all_later(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """All branches are there, and an expert is skipped if an earlier one has no tokens."""
+    out, done = torch.zeros_like(x), False
+    for number, expert in enumerate(m.experts):
+        token, choice = torch.where(index == number)
+        done = (token.numel() == 0) or done
+        if not done:
+            out.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+SKIPPING = {
+    "skips all later experts": skips_all_later,
+    "leaves the loop": skipping(without=lambda out: None),
+    "adds without tokens": skipping(without=lambda out: out + 1),
+    "adds in place": skipping(without=lambda out: out.add_(1)),
+    "skips few tokens": skipping(branch=lambda token, _: token.numel() < 3),
+    "skips experts with tokens": skipping(branch=lambda token, _: token.numel() > 0),
+    "another expert's tokens": skipping(branch=lambda _, other: not other.any()),
+    "counts": skipping(after=lambda out, hits: out / max(hits, 1)),
+}
+
+
+@pytest.mark.parametrize("why", SKIPPING)
+def test_other_branches_in_loops_are_refused(why: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_expert_loops\.py"):
+        capture(model(SKIPPING[why]), batch(), precision="float64")
+
+
+def test_a_loop_that_only_skips_is_a_mixture() -> None:
+    """The control of the test above."""
+    assert (
+        max(cls.experts for cls in capture(model(skipping()), batch(), precision="float64").classes.values()) == COUNT
+    )
 
 
 REFUSED = [

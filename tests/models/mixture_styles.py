@@ -32,6 +32,16 @@ class GatedMlp(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class FusedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER, bias=False), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
 # -- torchtitan: tokens sorted by expert, stacked matrices ---------------------------------------------------------------
 
 
@@ -128,10 +138,10 @@ class UnsortedMixture(nn.Module):
 class NanoMixture(nn.Module):
     """nanoGPT's relatives: the rows of an expert by ``torch.where``, added where they came from."""
 
-    def __init__(self) -> None:
+    def __init__(self, expert: Callable[[], nn.Module] = Mlp) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, COUNT, bias=False)
-        self.experts = nn.ModuleList(Mlp() for _ in range(COUNT))
+        self.experts = nn.ModuleList(expert() for _ in range(COUNT))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.view(-1, WIDTH)
@@ -140,6 +150,21 @@ class NanoMixture(nn.Module):
         for i, expert in enumerate(self.experts):
             token, choice = torch.where(chosen == i)
             out.index_add_(0, token, expert(flat[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class SkippingMixture(NanoMixture):
+    """A loop that skips experts without tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, WIDTH)
+        weights, chosen = torch.topk(F.softmax(self.router(flat), dim=-1), CHOSEN)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == i)
+            if token.numel() == 0:
+                continue
+            out[token] += expert(flat[token]) * weights[token, choice, None]
         return out.view_as(x)
 
 
@@ -331,6 +356,8 @@ STYLES: dict[str, Factory] = {
     "torchtitan_loop": language(lambda: TitanMixture(grouped=False)),
     "torchtitan_unsorted": language(UnsortedMixture),
     "nanogpt": language(NanoMixture),
+    "nanogpt_fused": language(lambda: NanoMixture(FusedMlp)),
+    "nanogpt_skipping": language(SkippingMixture),
     "mistral_inference": language(MistralMixture),
     "first_mixtral": language(HitMixture),
     "switch_masks": language(SwitchMixture),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import mixture_styles
 import torch
 import torch.nn.functional as F
 from text_models import ROWS, SEQUENCE, VOCABULARY, Factory, floats, holed, ids, padding, random
@@ -418,4 +419,5 @@ WRITTEN: dict[str, Factory] = {
     "relative": relative,
     "parallel blocks": parallel_blocks,
     "ordinal": ordinal,
+    "listed experts": mixture_styles.STYLES["nanogpt_fused"],
 }

@@ -102,6 +102,16 @@ CHAINS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("data 2 in 2 copies, zero 3", "data 2 x tensor 2, zero 3", "data 2 in 2 copies, zero 1", "data 2, zero 2"),
     ),
     "experts": ("mixtral", "momentum", ("expert 2", "tensor 2", "data 2 x expert 2, zero 2", "data 2, zero 1")),
+    "listed experts": (
+        "listed experts",
+        "adamw",
+        ("expert 2", "data 2, zero 3", "data 2 x expert 2, zero 2", "one device", "expert 4", "pipeline 2 x expert 2"),
+    ),
+    "listed experts whole": (
+        "listed experts",
+        "muon",
+        ("expert 2", "data 2, zero 3", "one device", "expert 2 x tensor 2"),
+    ),
     "schedules": (
         "mlp",
         "asgd",
@@ -115,7 +125,18 @@ CHAINS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", in_short(CHAINS, "tied and fused", "experts", "whole tensors", "rows and columns", "buffers", "frozen")
+    "name",
+    in_short(
+        CHAINS,
+        "tied and fused",
+        "experts",
+        "listed experts",
+        "listed experts whole",
+        "whole tensors",
+        "rows and columns",
+        "buffers",
+        "frozen",
+    ),
 )
 def test_training_goes_on_under_another_plan(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model, optimizer, kinds = CHAINS[name]

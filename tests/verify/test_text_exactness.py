@@ -43,6 +43,14 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "relative": ("data 2, zero 2", "tensor 2", "data 2 x tensor 2, zero 3"),
     "unrolled": ("data 2, zero 1", "tensor 2", "pipeline 2"),
     "ordinal": ("data 2, zero 3", "tensor 2", "pipeline 2"),
+    "listed experts": (
+        "data 2 x expert 2, zero 2",
+        "expert 2, in halves",
+        "data 2 x tensor 2, experts folded, zero 3",
+        "pipeline 2 x expert 2",
+        "expert 2 x tensor 2, relayed",
+        "data 2, zero 3",
+    ),
     "parallel blocks": ("tensor 2", "tensor+sequence 2", "recompute in part, tensor 2"),
 }
 # Models whose second kind strains something that the first does not: a decoder's second input between stages, a module in three stages,

@@ -1,0 +1,236 @@
+"""Experts that are modules: their parameters are stored as one that expert parallelism distributes, and keep their names at the borders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mixture_styles
+import pytest
+import torch
+from exactness import subject
+from mixture_styles import COUNT, NanoMixture, language
+from resumed import KIND, emitted
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from workers import WorkerPool
+
+from autopar.capture import capture
+from autopar.devices import parse
+from autopar.emit import emit
+from autopar.graph import Graph
+from autopar.price import Pricer
+from autopar.program.boxes import Box, pieces
+from autopar.program.optimizers import RefusedOptimizerError, checked
+from autopar.program.parameters import ALIGNMENT_BYTES, aligned
+from autopar.program.world import Layout, LoadedProgram
+from autopar.run import remote
+from autopar.run.folder import import_runtime, program_modules
+from autopar.search.evaluation import reprice
+from autopar.search.manual import manual_plan
+from autopar.verify import check_plan, make_subject
+from autopar.verify.attacks import compare_with_eager
+
+MODEL = "listed experts"
+
+
+def experts_of(graph: Graph) -> list[str]:
+    """The user's names of the experts' parameters, of those that are stacked."""
+    return [name for parameter in graph.parameters.values() for name in parameter.stacked]
+
+
+@functools.cache
+def graph_of(dtype: str) -> Graph:
+    torch.manual_seed(0)
+    model, batch, _ = mixture_styles.STYLES["nanogpt_fused"]()
+    return capture(model, batch, precision=dtype)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def held(folder: str, batch: dict[str, Tensor]) -> dict[str, int]:
+    """In a worker: the bytes on this rank of parameters, as aligned in flat buffers, of those of experts, and of the optimizer's state."""
+    options = {"optimizer": None, "lr": 1e-3, "seed": 0, "max_norm": None, "state": None}
+    trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+    trainer.step(batch)
+    sizes = {
+        layout.name: trainer.stages[layout.stage].get_parameter(layout.name).nbytes
+        for layout in trainer.program.layouts
+    }
+    stacked = sum(sizes[layout.name] for layout in trainer.program.layouts if layout.stacked)
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    tensors = [value.nbytes for value in states if isinstance(value, Tensor) and value.dim()]
+    optimizer, parameters = (sum(aligned(size, ALIGNMENT_BYTES) for size in each) for each in (tensors, sizes.values()))
+    return {"parameters": parameters, "experts": stacked, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {"data": 2}),
+        (2, {"expert": 2}),
+        (4, {"data": 2, "expert": 2}),
+        (4, {"expert": 4, "tensor": 2, "fold_experts": "all"}),
+    ],
+    ids=["data", "expert", "data and expert", "folded"],
+)
+def test_a_device_has_the_parameters_of_its_experts(
+    devices: int, options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """In the program as in the plan's memory."""
+    pool: WorkerPool = request.getfixturevalue(f"workers{devices}")
+    graph, cluster = graph_of("float32"), parse(f"{devices}xH100-80GB")
+    pricer = Pricer(graph, cluster, "float32")
+    plan = reprice(graph, cluster, pricer, manual_plan(graph, **options), "float32")
+    emit(graph, plan, tmp_path)
+    batch = {value.name: torch.zeros(value.shape, dtype=value.dtype) for value in graph.inputs}
+    full = sum(p.value.bytes for p in graph.parameters.values() if p.stacked)
+    memory = plan.stages[0].memory
+    for measured in pool.run("test_stacked_parameters:held", str(tmp_path), batch):
+        assert measured["experts"] == full // options.get("expert", 1)
+        assert measured["parameters"] == memory.parameters
+        assert measured["optimizer"] == memory.optimizer
+
+
+# -- the user's names -------------------------------------------------------------------------------------------------
+
+
+def exchanged(folder: str, read: str, write: str) -> dict[str, Tensor]:
+    """In a worker: the state dict after reading a file of weights, which are also written."""
+    options = {"optimizer": None, "lr": 0.0, "seed": 0, "max_norm": None, "state": None}
+    trainer = remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+    trainer.load_weights(read)
+    trainer.save_weights(write)
+    found: dict[str, Tensor] = trainer.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["expert 2", "data 2, zero 3", "tensor 2"])
+def test_weights_have_the_names_of_the_model(kind: str, workers2: WorkerPool, tmp_path: Path) -> None:
+    given = subject(MODEL)
+    assert set(experts_of(given.graph)) == {name for name in given.state if ".experts." in name}
+    program = emitted(MODEL, KIND[kind].plan(given.graph), tmp_path / "program")
+    state = {name: tensor + 1 for name, tensor in given.state.items()}
+    (tmp_path / "in").mkdir()
+    save_file(state, tmp_path / "in" / "model.safetensors")
+    call = (program, str(tmp_path / "in"), str(tmp_path / "out"))
+    found = workers2.run("test_stacked_parameters:exchanged", *call)[0]
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(written) == set(state)
+    assert all(torch.equal(found[name], state[name]) and torch.equal(written[name], state[name]) for name in state)
+
+
+def test_the_pieces_of_a_stack_are_those_of_its_parameters() -> None:
+    """Of experts 2 and 3 of three that are padded to four, a range of elements that begins and ends inside a row."""
+    shape, names = (3, 2, 4), tuple(f"experts.{i}.w" for i in range(3))
+    layout = Layout(
+        0,
+        "w",
+        "experts.*.w",
+        (2, 8),
+        (2, 4, 4),
+        shape,
+        (4, 2, 4),
+        torch.float64,
+        True,
+        (),
+        (("expert", 0),),
+        (),
+        None,
+        names,
+    )
+    window = layout.window({"expert": (1, 2)})
+    values = torch.arange(12.0)
+    found = list(pieces(("optimizer", layout.original, "exp_avg"), layout, window, values, 3))
+    assert [(p.path, p.shape, p.box, p.values.flatten().tolist()) for p in found] == [
+        (("optimizer", "experts.2.w", "exp_avg"), (2, 8), Box((0, 7), (1, 1)), [0.0]),
+        (("optimizer", "experts.2.w", "exp_avg"), (2, 8), Box((1, 4), (1, 4)), [1.0, 2.0, 3.0, 4.0]),
+    ]
+
+
+# -- experts that are stored separately -------------------------------------------------------------------------------
+
+
+def tied(mixture: Any) -> None:
+    mixture.experts[1].up.weight = mixture.experts[0].up.weight
+
+
+def partly_frozen(mixture: Any) -> None:
+    mixture.experts[1].up.weight.requires_grad_(False)
+
+
+def frozen(mixture: Any) -> None:
+    for expert in mixture.experts:
+        expert.up.requires_grad_(False)
+
+
+def changed(change: Callable[[Any], None] | None) -> tuple[nn.Module, Any]:
+    def mixture() -> nn.Module:
+        made = NanoMixture()
+        if change is not None:
+            change(made)
+        return made
+
+    torch.manual_seed(0)
+    model, batch, _ = language(mixture)()
+    return model, batch
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (None, ""),
+        (frozen, ""),
+        (tied, "blocks.0.mixture.experts.0.up.weight belongs to several experts"),
+        (partly_frozen, "experts.0.up.weight and blocks.0.mixture.experts.1.up.weight is trained"),
+    ],
+)
+def test_experts_whose_parameters_differ_are_stored_separately(
+    change: Callable[[Any], None] | None, reason: str, workers2: WorkerPool
+) -> None:
+    """They stay a mixture, and exact; a note gives the reason."""
+    made = make_subject(*changed(change))
+    assert compare_with_eager(made).exact
+    assert max(cls.experts for cls in made.graph.classes.values()) == COUNT
+    assert any(name.endswith("experts.0.up.weight") for name in experts_of(made.graph)) is not bool(reason)
+    assert any(f"parameters of all {COUNT} experts" in note and reason in note for note in made.graph.notes) is bool(
+        reason
+    )
+    outcome = check_plan(made, manual_plan(made.graph, expert=2, zero=1), workers2)
+    assert outcome.error.exact, outcome.error
+
+
+# -- the optimizer's groups -------------------------------------------------------------------------------------------
+
+
+def loaded(folder: Path) -> LoadedProgram:
+    emit(graph_of("float32"), manual_plan(graph_of("float32"), expert=2), folder)
+    with program_modules(folder):
+        program: LoadedProgram = import_runtime(folder).load(folder)
+    return program
+
+
+def test_experts_of_one_mixture_are_in_one_group(tmp_path: Path) -> None:
+    program = loaded(tmp_path)
+
+    def by_size(named_parameters: Any) -> torch.optim.Optimizer:
+        named = list(named_parameters)
+        matrices, vectors = [p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+
+    def by_expert(kind: Any, named_parameters: Any) -> torch.optim.Optimizer:
+        first = [p for name, p in named_parameters if ".experts.0." in name and p.ndim == 2]
+        others = [p for name, p in named_parameters if ".experts.0." not in name and p.ndim == 2]
+        return kind([{"params": first, "lr": 0.1}, {"params": others}], lr=0.2)
+
+    groups = checked(by_size, program).optimizers[0].param_groups
+    biases = [name for name in experts_of(graph_of("float32")) if name.endswith("bias")]
+    stand_ins = checked(by_size, program).stand_ins
+    assert biases and all(stand_ins[name].ndim == 1 for name in biases) and groups[1]["weight_decay"] == 0.0
+    with pytest.raises(RefusedOptimizerError, match=r"experts\.0.* and .*experts\.1.* are in different groups"):
+        checked(lambda named_parameters: by_expert(torch.optim.AdamW, list(named_parameters)), program)
+    # each full matrix has an update of its own
+    checked(lambda named_parameters: by_expert(torch.optim.Muon, list(named_parameters)), program)
