@@ -42,6 +42,8 @@ def _schedule(program: LocalProgram) -> str:
         return "microbatches.Microbatches"
     if schedule.copies > 1:
         return "chimera.Chimera"
+    if any(local.strategy.options.overlaps_pairs for local in program.layers):
+        return "pairs.PairedPipeline"
     return "split_pipeline.SplitPipeline" if schedule.split else "pipeline.Pipeline"
 
 
