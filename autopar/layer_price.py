@@ -33,6 +33,7 @@ class LayerPrice:
     ``backward_s``       the backward pass
     ``communication_s``  the exposed communication in both, with waits for slower ranks and exposed copies to and from the host
     ``weight_s``         the part of ``backward_s`` that computes and accumulates weight gradients (``price.split``)
+    ``paired_s``         saved if a forward and a backward run as a pair (``Schedule.paired``)
     ``step_s``           once per step: gradient reduction and ZeRO's gathers if not in every microbatch, the optimizer
     ===================  =============================================================================================
 
@@ -68,6 +69,7 @@ class LayerPrice:
     new_gradient_bytes: int = 0
     boundary_bytes: int = 0
     weight_s: float = 0.0
+    paired_s: float = 0.0
     deferred_bytes: int = 0
     host_bytes: int = 0
     host_saved_bytes: int = 0

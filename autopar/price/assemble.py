@@ -76,6 +76,7 @@ class _Figures(NamedTuple):
     backward_host_s: float
     recomputed_s: float
     weight_s: float
+    paired_s: float
     copied_bytes: float
     host_bytes: float
     saved_bytes: float
@@ -105,6 +106,7 @@ class _Figures(NamedTuple):
             backward.host_s + again.host_s,
             again.compute_s,
             microbatch.passes.weight_s,
+            microbatch.passes.paired_s,
             kept.copied_bytes,
             kept.host_bytes,
             kept.saved_bytes,
@@ -180,6 +182,7 @@ class _Alike:
             "flops": replicas.flops,
             # if launches take longer than the device's work, the weight gradients have the same share of the launches
             "weight_s": _ratio(weight_s, device_s) * backward_s,
+            "paired_s": own.paired_s,
             "host_bytes": states.host * np.ceil(updated),
             "nvme_bytes": states.nvme * np.ceil(updated),
         }
@@ -288,7 +291,8 @@ def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
     recomputation: these only add work or exposed communication."""
     forward, backward = microbatch.forward, microbatch.backward
     slowdown = microbatch.sized.cluster.overlap_slowdown
-    return sum(max(p.compute_s + _exposed_s(p, trainer, slowdown), p.host_s) for p in (forward, backward))
+    both_s = sum(max(p.compute_s + _exposed_s(p, trainer, slowdown), p.host_s) for p in (forward, backward))
+    return both_s - microbatch.passes.paired_s
 
 
 def _exposed_s(part: Pass, trainer: TrainerModel, slowdown: float) -> float:

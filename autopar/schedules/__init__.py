@@ -80,6 +80,11 @@ class Schedule:
         return self.name in PAIRED
 
     @property
+    def parts(self) -> int:
+        """The number of parts of a stage's seconds (``step_time``)."""
+        return 2 + self.split + self.paired
+
+    @property
     def multi_stage(self) -> bool:
         """Whether the schedule may give a pipeline rank several stages."""
         return self.name in MULTI_STAGE

@@ -56,12 +56,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of each stage: per microbatch forward, backward (``weight_s`` of it are the weight gradients that may be deferred) and
-    communication (part of both), and ``per_step_s`` once per step; and the step time."""
+    """Seconds of each stage: per microbatch forward, backward (``weight_s`` of it are the weight gradients that may be deferred),
+    ``paired_s`` that both save in pairs, and communication (part of both), and ``per_step_s`` once per step; and the step time."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
+    paired_s: tuple[float, ...]
     communication_s: tuple[float, ...]
     per_step_s: tuple[float, ...]
     step_time_s: float
@@ -80,7 +81,7 @@ def step_cost(
     Resharding at a cut counts for the receiving stage, and a send for the sending stage: forward to the next stage, backward to the
     previous one. If the step takes at least ``below_s``, the returned time is only a lower bound.
     """
-    forward, backward, weight, moved, steps = [], [], [], [], []
+    forward, backward, weight, paired, moved, steps = [], [], [], [], [], []
     last = len(bounds) - 2
     for s, (i, j) in enumerate(pairwise(bounds)):
         reshard = sum(edges[max(i - 1, 0) : j - 1])
@@ -89,6 +90,7 @@ def step_cost(
         forward.append(sum(p.forward_s for p in prices[i:j]) + reshard / 2 + out)
         backward.append(sum(p.backward_s for p in prices[i:j]) + reshard / 2 + back)
         weight.append(sum(p.weight_s for p in prices[i:j]))
+        paired.append(sum(p.paired_s for p in prices[i:j]))
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
@@ -96,8 +98,8 @@ def step_cost(
     if np.isfinite(below_s) and not schedule.multi_stage:
         step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
-        step = simulate(schedule, forward, backward, weight) + once
-    return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(moved), tuple(steps), step)
+        step = simulate(schedule, forward, backward, weight, paired) + once
+    return Cost(*map(tuple, (forward, backward, weight, paired, moved, steps)), step)
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:

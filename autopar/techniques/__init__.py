@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.schedules import SPLIT, Schedule
+from autopar.schedules import PAIRED, SPLIT, Schedule
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.compilation import COMPILATION
 from autopar.techniques.dispatch import DISPATCH
@@ -185,9 +185,11 @@ def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
     pairs = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
     own = technique.conflicts
     if technique.under_split:
-        others = tuple(mode.name for mode in technique.modes if mode.name != technique.under_split and not mode.overlaps_pairs)
         why = f"schedules that split the backward pass run with {technique.name}={technique.under_split}"
-        own = (*own, Conflict(others, "schedule", SPLIT, why))
+        for mode in technique.modes:
+            if mode.name != technique.under_split:
+                excluded = tuple(name for name in SPLIT if not (mode.overlaps_pairs and name in PAIRED))
+                own = (*own, Conflict((mode.name,), "schedule", excluded, why))
     return (*own, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in pairs))
 
 

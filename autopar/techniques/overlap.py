@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.schedules import DUALPIPE_V, PAIRED, SCHEDULES, Schedule
+from autopar.schedules import DUALPIPE_V, SCHEDULES, SPLIT, Schedule
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import Call, Case, Conflict, Mode, Technique, Value
 
@@ -31,7 +31,7 @@ class Overlap(Technique):
     default_if_missing = NONE
     under_split = NONE
     conflicts = (
-        Conflict((PAIRS,), "schedule", tuple(name for name in SCHEDULES if name not in PAIRED), "only DualPipeV pairs passes"),
+        Conflict((PAIRS,), "schedule", tuple(name for name in SCHEDULES if name not in SPLIT), "only DualPipeV pairs passes"),
     )
     modules = ("halves", "kernels_overlap", "pairs")
     former_modules = ("halves_experts",)
