@@ -16,7 +16,7 @@ from autopar.pins import OWNERS, PINS, LayerPins, PlanPins
 from autopar.plan import ALLOWED, Plan, Role, Strategy, deviations
 from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
-from autopar.schedules import SCHEDULES, SPLIT
+from autopar.schedules import PAIRED, SCHEDULES, SPLIT
 from autopar.search import SearchOptions, manual_plan
 from autopar.search.manual import make_mesh
 from autopar.search.numerics import allowed_numerics
@@ -160,7 +160,7 @@ def test_a_pin_that_a_split_schedule_would_overwrite_is_refused(technique: Techn
     graph, pipeline = subject("mlp").graph, {"pipeline": 2, "microbatches": 4, "chunks": 2, "schedule": schedule}
     for value in samples(technique) if technique.under_split else ():
         pins = pipeline | {technique.name: value}
-        if value == technique.under_split:
+        if value == technique.under_split or (technique.mode(value).overlaps_pairs and schedule in PAIRED):
             pins_by_layer(graph, SearchOptions(**pins))
             continue
         words = (
@@ -171,7 +171,8 @@ def test_a_pin_that_a_split_schedule_would_overwrite_is_refused(technique: Techn
                 plan(pins)
     plan = manual_plan(graph, **pipeline, compiled=True)
     for layer in plan.layers:
-        assert layer.strategy.options[technique] == (technique.under_split or technique.default)
+        paired = [mode.name for mode in technique.modes if mode.overlaps_pairs and schedule in PAIRED]
+        assert [layer.strategy.options[technique]] == (paired or [technique.under_split or technique.default])
 
 
 def test_every_technique_has_pins_and_cases() -> None:
