@@ -18,6 +18,7 @@ import contextvars
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from threading import Semaphore
 from typing import Any
 
@@ -36,31 +37,32 @@ class Turns:
 
     def __init__(self) -> None:
         self._turn = Semaphore(0), Semaphore(0)
-        self._running, self._ended = BACKWARD, False
+        self.running, self._ended = BACKWARD, False
         self.error: BaseException | None = None
         """The error of the pass that failed first."""
 
     def hand_over(self, side: int) -> None:
         """Let the other pass run until it hands over. Return at once if it has ended, or if the running pass is not ``side``: the
         backward pass recomputes a forward pass."""
-        if self._ended or self._running != side:
+        if self._ended or self.running != side:
             return
-        self._running = 1 - side
+        self.running = 1 - side
         self._turn[1 - side].release()
-        self._await(side)
+        self.wait(side)
 
     def run(self, side: int, compute: Callable[[], None]) -> None:
         """Run a pass in its turns. If it fails, the other pass ends at its next turn."""
         try:
             if side == FORWARD:
-                self._await(side)
+                self.wait(side)
             compute()
         except BaseException as error:
             self.error = self.error or error
-        self._ended, self._running = True, 1 - side
+        self._ended, self.running = True, 1 - side
         self._turn[1 - side].release()
 
-    def _await(self, side: int) -> None:
+    def wait(self, side: int) -> None:
+        """Wait for the turn of a pass. Raises ``RuntimeError`` if the other pass has failed."""
         self._turn[side].acquire()
         if self.error is not None:
             raise RuntimeError("the other pass of the pair has failed")
@@ -82,7 +84,10 @@ send = functools.partial(
 
 
 class _Schedule(ScheduleDualPipeV):
-    """torch's schedule, whose pairs run in turns instead of one pass after the other."""
+    """torch's schedule, whose pairs run in turns instead of one pass after the other. ``in_mesh`` returns the context of a backward pass,
+    which may recompute: the current mesh belongs to a thread."""
+
+    in_mesh: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -103,7 +108,8 @@ class _Schedule(ScheduleDualPipeV):
         def run_backward() -> None:
             if stream is not None:
                 torch.cuda.set_stream(stream)  # and its device: both belong to a thread
-            turns.run(BACKWARD, functools.partial(self._backward, backward))
+            with self.in_mesh(), torch.autograd.set_multithreading_enabled(False):  # as in the main thread
+                turns.run(BACKWARD, functools.partial(self._backward, backward))
 
         other = self._thread.submit(contextvars.copy_context().run, run_backward)
         turns.run(FORWARD, functools.partial(self._forward, forward, context))
@@ -133,3 +139,8 @@ class PairedPipeline(SplitPipeline):
     """A pipeline under DualPipeV whose paired passes run in turns."""
 
     schedules = SplitPipeline.schedules | {"dualpipev": _Schedule}
+
+    def _make_schedule(self) -> Any:
+        schedule = super()._make_schedule()
+        schedule.in_mesh = self.world.in_mesh
+        return schedule

@@ -318,6 +318,7 @@ def _record_rank(
     with program_modules(program):
         runtime = import_runtime(program)
         loaded = runtime.load(program)
+        _follow_pairs(recorder)
         joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # this machine lacks the plan's drives
         trainer = runtime.Trainer(
             loaded, joined, state=state, optimizer=resolve(recipe.optimizer), max_norm=recipe.max_norm
@@ -351,6 +352,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
         loaded = runtime.load(program)
         recorder = Recorder(rank, device_count(loaded.plan), late=False)
         recorder.start()
+        _follow_pairs(recorder)
         joined = runtime.start(loaded, device="cpu", nvme=str(out))
         _replace_values(program)
         with sizes_only(recorder):
@@ -362,6 +364,11 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
                 trainer.step(batch)
             trainer.finish_update()
     recorder.trace().write(_trace_file(out, "sizes", rank))
+
+
+def _follow_pairs(recorder: Recorder) -> None:
+    if (pairs := sys.modules.get("runtime.pairs")) is not None:
+        recorder.follow(pairs.Turns)
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
