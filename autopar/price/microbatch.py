@@ -88,8 +88,8 @@ class PeakMemory:
 @dataclass(frozen=True)
 class Passes:
     """The two passes of a microbatch. ``weight_s`` are the backward's seconds of arithmetic for weight gradients alone, ``parts`` is the
-    number of equal parts of the microbatch, ``part`` one of them, and ``shared`` the part's collectives that run once for all parts. ``paired_s`` are the
-    seconds that both passes save if they run as a pair.
+    number of equal parts of the microbatch, ``part`` one of them, and ``shared`` the part's collectives that run once for all parts.
+    ``paired_s`` are the seconds that both passes save if they run as a pair.
 
     ``find_peaks`` computes ``peaks`` when they are first read: bounds of seconds don't read them.
     """

@@ -162,7 +162,9 @@ def experts(
     ``send`` exchanges the rows; by default the exchange is synchronous.
     """
     axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
-    steps = in_steps(send or _send_and_wait, (x, index, weights), parameters, body, count, weights_first, dispatch, **axes)
+    steps = in_steps(
+        send or _send_and_wait, (x, index, weights), parameters, body, count, weights_first, dispatch, **axes
+    )
     while True:
         try:
             next(steps)

@@ -1,10 +1,10 @@
 """Runs the forward pass of one microbatch and the backward pass of another in turns, so that each pass computes while an all-to-all of the
 other one is in flight (DualPipe, in DeepSeek-V3, arXiv:2412.19437, section 3.2.1).
 
-torch's DualPipeV names the pairs of passes. The backward pass runs in a thread of its own, because autograd cannot be suspended in
-any other way, but only one of the two threads runs at any time. The one that runs issues an all-to-all of a mixture of experts, hands over
-to the other, and waits for its all-to-all when it is handed back. The backward pass begins: its first all-to-all, the gradient of a combine,
-overlaps attention in the forward pass, and the last one of the forward pass, a combine, overlaps attention in the backward pass.
+torch's DualPipeV names the pairs of passes. The backward pass runs in a thread of its own, because autograd cannot be suspended in any
+other way, but only one of the two threads runs at any time. The one that runs issues an all-to-all of a mixture of experts, hands over to
+the other, and waits for its all-to-all when it is handed back. The backward pass begins: its first all-to-all, the gradient of a
+combine, overlaps attention in the forward pass, and the last one of the forward pass, a combine, overlaps attention in the backward pass.
 
 Where a pass hands over depends on the layers alone. So all ranks issue their collectives in the same order, whichever thread is faster.
 All-to-alls of a recomputation do not hand over: they would take the turns of all-to-alls in the passes.
@@ -95,12 +95,12 @@ class _Schedule(ScheduleDualPipeV):
         self._stage = {stage.stage_index: stage for stage in self._stages}
         self.register_custom_function(OVERLAP_F_B, self._run_pair)
 
-    def _run_pair(self, pair: Any, context: Any) -> None:
+    def _run_pair(self, action: Any, ctx: Any) -> None:
         """Run a pair of actions after the receives of both."""
         global _turns
-        forward, backward = pair.sub_actions
-        for received, action in ((self.fwd_recv_ops, forward), (self.bwd_recv_ops, backward)):
-            for work in received.pop((action.stage_index, action.microbatch_index), ()):
+        forward, backward = action.sub_actions
+        for received, one in ((self.fwd_recv_ops, forward), (self.bwd_recv_ops, backward)):
+            for work in received.pop((one.stage_index, one.microbatch_index), ()):
                 work.wait()
         _turns = turns = Turns()
         stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
@@ -112,7 +112,7 @@ class _Schedule(ScheduleDualPipeV):
                 turns.run(BACKWARD, functools.partial(self._backward, backward))
 
         other = self._thread.submit(contextvars.copy_context().run, run_backward)
-        turns.run(FORWARD, functools.partial(self._forward, forward, context))
+        turns.run(FORWARD, functools.partial(self._forward, forward, ctx))
         other.result()
         _turns = None
         if turns.error is not None:

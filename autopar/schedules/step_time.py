@@ -75,7 +75,7 @@ def _program(schedule: Schedule) -> _Program:
                 received = [source[kind, stage][i] for kind, stage, i in order[k]]
                 if None in received:
                     break
-                group = [(kind, *action) for kind, *action in order[k]]
+                group = list(order[k])
                 if len(group) > 1:
                     (_, forward, i), (_, backward, j) = group
                     group = [("wait", backward, j), ("F", forward, i), ("paired B", backward, j)]
@@ -101,7 +101,9 @@ def _seconds(parts: Array) -> Array:
     forward, inputs = parts[:2]
     weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
     backward = inputs + weights
-    saved = np.maximum(parts[3], parts[3][::-1]) if len(parts) > 3 else np.zeros_like(inputs)  # the other stage is the mirrored one
+    saved = (
+        np.maximum(parts[3], parts[3][::-1]) if len(parts) > 3 else np.zeros_like(inputs)
+    )  # the other stage is the mirrored one
     return np.concatenate([forward, backward, inputs, weights, backward + saved, np.zeros_like(inputs)])
 
 

@@ -99,7 +99,7 @@ def step_cost(
         step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
         step = simulate(schedule, forward, backward, weight, paired) + once
-    return Cost(*map(tuple, (forward, backward, weight, paired, moved, steps)), step)
+    return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(paired), tuple(moved), tuple(steps), step)
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:

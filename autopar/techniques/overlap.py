@@ -26,12 +26,18 @@ class Overlap(Technique):
         Mode(PAIRS, cell=PAIRS, overlaps_pairs=True),
     )
     subject = "microbatches"
-    meaning = "which collectives overlap with computation of the same layer (default: tensor)"
+    meaning = "which collectives overlap with computation (default: tensor, and pairs under the schedule dualpipev)"
     example = "overlap=none"
     default_if_missing = NONE
     under_split = NONE
     conflicts = (
-        Conflict((PAIRS,), "schedule", tuple(name for name in SCHEDULES if name not in SPLIT), "only DualPipeV pairs passes"),
+        Conflict(
+            (PAIRS,),
+            "schedule",
+            tuple(name for name in SCHEDULES if name not in SPLIT),
+            "only DualPipeV pairs passes",
+            pinned=DUALPIPE_V,
+        ),
     )
     modules = ("halves", "kernels_overlap", "pairs")
     former_modules = ("halves_experts",)

@@ -163,12 +163,14 @@ class Mode(Facts):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The ``values`` of a technique that exclude the values ``others`` of the decision ``other``: a technique, or the schedule."""
+    """The ``values`` of a technique that exclude the values ``others`` of the decision ``other``: a technique, or the schedule. If
+    ``pinned`` is set, a pin of the values needs that pin of the other decision."""
 
     values: tuple[str, ...]
     other: str
     others: tuple[str, ...]
     why: str
+    pinned: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,9 @@ def test_split_orders_are_whole_and_leave_nothing(name, chunks, line):
             assert (("B", stage, i) in where) != (("I", stage, i) in where and ("W", stage, i) in where)
             parts = [where[kind, stage, i] for kind in "FBIW" if (kind, stage, i) in where]
             assert parts == sorted(parts)
-        activations, _ = live_bytes(list(device_groups(schedule, rank)), own, StageBytes((5,) * chunks, (3,) * chunks, (0,) * chunks))
+        activations, _ = live_bytes(
+            list(device_groups(schedule, rank)), own, StageBytes((5,) * chunks, (3,) * chunks, (0,) * chunks)
+        )
         assert activations[-1] == {"B": 5, "W": 3}[order[-1][0]]  # the last microbatch's, until its end
 
 
@@ -74,7 +76,9 @@ def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
         assert {stage for _, stage, _ in order} == set(own)
         where = {action: i for i, action in enumerate(order)}
         assert all(where["F", s, i] < where["B", s, i] for kind, s, i in order if kind == "B")
-        activations, _ = live_bytes(list(device_groups(schedule, rank)), own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks))
+        activations, _ = live_bytes(
+            list(device_groups(schedule, rank)), own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks)
+        )
         assert activations.max() == sum(peak_counts(schedule).in_flight[stage] for stage in own)
 
 
