@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from autopar.devices import Cluster
 from autopar.layer_price import NAMES, LayerPrice, LayerPrices
 from autopar.plan import Strategy
-from autopar.price.elementwise import most
+from autopar.price.elementwise import least, most
 from autopar.price.host import OffloadedStateBytes, exposed_copy_s
 from autopar.price.live_memory import LayerMemory, PrefetchContext
 from autopar.price.microbatch import Microbatch, Pass, PeakMemory, SavedActivations
@@ -174,6 +174,9 @@ class _Alike:
             last_s = exposed(back_s + seconds.reduce, backward_s + copies_s[2])
             step_s = step_s + (copies_s[2] + last_s - exposed(back_s, backward_s) + waits_s[2])
         weight_s = own.weight_s + accumulate_s
+        # a pair takes no less time than the arithmetic or the launches of its passes
+        unhidden_s = forward_s + own.forward_wire_s - most(own.forward_s + copies_s[0], own.forward_host_s)
+        unhidden_s = unhidden_s + backward_s + own.backward_wire_s - most(device_s, own.backward_host_s)
         return self._bytes(states) | {
             "forward_s": forward_s + forward_wire_s + forward_exposed,
             "backward_s": backward_s + backward_wire_s + backward_exposed,
@@ -182,7 +185,7 @@ class _Alike:
             "flops": replicas.flops,
             # if launches take longer than the device's work, the weight gradients have the same share of the launches
             "weight_s": _ratio(weight_s, device_s) * backward_s,
-            "paired_s": own.paired_s,
+            "paired_s": least(own.paired_s, unhidden_s),
             "host_bytes": states.host * np.ceil(updated),
             "nvme_bytes": states.nvme * np.ceil(updated),
         }

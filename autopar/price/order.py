@@ -133,12 +133,8 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
 
 def paired_s(sized: SizedClass, trainer: TrainerModel) -> float:
-    """Return the seconds by which a forward and a backward of the layer are shorter as a pair.
-
-    The all-to-alls of mixtures cut a pass into pieces. The passes take turns, the backward first: the backward's all-to-all ``i``
-    overlaps the forward's piece ``i``, and the forward's all-to-all ``i`` the backward's piece ``i + 1`` (all from 0). Mixtures that relay
-    rows count as if they saved nothing, although the program overlaps them.
-    """
+    """Return the seconds by which a forward and a backward of the layer are shorter as a pair. Mixtures that relay rows count as if they
+    saved nothing, although the program overlaps them."""
     if "paired_s" not in sized.cache:
         table, cluster = sized.bound.table, sized.cluster
         relayed = {pair.op for pair in sized.bound.pairs if pair.op and pair.routing is not None}
@@ -146,16 +142,26 @@ def paired_s(sized: SizedClass, trainer: TrainerModel) -> float:
         found.sort(key=lambda pair: table.index[pair.op])
         mixtures = list(zip(found[::2], found[1::2], strict=True))  # the exchanges of rows to their experts, and back
         at = [table.index[pair.op] for pair in found[::2]]
-        cuts = [0, *sorted((*at, *(op + 1 for op in at))), len(table.ops)]
-        pieces = list(itertools.pairwise(cuts))
-        under_forward = zip(itertools.chain(*reversed(mixtures)), pieces, strict=False)
-        under_backward = zip(found, pieces[-2::-1], strict=True)
-        spans = [
-            *((sized.seconds_of(pair, "backward"), sized.forward_s[a:b]) for pair, (a, b) in under_forward),
-            *((sized.seconds_of(pair, "forward"), sized.backward_s[a:b]) for pair, (a, b) in under_backward),
-        ]
-        sized.cache["paired_s"] = sum(w - trainer.exposed_early_s(w, float(u.sum()), cluster) for w, u in spans)
+        cuts = list(itertools.pairwise([0, *sorted((*at, *(op + 1 for op in at))), len(table.ops)]))
+        forward = [float(sized.forward_s[start:stop].sum()) for start, stop in cuts]
+        backward = [float(sized.backward_s[start:stop].sum()) for start, stop in reversed(cuts)]
+        sent = [sized.seconds_of(pair, "forward") for pair in found]
+        sent_back = [sized.seconds_of(pair, "backward") for pair in itertools.chain(*reversed(mixtures))]
+        spans = overlapped_in_pairs(forward, sent, backward, sent_back)
+        sized.cache["paired_s"] = sum(w - trainer.exposed_early_s(w, u, cluster) for w, u in spans)
     return float(sized.cache["paired_s"])
+
+
+def overlapped_in_pairs(
+    forward: Sequence[float], sent: Sequence[float], backward: Sequence[float], sent_back: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of each all-to-all of a pair, with the seconds of the other pass's piece that overlaps it.
+
+    ``forward`` and ``backward`` are the seconds of each pass's pieces, ``sent`` and ``sent_back`` of the all-to-alls between them, in the
+    order in which they run. The passes take turns, and the backward begins: B0 F0 B1 F1 ..., each followed by an all-to-all until the last.
+    """
+    yield from zip(sent_back, forward, strict=False)
+    yield from zip(sent, backward[1:], strict=True)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
