@@ -26,7 +26,7 @@ import torch
 from torch.distributed.pipelining import ScheduleDualPipeV
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
-from . import halves
+from .halves import send as start_exchange
 from .split_pipeline import SplitPipeline
 
 FORWARD, BACKWARD = 0, 1
@@ -78,7 +78,9 @@ def _hand_over(side: int) -> None:
 
 
 send = functools.partial(
-    halves.send, issued=functools.partial(_hand_over, FORWARD), issued_backward=functools.partial(_hand_over, BACKWARD)
+    start_exchange,
+    issued=functools.partial(_hand_over, FORWARD),
+    issued_backward=functools.partial(_hand_over, BACKWARD),
 )
 """Exchanges the rows of a mixture of experts (``kernels_experts.Send``), and lets the other pass of a pair compute meanwhile."""
 

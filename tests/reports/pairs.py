@@ -23,7 +23,6 @@ from mixture import MODEL, config
 from overlap import How, described, link_name, measure_link, price_s
 from overlap_cases import FAST, SLOW
 from overlap_page import links
-from overlap_trace import communication_share, hidden_share, traced
 from places import EVIDENCE
 
 from autopar.bench.contest import BenchmarkSession
@@ -60,7 +59,7 @@ def compute_in_thread(folder: Path) -> None:
 
 
 def measure(rate: str, cluster: Cluster, how: How) -> Line:
-    """Both programs in turn: prices, times of rounds, losses, and traces of one more step.
+    """Both programs in turn: prices, times of rounds and losses.
 
     Raises:
         ProgramError: the losses of any step differ in any bit between the programs, which do the same arithmetic.
@@ -90,10 +89,6 @@ def measure(rate: str, cluster: Cluster, how: How) -> Line:
             raise ProgramError(
                 f"the losses are {session.losses[WITH]} with and {session.losses[WITHOUT]} without overlap"
             )
-        traces = {
-            name: session.call(f"overlap_trace:{traced.__name__}", name, str(session.batch_file))
-            for name in session.remaining
-        }
         return {
             "part": "pairs",
             "name": link_name(NODES, rate),
@@ -101,8 +96,6 @@ def measure(rate: str, cluster: Cluster, how: How) -> Line:
             "rounds_s": session.rounds,
             "priced_s": {name: price_s(graph, cluster, plan) for name, plan in plans.items()},
             "losses": len(session.losses[WITH]),
-            "communication": {name: communication_share(found) for name, found in traces.items()},
-            "hidden": {name: hidden_share(found) for name, found in traces.items()},
             "load": round(os.getloadavg()[0], 2),
             **how.settings,
         }
@@ -128,9 +121,10 @@ and expert parallelism over {PLAN["expert"]} nodes. *In turns* (`overlap=pairs`,
 each other while their all-to-alls are in flight; *one after the other* (`overlap=none`) is torch's schedule unchanged. Both do the
 same arithmetic: the report fails unless the losses of all {line["losses"]} steps are bitwise equal.
 
-The two threads of a node share its processor time. Programs take turns on the same nodes: each of {line["rounds"]} rounds runs both, in a new random order, with one warm-up step and
-{line["steps"]} timed steps. Times are medians over rounds; ratios are medians over rounds of the ratio within the round, with a bootstrap
-95 % interval. The communication share, and what of it is hidden, are taken from a trace of one more step.
+The two threads of a node share its processor time. Programs take turns on the same nodes: each of {line["rounds"]} rounds runs
+both, in a new random order, with one warm-up step and {line["steps"]} timed steps. Times are medians over rounds; ratios are medians
+over rounds of the ratio within the round, with a bootstrap 95 % interval. Predictions charge what is hidden with the slow-down of
+computation that `autopar profile` measured under an all-reduce.
 
 {_table(measured)}
 {links([each for each in lines if each["part"] == "link"])}
@@ -140,11 +134,11 @@ Made by `make report NAME=pairs`. Do not edit.
 
 def _table(measured: list[Line]) -> str:
     rows = [
-        "| link | in turns | one after the other | ratio | predicted: in turns | one after the other | ratio | communication | hidden |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| link | in turns | one after the other | ratio | predicted: in turns | one after the other | ratio |",
+        "|---|---|---|---|---|---|---|",
     ]
     for line in measured:
-        rounds, priced, hidden = line["rounds_s"], line["priced_s"], line["hidden"]
+        rounds, priced = line["rounds_s"], line["priced_s"]
         middle, (low, high) = paired_ratio(tuple(rounds[WITH]), tuple(rounds[WITHOUT]), line["seed"])
         cells = [
             line["rate"],
@@ -152,8 +146,6 @@ def _table(measured: list[Line]) -> str:
             f"{middle:.3f} ({low:.3f} to {high:.3f})",
             *(f"{1e3 * priced[name]:.0f} ms" for name in (WITH, WITHOUT)),
             f"{priced[WITH] / priced[WITHOUT]:.3f}",
-            f"{line['communication'][WITHOUT]:.0%} of a step",
-            f"{hidden[WITHOUT]:.0%} → {hidden[WITH]:.0%}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"

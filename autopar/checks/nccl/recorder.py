@@ -93,7 +93,7 @@ class Recorder:
         return 0 if own == self._turn else self._threads.setdefault(own, len(self._threads) + 1)
 
     def follow(self, turns: Any) -> None:
-        """Count the two threads of a pair (``turns`` is the class ``Turns`` of ``program.pairs``) as the main one, each in its turn: what
+        """Count the two threads of a pair (``turns`` is the runtime's class of their turns) as the main one, each in its turn: what
         they issue has one order. A thread that issues something out of turn is another thread."""
         run, wait = turns.run, turns.wait
 
