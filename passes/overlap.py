@@ -33,7 +33,7 @@ from autopar.plan import Axis
 from autopar.program import kernels_overlap
 from autopar.rules.traffic import DISPATCHES
 from autopar.sharding import AxisTypes, Sharding
-from autopar.techniques.overlap import HALVES, PAIRS, TENSOR
+from autopar.techniques.overlap import HALVES, IN_PAIRS, TENSOR
 from autopar.types import I, R, S
 from passes.collectives import MICROBATCH, convert
 from passes.communication import Conversion, conversions, typed_values
@@ -45,7 +45,7 @@ def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value
     """Rewrite the local graph of ``cls`` for a value of ``overlap``; see ``passes.rewrite.LocalRewrite``."""
     if value == TENSOR:
         return _join_products(gm, cls, sharding)
-    if value == PAIRS:
+    if value == IN_PAIRS:
         return _mark_exchanges(gm, sharding)
     return _mark_turns(gm, cls, sharding) if value == HALVES else gm
 

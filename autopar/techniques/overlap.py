@@ -14,7 +14,7 @@ from autopar.schedules import DUALPIPE_V, SCHEDULES, SPLIT, Schedule
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.technique import Call, Case, Conflict, Mode, Technique, Value
 
-TENSOR, NONE, HALVES, PAIRS = "tensor", "none", "halves", "pairs"
+TENSOR, NONE, HALVES, IN_PAIRS = "tensor", "none", "halves", "pairs"
 
 
 class Overlap(Technique):
@@ -23,7 +23,7 @@ class Overlap(Technique):
         Mode(TENSOR, cell=TENSOR, early_collectives=True),
         Mode(NONE, cell=NONE),
         Mode(HALVES, "in two alternating halves", HALVES, early_collectives=True, parts=2, fallback=TENSOR),
-        Mode(PAIRS, cell=PAIRS, overlaps_pairs=True),
+        Mode(IN_PAIRS, cell=IN_PAIRS, overlaps_pairs=True),
     )
     subject = "microbatches"
     meaning = "which collectives overlap with computation (default: tensor, and pairs under the schedule dualpipev)"
@@ -32,7 +32,7 @@ class Overlap(Technique):
     under_split = NONE
     conflicts = (
         Conflict(
-            (PAIRS,),
+            (IN_PAIRS,),
             "schedule",
             tuple(name for name in SCHEDULES if name not in SPLIT),
             "only DualPipeV pairs passes",
@@ -46,7 +46,7 @@ class Overlap(Technique):
     advice = "use an even number of rows on each device in a microbatch, and layers with tensor or expert parallelism; or leave overlap out"
 
     def under(self, value: str, schedule: Schedule) -> str:
-        return PAIRS if schedule.paired and value != NONE else super().under(value, schedule)
+        return IN_PAIRS if schedule.paired and value != NONE else super().under(value, schedule)
 
     def wrap_call(self, value: str, call: Call) -> Call:
         if value != HALVES:
@@ -75,7 +75,7 @@ class Overlap(Technique):
             pipeline = {"tensor": half, "sequence": True, "pipeline": 2, "microbatches": 2, "schedule": "1f1b"}
             yield f"pipeline 2 x tensor+sequence {half}, in halves", pipeline | halves
             paired = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": DUALPIPE_V}
-            for value, words in ((PAIRS, "overlapped"), (NONE, "no overlap")):
+            for value, words in ((IN_PAIRS, "overlapped"), (NONE, "no overlap")):
                 yield f"pipeline 2, DualPipeV x expert {half}, {words}", paired | {"expert": half, self.name: value}
 
     def alternatives(self) -> Iterator[tuple[str, str, dict[str, Value], str]]:
