@@ -105,7 +105,7 @@ class _Schedule(ScheduleDualPipeV):
             for work in received.pop((one.stage_index, one.microbatch_index), ()):
                 work.wait()
         _turns = turns = Turns()
-        stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        stream = torch.cuda.current_stream() if self._stages[0].device.type == "cuda" else None
 
         def run_backward() -> None:
             if stream is not None:

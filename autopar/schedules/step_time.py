@@ -211,6 +211,12 @@ def simulate(
     return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s, saved_s))
 
 
+def saved_in_pairs(schedule: Schedule, device: int, saved_s: Sequence[float]) -> float:
+    """Return the seconds that all pairs of a device save; ``saved_s`` as in ``parts_of``."""
+    pairs = (group for group in device_groups(schedule, device) if len(group) > 1)
+    return sum(min(saved_s[stage] for _, stage, _ in pair) for pair in pairs)
+
+
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
     """Return ``n_s`` of ``textbook_paths`` for each stage: its forwards before its first backward; the path ``round`` contains one of them.
     For GPipe return 1: a path contains all of a stage's forwards, because forwards and backwards are two pipelines in succession."""

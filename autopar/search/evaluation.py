@@ -30,7 +30,7 @@ from autopar.plan import (
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import max_in_flight
-from autopar.schedules.step_time import lower_bound, simulate
+from autopar.schedules.step_time import lower_bound, saved_in_pairs, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.shared_parameters import (
@@ -384,8 +384,9 @@ def _prediction(graph: Graph, cluster: Devices, priced: PricedPlan, peak: float)
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
     slowest = max(range(len(work)), key=lambda d: work[d])
-    busy = m * work[slowest]
-    moving = m * of_device(found.communication_s)[slowest]
+    saved = saved_in_pairs(schedule, slowest, found.paired_s)
+    busy = m * work[slowest] - saved
+    moving = m * of_device(found.communication_s)[slowest] - saved
     optimizer = max(of_device(found.per_step_s))
     flops = schedule.microbatches * sum(p.flops for p in priced.prices)
     step = found.step_time_s
