@@ -48,6 +48,7 @@ class LayerPrice:
     ``host_bytes``           in host memory during the whole step
     ``nvme_bytes``           on NVMe during the whole step
     ``host_saved_bytes``     in host memory, per microbatch in flight
+    ``in_turns``             1 if a forward and a backward run in turns as a pair, so that the transients of both are live
     ``segment``              the number of consecutive layers that are recomputed as one
     ``segment_saved_bytes``  saved by the first layer of a segment; ``saved_bytes`` is one layer's share of it, rounded down, and
                              ``transient_bytes`` the peak after the whole segment is recomputed
@@ -71,6 +72,7 @@ class LayerPrice:
     weight_s: float = 0.0
     paired_s: float = 0.0
     deferred_bytes: int = 0
+    in_turns: int = 0
     host_bytes: int = 0
     host_saved_bytes: int = 0
     segment: int = 1

@@ -77,6 +77,7 @@ class _Figures(NamedTuple):
     recomputed_s: float
     weight_s: float
     paired_s: float
+    in_turns: int
     copied_bytes: float
     host_bytes: float
     saved_bytes: float
@@ -107,6 +108,7 @@ class _Figures(NamedTuple):
             again.compute_s,
             microbatch.passes.weight_s,
             microbatch.passes.paired_s,
+            microbatch.passes.in_turns,
             kept.copied_bytes,
             kept.host_bytes,
             kept.saved_bytes,
@@ -185,6 +187,7 @@ class _Alike:
             "flops": replicas.flops,
             # if launches take longer than the device's work, the weight gradients have the same share of the launches
             "weight_s": _ratio(weight_s, device_s) * backward_s,
+            "in_turns": own.in_turns,
             "paired_s": least(own.paired_s, unhidden_s),
             "host_bytes": states.host * np.ceil(updated),
             "nvme_bytes": states.nvme * np.ceil(updated),

@@ -58,7 +58,8 @@ def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerMo
         if not isinstance(found, str):
             return _in_turn(plain(sized), parts, *found, strategy.uninterrupted, trainer)
     if trainer.starts_early and strategy.options.overlaps_pairs:
-        return dataclasses.replace(plain(sized), paired_s=paired_s(sized, trainer))
+        exchanges = any(pair.router or pair.routing for pair in sized.bound.pairs)
+        return dataclasses.replace(plain(sized), paired_s=paired_s(sized, trainer), in_turns=exchanges)
     return _early(sized, trainer) if trainer.starts_early and strategy.options.early_collectives else plain(sized)
 
 

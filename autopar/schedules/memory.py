@@ -2,7 +2,7 @@
 
 A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them when it ends. Zero-bubble schedules
 split a backward into input gradients (action ``I``) and weight gradients (``W``): ``I`` frees the activations except the *waiting* bytes,
-which ``W`` reads and frees. A running action also needs its stage's transient memory, and a pair of actions that of both stages.
+which ``W`` reads and frees. A running action also needs its stage's transient memory, and a pair of actions in turns that of both stages.
 
 If backwards are not split, a device's memory peaks at its first backward: the microbatches of all earlier forwards are in flight. If
 backwards are split, or microbatches go in both directions, memory may peak at any action, depending on the bytes that the stages save.
@@ -142,11 +142,17 @@ def device_buffers(schedule: Schedule, device: int) -> int:
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """Bytes for each stage of one device: a microbatch's saved activations, those of them that stay live between ``I`` and ``W``, and an
-    action's transient memory."""
+    action's transient memory. ``in_turns``: the actions of a pair run in turns, not one after the other."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
     transients: tuple[int, ...]
+    in_turns: bool = False
+
+    def running(self, runs: Indices) -> Indices:
+        """Return the transient bytes of running stages, from whether each stage runs: ``[action, stage]``."""
+        found = runs * np.array(self.transients, dtype=np.int64)
+        return np.asarray(found.sum(axis=1) if self.in_turns else found.max(axis=1))
 
 
 def live_bytes(groups: Sequence[Group], stages: Sequence[int], sizes: StageBytes) -> tuple[Indices, Indices]:
@@ -154,10 +160,10 @@ def live_bytes(groups: Sequence[Group], stages: Sequence[int], sizes: StageBytes
     action saves or frees count while it runs."""
     order = [action for group in groups for action in group]
     at = np.array([stages.index(stage) for _, stage, _ in order], dtype=np.intp)
-    saved, transients = np.array(sizes.saved, dtype=np.int64), np.array(sizes.transients, dtype=np.int64)
+    saved = np.array(sizes.saved, dtype=np.int64)
     kind, waiting = np.array([kind for kind, _, _ in order]), np.array(sizes.waiting, dtype=np.int64)[at]
     change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waiting - saved[at]], -waiting)
-    return np.cumsum(change) - np.minimum(change, 0), _runs(groups, stages) @ transients
+    return np.cumsum(change) - np.minimum(change, 0), sizes.running(_runs(groups, stages))
 
 
 def peak(schedule: Schedule, device: int, sizes: StageBytes) -> tuple[int, int, int]:
@@ -166,6 +172,6 @@ def peak(schedule: Schedule, device: int, sizes: StageBytes) -> tuple[int, int, 
         return peak_counts(schedule).in_flight[device] * sizes.saved[0], sizes.transients[0], 0
     counts, runs = peak_moments(schedule, device)
     activations = counts @ np.array([*sizes.saved, *sizes.waiting], dtype=np.int64)[: counts.shape[1]]
-    transients = runs @ np.array(sizes.transients, dtype=np.int64)
+    transients = sizes.running(runs)
     moment = int(np.argmax(activations + transients))
     return int(activations[moment]), int(transients[moment]), moment

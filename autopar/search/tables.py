@@ -116,6 +116,11 @@ class Table:
         return np.where(self.segment > 1, self.prices.column("segment_saved_bytes"), self.saved)
 
     @cached_property
+    def in_turns(self) -> bool:
+        """Whether pairs of passes run in turns under some candidate."""
+        return any(bool(t.prices.column("in_turns").any()) for t in self.places)
+
+    @cached_property
     def layouts(self) -> tuple[Roles, ...]:
         """The distinct layouts of the candidates (``Strategy.layout``)."""
         return tuple(dict.fromkeys(s.layout for s in self.strategies))
@@ -255,6 +260,11 @@ class Instance:
     def segmented(self) -> bool:
         """Whether some candidates recompute several layers as one: their live memory is then not a sum over the layers."""
         return any(bool((table.segment > 1).any()) for table in self.kinds)
+
+    @cached_property
+    def in_turns(self) -> bool:
+        """Whether pairs of passes may run in turns: then the transients of both stages are live."""
+        return any(table.in_turns for table in self.kinds)
 
     @cached_property
     def in_flight(self) -> Indices:

@@ -63,6 +63,7 @@ class Device:
             tuple([stage.saved for stage in found]),
             tuple([stage.deferred for stage in found]),
             tuple([stage.transients for stage in found]),
+            any(price.in_turns for prices in layers for price in prices),
         )
         parameters, gradients, optimizer = zip(*(stage.state for stage in found), strict=True)
         self.state = sum(parameters), sum(gradients), sum(optimizer)

@@ -194,7 +194,11 @@ class RandomPricer:
         share = random.Random(repr(found)).choice([0.0, 0.3, 0.9]) if strategy.options.overlaps_pairs else 0.0
         paired_s = share * min(found.forward_s, found.backward_s)
         found = replace(
-            found, weight_s=weight_s, paired_s=paired_s, deferred_bytes=int(rng.randint(0, 40) / microbatches)
+            found,
+            weight_s=weight_s,
+            paired_s=paired_s,
+            in_turns=int(paired_s > 0),
+            deferred_bytes=int(rng.randint(0, 40) / microbatches),
         )
         segment = strategy.options.segment_layers
         if segment == 1:

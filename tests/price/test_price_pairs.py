@@ -72,7 +72,8 @@ def price(cluster: Cluster, **options: str) -> LayerPrice:
 def test_a_mixture_saves_communication_in_pairs_and_nothing_else_changes() -> None:
     pairs, none = price(SLOW, overlap="pairs"), price(SLOW, overlap="none")
     assert 0 < pairs.paired_s <= pairs.communication_s and none.paired_s == 0
-    assert dataclasses.replace(pairs, paired_s=0.0) == none
+    assert pairs.in_turns and not none.in_turns
+    assert dataclasses.replace(pairs, paired_s=0.0, in_turns=0) == none
 
 
 def test_what_hides_at_full_cost_saves_nothing() -> None:
@@ -94,5 +95,8 @@ def test_a_search_chooses_pairs_and_predicts_a_shorter_step() -> None:
         plan = search(graph, SLOW, pricer, SearchOptions(precision="float32", pin={**pins, **own}))
         assert {layer.strategy.options.by_name["overlap"] for layer in plan.layers} == {value}
         assert plan.bound_s <= plan.prediction.step_time_s
-        steps[value] = plan.prediction.step_time_s
+        step = plan.prediction
+        parts = step.compute_s + step.communication_s + step.bubble_s + step.optimizer_s
+        assert parts == pytest.approx(step.step_time_s)
+        steps[value] = step.step_time_s
     assert steps["pairs"] < steps["none"]

@@ -30,11 +30,13 @@ def test_moments_by_hand():
 
 
 def test_moments_of_a_pair_by_hand():
-    """The forward's activations and the backward's are live in both, and so are both stages' transients."""
+    """The forward's activations and the backward's are live in both; so are both stages' transients, if the passes take turns."""
     groups: list[Group] = [(("F", 1, 0),), (("F", 2, 0),), (("F", 1, 1), ("B", 2, 0)), (("B", 1, 0),)]
-    activations, transients = live_bytes(groups, (1, 2), StageBytes(saved=(10, 1), waiting=(0, 0), transients=(5, 3)))
-    assert activations.tolist() == [10, 11, 21, 21, 20]
-    assert transients.tolist() == [5, 3, 8, 8, 5]
+    for in_turns, pair in ((True, 8), (False, 5)):
+        sizes = StageBytes(saved=(10, 1), waiting=(0, 0), transients=(5, 3), in_turns=in_turns)
+        activations, transients = live_bytes(groups, (1, 2), sizes)
+        assert activations.tolist() == [10, 11, 21, 21, 20]
+        assert transients.tolist() == [5, 3, pair, pair, 5]
 
 
 def test_moments_of_backwards_in_two_parts_by_hand():
