@@ -16,10 +16,15 @@ from torch import Tensor
 from workers import WorkerPool
 
 from autopar.checks.nccl.records import Operation, RankTrace, Wait
+from autopar.data_files import MalformedFileError
 from autopar.emit import emit
+from autopar.errors import UsageError
+from autopar.plan_schema import check_plan
 from autopar.program.pairs import BACKWARD, FORWARD, Turns
 from autopar.run.folder import import_runtime, program_modules
+from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
+from autopar.search.options import pins_by_layer
 from autopar.verify.recording import Workers, record
 
 PINS: dict[str, Any] = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "dualpipev", "expert": 2}
@@ -77,6 +82,22 @@ def test_a_recomputation_in_the_backward_does_not_hand_over() -> None:
     turns.run(FORWARD, lambda: log.append("forward"))
     beside.join(10)
     assert log == ["backward", "forward"]
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_need_a_schedule_that_pairs_passes() -> None:
+    graph, pins = subject("mixtral").graph, {**PINS, "overlap": "pairs"}
+    data = manual_plan(graph, **pins).to_json()
+    check_plan(data)
+    with pytest.raises(MalformedFileError, match="overlap pairs under the schedule zbv"):
+        check_plan({**data, "schedule": "zbv"})
+    with pytest.raises(UsageError, match="overlap=pairs, which needs a pinned schedule"):
+        pins_by_layer(graph, SearchOptions(overlap="pairs"))
+    for schedule in ("1f1b", "zbv"):
+        with pytest.raises(UsageError, match=f"overlap=pairs cannot be combined with schedule={schedule}"):
+            manual_plan(graph, **{**pins, "schedule": schedule})
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
