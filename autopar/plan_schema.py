@@ -17,7 +17,7 @@ from autopar.data_files import MalformedFileError, shown
 from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
 from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role, copy_counts
-from autopar.precision import PRECISIONS, several_fp8_recipes
+from autopar.precision import FLOAT8, PRECISIONS, several_fp8_recipes
 from autopar.schedules import NO_PIPELINE, PAIRED, SCHEDULES, Schedule, refusal
 from autopar.techniques import LAYER, PLAN, conflict
 from autopar.techniques.technique import Technique
@@ -292,7 +292,7 @@ _PLAN = Fields(
         "prefetch": Pinned("prefetch"),
         **{technique.name: Known(technique) for technique in PLAN},
         "global_batch": Whole(1, MAX_ROWS),
-        "precision": Word(PRECISIONS),
+        "precision": Word((*PRECISIONS, FLOAT8)),
         "mesh": Items(_AXIS, 1, _MAX_AXES),
         "stages": Items(_STAGE, 1, MAX_LAYERS),
         "layers": Items(_LAYER, 1, MAX_LAYERS),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.capture import check_capture, without_check
-from autopar.devices import Cluster
+from autopar.devices import Cluster, Gpu
 from autopar.errors import InfeasibleError, UsageError
 from autopar.expert_loads import EVEN, UNEVEN
 from autopar.explain import Study, suggest
@@ -22,7 +22,7 @@ from autopar.ops.compilation import stays_eager
 from autopar.ops.cost import is_attention
 from autopar.plan import DEGREES, Plan
 from autopar.plan_files import check_devices, check_model, read_plan
-from autopar.precision import name_of
+from autopar.precision import FP8_RECIPES, name_of
 from autopar.price import Pricer as LayerPricer
 from autopar.progress import Progress, report
 from autopar.run import ranks
@@ -222,13 +222,31 @@ def search_model(
         again = with_numerics(graph, recapture, numerics)
         return find_plan(again, cluster, shared, progress=progress, may_be_idle=True)
 
+    unused = {} if name_of(graph.dtype) != "bfloat16" else _formats_without_gain(cluster, options)
+    options = dataclasses.replace(options, allow=[name for name in options.allow if name not in unused])
     try:
-        return best_plan(
+        best = best_plan(
             allowed_numerics(graph, options), options, find, lambda text: report(progress, "capture", text)
         )
+        return dataclasses.replace(best, notes=(*best.notes, *unused.values()))
     except InfeasibleError as error:
         study = Study(graph, cluster, options, recapture=recapture, seq=sequence_length(graph))
         raise suggest(study, error, lambda text: report(progress, "search", text)) from None
+
+
+def _formats_without_gain(cluster: Cluster, options: SearchOptions) -> dict[str, str]:
+    """Return a note for each allowed format of matmuls in which no device is faster than in bfloat16: rounding would only take time."""
+    gpus = [part.gpu for part in cluster.parts or (cluster,)]
+    kinds = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
+
+    def gains(gpu: Gpu, precision: str) -> bool:
+        return gpu.measured is not None or gpu.peak_flops.get(precision, 0.0) > gpu.peak_flops.get("bfloat16", 0.0)
+
+    return {
+        name: f"{name} is allowed, but not used: on {kinds}, matmuls in it are not faster than in bfloat16"
+        for name, recipe in FP8_RECIPES.items()
+        if name in options.allow and not any(gains(gpu, recipe.precision) for gpu in gpus)
+    }
 
 
 @contextlib.contextmanager

@@ -28,10 +28,12 @@ class Fp8Recipe:
     """How matrix products round their operands to 8 bits.
 
     - ``name``: the numerical deviation that a user allows; ``formats``: the formats and scales, as a part of a sentence.
-    - ``scaling``: the argument of the functions of ``program.kernels_fp8``.
+    - ``scaling``: the argument of the functions of ``program.kernels_fp8``, whose table ``SCALINGS`` has the tiles, scales and rounding.
     - ``precision``: the name of the devices' rate. Files have it as ``peak_NAME_tflops``; without it, products run at bfloat16's.
     - ``gradient_roundings``: how many times a backward pass rounds the gradient of a product's result.
     - ``experts``: whether the grouped products of mixtures of experts are in 8 bits, too.
+    - ``tile``: tiles of this length divide the dims of weights, and devices' shares of sharded dims, so that every plan rounds as one
+      device does; 0 if a device has tiles of its own.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Fp8Recipe:
     precision: str
     gradient_roundings: int
     experts: bool
+    tile: int = 0
+
+    @property
+    def multiple(self) -> int:
+        """The number that divides both dims of the weights that are in 8 bits; the hardware needs 16."""
+        return self.tile or 16
 
 
 FP8 = Fp8Recipe("fp8", "e4m3, gradients e5m2, one scale for each tensor of a device", "tensorwise", FLOAT8, 1, False)
@@ -51,7 +59,16 @@ FP8_BLOCKWISE = Fp8Recipe(
     2,
     True,
 )
-FP8_RECIPES = {recipe.name: recipe for recipe in (FP8, FP8_BLOCKWISE)}
+MXFP8 = Fp8Recipe(
+    "mxfp8",
+    "MXFP8: e4m3, one scale in E8M0 for each tile of 1 x 32 along the dim that a product contracts",
+    "mx",
+    "mxfp8",
+    2,
+    True,
+    tile=32,
+)
+FP8_RECIPES = {recipe.name: recipe for recipe in (FP8, FP8_BLOCKWISE, MXFP8)}
 """The recipes for products in 8 bits by name, of which a plan has at most one."""
 FP8_PRECISIONS = tuple(recipe.precision for recipe in FP8_RECIPES.values())
 

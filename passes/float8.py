@@ -26,7 +26,7 @@ def float8_pass(
     choice_outputs: Container[int] = (),
 ) -> fx.GraphModule:
     """``linear(x, weight)`` becomes ``kernels_fp8.linear(x, weight, scaling=...)`` if ``weight`` is in ``parameters`` (the placeholders of
-    the layer's parameters), a bfloat16 matrix, and both its dims are multiples of 16.
+    the layer's parameters), a bfloat16 matrix, and both its dims are multiples of the recipe's ``multiple``.
 
     These products stay in bfloat16: routers (``_is_router``); the last products before any other choice (``nodes_before_choices``), in
     this layer or in one that reads the results ``choice_outputs``; if ``has_head``, the products whose results reach no other product.
@@ -36,10 +36,10 @@ def float8_pass(
     if has_head:
         excluded |= _last_products(gm.graph.nodes)
     for node in gm.graph.nodes:
-        if node.target is _LINEAR and node not in excluded and _runs_in_fp8(node, parameters):
+        if node.target is _LINEAR and node not in excluded and _runs_in_fp8(node, parameters, recipe):
             node.target, node.kwargs = kernels_fp8.linear, {"scaling": recipe.scaling}
         elif recipe.experts and isinstance(node.target, Experts):
-            node.target = _in_float8(node.target)
+            node.target = _in_float8(node.target, recipe)
     gm.graph.lint()
     return gm
 
@@ -78,21 +78,21 @@ def has_products(gm: fx.GraphModule) -> bool:
     return any(node.target is _LINEAR for node in gm.graph.nodes)
 
 
-def _runs_in_fp8(node: fx.Node, parameters: Container[fx.Node]) -> bool:
+def _runs_in_fp8(node: fx.Node, parameters: Container[fx.Node], recipe: Fp8Recipe) -> bool:
     weight = operands(node)[1]
     sizes, is_bfloat16 = shape_of(weight), meta(weight)["val"].dtype == meta(node)["val"].dtype == torch.bfloat16
-    is_aligned = all(size % kernels_fp8.MULTIPLE == 0 for size in sizes)
+    is_aligned = all(size % recipe.multiple == 0 for size in sizes)
     return weight in parameters and len(operands(node)) == 2 and len(sizes) == 2 and is_bfloat16 and is_aligned
 
 
-def _in_float8(op: Experts) -> Experts:
-    """Return the mixture with the grouped products of its body in FP8, if they are in bfloat16 and of dims that are multiples of 16."""
+def _in_float8(op: Experts, recipe: Fp8Recipe) -> Experts:
+    """Return the mixture with the grouped products of its body in FP8, if they are in bfloat16 and of dims that ``multiple`` divides."""
     body = copy.deepcopy(op.body)
     for node in body.graph.nodes:
         if node.target is kernels_experts.grouped_linear:
             weight = meta(operands(node)[1])["val"]
-            if weight.dtype == torch.bfloat16 and not any(size % kernels_fp8.MULTIPLE for size in weight.shape[1:]):
-                node.target = kernels_fp8.grouped_linear
+            if weight.dtype == torch.bfloat16 and not any(size % recipe.multiple for size in weight.shape[1:]):
+                node.target, node.kwargs = kernels_fp8.grouped_linear, {"scaling": recipe.scaling}
     return op.with_body(body)
 
 

@@ -27,7 +27,7 @@ from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.cli.trainers import compared as compare_configuration
-from autopar.cli.trainers import configured, priced_as, recorded
+from autopar.cli.trainers import configured, pinned, priced_as, recorded
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -37,11 +37,13 @@ from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import write_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.search import memory_timeline, reprice
+from autopar.search import SearchOptions, memory_timeline, reprice
+from autopar.search.numerics import allowed_numerics, is_better
 from autopar.techniques import LAYER
 from autopar.trainers.choose import TrainerPricers
 from autopar.trainers.reading import setting_of_plan, trainer_named
 from autopar.units import seconds, size
+from autopar.workload import Recapture, with_numerics
 
 _NEGLIGIBLE = 1e-9  # seconds below this are the rounding error of a difference (the bubble is one)
 
@@ -68,6 +70,13 @@ def price_command(
                     "leave one out",
                 )
             found = configured(request, source, flags, messages)
+        elif request.trainer and not request.plan_file:
+            found = pinned(request, microbatch, messages)
+        else:
+            check_pins(request, *own)
+            found = None
+            graph, cluster, plan, pricer = _priced(request, microbatch, sequence, messages)
+        if found is not None:
             graph, cluster, plan, pricer = (
                 found.graph,
                 found.pricers.cluster,
@@ -75,9 +84,6 @@ def price_command(
                 found.pricers.of(found.setting),
             )
             plan = dataclasses.replace(plan, request=recorded(request, found.trainer, found.setting))
-        else:
-            check_pins(request, *own)
-            graph, cluster, plan, pricer = _priced(request, microbatch, sequence, messages)
         moments = memory_timeline(graph, cluster, pricer, plan) if timeline else ()
     if file is not None:
         file.write_text(plan.dumps() + "\n")
@@ -98,11 +104,12 @@ def _priced(
     given = read_plan(request.plan_file) if request.plan_file else None
     request = with_recorded_options(given, request)
     cluster, options = cluster_and_options(request)
-    graph, _ = capture_request(request, cluster, given, messages)
+    graph, again = capture_request(request, cluster, given, messages)
     messages("price")
-    plan = given or write_plan(graph, cluster, options, microbatch=microbatch, sequence=sequence)
-    cluster = cluster.used_by(plan.device_count)
-    if given is not None and request.trainer:
+    if given is None:
+        return _pinned(graph, again, cluster, options, microbatch, sequence)
+    plan, cluster = given, cluster.used_by(given.device_count)
+    if request.trainer:
         trainer = trainer_named(request.trainer)
         pricers = TrainerPricers(graph, cluster, trainer)
         cluster, pricer = pricers.cluster, pricers.of(setting_of_plan(trainer, given))
@@ -110,6 +117,29 @@ def _priced(
         return graph, cluster, dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes)), pricer
     pricer = Pricer(graph, cluster, name_of(graph.dtype))
     return graph, cluster, price_plan(graph, cluster, plan, pricer), pricer
+
+
+def _pinned(
+    graph: Graph,
+    exact: Recapture,
+    cluster: Cluster,
+    options: SearchOptions,
+    microbatch: int | None,
+    sequence: bool,
+) -> tuple[Graph, Cluster, Plan, Pricer]:
+    """Return the priced plan of the pins, with its graph, devices and pricer. Of the allowed deviations from exact training it has those
+    with which it is faster, or without which it doesn't fit."""
+    best: tuple[Graph, Cluster, Plan, Pricer] | None = None
+    for numerics in allowed_numerics(graph, options):
+        deviating = with_numerics(graph, exact, numerics)
+        plan = write_plan(deviating, cluster, options, microbatch=microbatch, sequence=sequence)
+        used = cluster.used_by(plan.device_count)
+        pricer = Pricer(deviating, used, name_of(graph.dtype))
+        priced = price_plan(deviating, used, plan, pricer)
+        if best is None or is_better(priced, best[2], True, options.target_gap):
+            best = deviating, used, priced, pricer
+    assert best is not None  # exact training is always among them
+    return best
 
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:

@@ -26,13 +26,16 @@ from autopar.measure import peak_memory_bytes
 from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
 from autopar.precision import FLOAT8, name_of, normalise
+from autopar.search import SearchOptions
+from autopar.search.numerics import is_better
 from autopar.trainers import Exported, Setting, Trainer
 from autopar.trainers.changes import Change, best_changes
-from autopar.trainers.choose import PINS, TrainerPricers, best_setting
+from autopar.trainers.choose import PINS, TrainerPricers, best_setting, check_values, deviating_values
 from autopar.trainers.errors import published_errors
 from autopar.trainers.options import Option, of_words, read_options
 from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
 from autopar.trainers.setting import KEPT
+from autopar.trainers.trainer import Reading
 
 _SPELLED = {"ring": "context"}  # pin -> field of ``Setting``
 
@@ -55,10 +58,10 @@ def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Ex
     if request.plan_file:
         raise UsageError("--trainer makes a plan, and --plan gives one", "leave one of the two out")
     start_s = time.perf_counter()
-    trainer, (cluster, _) = trainer_named(str(request.trainer)), cluster_and_options(request)
+    trainer, (cluster, options) = trainer_named(str(request.trainer)), cluster_and_options(request)
     workload = load(request, cluster, messages, few_blocks=True)
     graph = compared_graph(workload, request.capture_check, messages, for_program=False)
-    setting, found = choose(graph, cluster, trainer, _pins(request, trainer), messages)
+    setting, found = choose(graph, cluster, trainer, _pins(request, trainer), messages, options)
     exported = trainer.export(setting, graph, cluster)
     plan = dataclasses.replace(
         found,
@@ -71,11 +74,16 @@ def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Ex
 
 
 def choose(
-    graph: Graph, cluster: Cluster, trainer: Trainer, pins: dict[str, Any], messages: Messages
+    graph: Graph,
+    cluster: Cluster,
+    trainer: Trainer,
+    pins: dict[str, Any],
+    messages: Messages,
+    options: SearchOptions | None = None,
 ) -> tuple[Setting, Plan]:
     """Return the fastest setting of a trainer, and its plan."""
     messages("search", trainer.title)
-    best = best_setting(graph, cluster, trainer, pins, lambda text: messages("search", text))
+    best = best_setting(graph, cluster, trainer, pins, lambda text: messages("search", text), options)
     step_s = best.plan.prediction.step_time_s
     plan = dataclasses.replace(
         best.plan,
@@ -157,8 +165,39 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     graph = capture_model(load(request, cluster, messages, few_blocks=True), messages)
     messages("price", trainer.title)
     reading = read(trainer, options, max(0, len(graph.layers) - 2), cluster.count, words)
+    return _priced(TrainerPricers(graph, cluster, trainer), cluster, reading)
+
+
+def pinned(request: PlanRequest, microbatch: int | None, messages: Messages) -> Configured:
+    """Return the priced plan of the pins as ``request.trainer`` runs it; what is not pinned has degree 1, ZeRO 0 where the trainer has it,
+    and no recomputation. Of the allowed deviations from exact training it has those with which it is faster.
+
+    Raises ``UsageError`` for pins and deviations that the trainer doesn't have.
+    """
+    trainer, (cluster, options) = trainer_named(str(request.trainer)), cluster_and_options(request)
+    values = _pins(request, trainer)
+    check_values(trainer, values)
+    graph = capture_model(load(request, cluster, messages, few_blocks=True), messages)
+    messages("price", trainer.title)
+    zero = {"zero": 0 if 0 in trainer.space.zero else max(trainer.space.zero)}
+    sizes = {"sequence": trainer.space.sequence} | ({} if microbatch is None else {"microbatch": microbatch})
+    expert = values.get("expert", 1)
+    folds = {name for name in trainer.space.folds[0] if values.get(name, 1) > 1} if expert > 1 else ()
+    facts = trainer.facts_of(values.get("tensor", 1), expert)
+    pricers, best = TrainerPricers(graph, cluster, trainer), None
+    for deviation in deviating_values(trainer, options.allow, graph.dtype):
+        said = {**zero, **sizes, "folds": frozenset(folds), **values, **deviation}
+        found = _priced(pricers, cluster, Reading(said, facts | said.pop("facts", frozenset())))
+        if best is None or is_better(found.plan, best.plan, True, options.target_gap):
+            best = found
+    assert best is not None  # exact training is always among them
+    return best
+
+
+def _priced(pricers: TrainerPricers, cluster: Cluster, reading: Reading) -> Configured:
+    """Return the priced plan of what a configuration says."""
+    graph, trainer = pricers.graph, pricers.trainer
     s = setting_of(trainer, reading, cluster.count, graph.batch_size, name_of(graph.dtype))
-    pricers = TrainerPricers(graph, cluster, trainer)
     plan = pricers.plan(s)
     notes = (priced_as(trainer), *reading.notes, *plan.notes, *cluster.notes)
     return Configured(trainer, graph, cluster, s, dataclasses.replace(plan, notes=notes), pricers)

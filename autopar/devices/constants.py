@@ -42,6 +42,17 @@ FP8_KERNELS = Constant(
     "kernels of one product",
     "library: program/kernels_fp8.py: ten for each operand (its largest value, the scale, the rounding); the product is the last",
 )
+COMPILED_FP8_ROUNDING = Constant(
+    2.5,
+    "ratio of bytes",
+    "library: program/kernels_fp8.py in compiled layers: 16-bit numbers are read for the largest, read and written in 8 bits",
+)
+COMPILED_FP8_KERNELS = Constant(
+    15.0,
+    "kernels of one product",
+    "library: program/kernels_fp8.py in compiled layers: Inductor generates 8 (one scale per tensor) to 18 (MXFP8) for both operands of a "
+    "forward product, in its code for CPUs; the product is the last",
+)
 DISPATCH_ROUNDING = Constant(
     18.0,
     "bytes moved in memory per byte sent",

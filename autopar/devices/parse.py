@@ -21,6 +21,7 @@ A TOML file has these keys. A known GPU requires only ``gpu``; any other GPU als
     peak_bf16_tflops = 989       # dense
     peak_fp8_tflops = 1979       # dense, of 8-bit products; default: bfloat16's
     peak_fp8_blockwise_tflops = 1979  # of those with a scale for each tile; default: bfloat16's
+    peak_mxfp8_tflops = 4500     # of those in MXFP8; default: bfloat16's
     peak_fp32_tflops = 67        # dense, of float32 without TF32; default: a sixteenth of bfloat16's
     peak_tf32_tflops = 494.5     # dense, with TF32; default: float32's
     nvlink_gb_per_s = 450        # per GPU, one direction; without NVLink, that of PCIe

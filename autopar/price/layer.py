@@ -269,14 +269,14 @@ def pair_sizes(runs_of_pair: PairRuns, runs: Runs, cluster: Cluster) -> PairSize
 
 
 def divisible(bound: BoundClass, given: Sizes) -> bool:
-    """Return whether the sizes divide every dim, so that all local shapes are integers."""
-    sizes = bound.rows.sizes
+    """Return whether the sizes divide every dim, so that all local shapes are integers, and multiples of what products need."""
+    sizes, multiples = bound.rows.sizes, bound.rows.multiples
     needed = np.ones_like(sizes)
     index = np.arange(len(sizes))
     for parts, f in zip(given.parts, bound.flags, strict=True):
         at = f.dims >= 0
         needed[index[at], f.dims[at]] *= parts
-    return not (sizes % needed).any()
+    return not (sizes % np.where(needed > 1, needed * multiples, 1)).any()
 
 
 def size(bound: BoundClass, given: Sizes, cluster: Cluster, precision: Precision) -> SizedClass:

@@ -13,9 +13,9 @@ from autopar.devices.measured import ATTENTION, CLASS_LOSS, PRODUCT
 from autopar.ops import cost
 from autopar.ops.experts import FIRST_PARAMETER, Experts
 from autopar.ops.facts import OpKind, facts
+from autopar.ops.float8 import products_in_float8, recipe_of, scale_bytes
 from autopar.ops.fused import FusedOp, Size, fused_op
 from autopar.ops.operands import operands, val
-from autopar.precision import FP8, FP8_BLOCKWISE, FP8_RECIPES, Fp8Recipe
 from autopar.price.trace import INTERNAL, OUTPUT, Saved, Trace
 
 
@@ -80,12 +80,14 @@ class OpCosts:
         return tuple(op.node for op in self.ops)
 
 
-def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: float = 1.0) -> OpCosts:
-    """Return the costs of ``nodes`` in eager PyTorch. ``fp8_passes`` multiplies the bytes that matrix products move for their operands:
-    more than one if they first convert these to 8 bits."""
+def op_costs(
+    nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: float = 1.0, compiled: bool = False
+) -> OpCosts:
+    """Return the costs of ``nodes`` in eager PyTorch; with ``compiled``, the roundings of products in 8 bits are compiled. ``fp8_passes``
+    multiplies the bytes that matrix products move for their operands: more than one if they first convert these to 8 bits."""
     parts = ((node, fused_op(node) is not None) for node in nodes)
     ops = tuple(PricedOp(node, rest) for node, fused in parts for rest in ((False, True) if fused else (False,)))
-    work = [_work(op, trace) for op in ops]
+    work = [_work(op, trace, compiled) for op in ops]
     costs = OpCosts(
         ops=ops,
         trace=trace,
@@ -102,7 +104,7 @@ def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: flo
     _add_gradient_sums(costs)
     if fp8_passes != 1.0:
         _add_fp8_conversions(costs, fp8_passes)
-    _set_fp8_bytes(costs)
+    _set_fp8_bytes(costs, compiled)
     return costs
 
 
@@ -166,48 +168,44 @@ def _add_fp8_conversions(costs: OpCosts, passes: float) -> None:
             slot.backward *= passes
 
 
-def _set_fp8_bytes(costs: OpCosts) -> None:
+def _set_fp8_bytes(costs: OpCosts, compiled: bool) -> None:
     """Set the bytes that products in 8 bits move: both passes round the operands, and the backward rounds the result's gradient, too (for
     each product, if the recipe says so).
 
-    The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients. In a
-    mixture of experts, the bytes of rows inside the experts' body are added to those of the tokens.
+    The backward rounds a tensor, transposes it in 8 bits, and reads it once (the gradient twice); it writes the operands' gradients. Scales
+    are read and written with the numbers. In a mixture of experts, which is never compiled, the bytes of rows inside the experts' body are
+    added to those of the tokens.
     """
-    rounding = constants.FP8_ROUNDING.value
-    narrow_pass = 0.5  # reading or writing a tensor in 8 bits moves half the bytes that it has in 16
     for slot in costs.slots:
         node = costs.ops[slot.op].node
-        if (recipe := _fp8_recipe(node)) is None:
+        if (recipe := recipe_of(node)) is None:
             continue
-        of_gradient = recipe.gradient_roundings * rounding + 4 * narrow_pass
+        # reading or writing a tensor in 8 bits with its scales, as a fraction of the bytes that it has in 16
+        activation, weight, gradient = ((1 + scales) / 2 for scales in scale_bytes(recipe))
+        rounding = _fp8_constants(node, compiled)[0].value
+        of_gradient = recipe.gradient_roundings * rounding + 4 * gradient
         if isinstance(node.target, Experts) and slot.operand < FIRST_PARAMETER:
             if slot.operand == 0:
-                products = _products_in_float8(node.target)
+                products = products_in_float8(node.target)
                 rows = sum(costs.size(val(operands(product)[0])) for product in products)
-                slot.forward += (rounding + narrow_pass) * rows
+                slot.forward += (rounding + activation) * rows
                 gradients = of_gradient * sum(costs.size(val(product)) for product in products)
-                slot.backward += (gradients + (rounding + 3 * narrow_pass) * rows) * bool(slot.backward)
+                slot.backward += (gradients + (rounding + 3 * activation) * rows) * bool(slot.backward)
             continue
+        narrow = weight if slot.operand > 0 else activation
         if slot.operand != OUTPUT:
-            slot.forward = (rounding + narrow_pass) * slot.bytes
+            slot.forward = (rounding + narrow) * slot.bytes
         if slot.backward:
             writes = slot.operand != OUTPUT and costs.trace.requires_grad[slot.value]
-            of_operand = rounding + 3 * narrow_pass + writes
+            of_operand = rounding + 3 * narrow + writes
             slot.backward = (of_gradient if slot.operand == OUTPUT else of_operand) * slot.bytes
 
 
-def _products_in_float8(op: Experts) -> list[fx.Node]:
-    return [node for node in op.body.graph.nodes if facts(node).in_float8]
-
-
-def _fp8_recipe(node: fx.Node) -> Fp8Recipe | None:
-    """Return how the products of an op round their operands to 8 bits; ``None`` if they do not."""
-    if isinstance(node.target, Experts):
-        return FP8_BLOCKWISE if _products_in_float8(node.target) else None
-    if not facts(node).in_float8:
-        return None
-    scaling = node.kwargs.get("scaling", FP8.scaling)
-    return next(recipe for recipe in FP8_RECIPES.values() if recipe.scaling == scaling)
+def _fp8_constants(node: fx.Node, compiled: bool) -> tuple[constants.Constant, constants.Constant]:
+    """Return the bytes that rounding an operand moves, and the kernels of a product in 8 bits."""
+    if compiled and not isinstance(node.target, Experts):
+        return constants.COMPILED_FP8_ROUNDING, constants.COMPILED_FP8_KERNELS
+    return constants.FP8_ROUNDING, constants.FP8_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +220,7 @@ class _Work:
     kind: str
 
 
-def _work(op: PricedOp, trace: Trace) -> _Work:
+def _work(op: PricedOp, trace: Trace, compiled: bool) -> _Work:
     node, differentiable = op.node, trace.requires_grad[op.node.name]
     if op.memory_bound:
         rest = op.fused.extra_work(node, lambda tensor: tensor.nbytes)  # kernel counts do not depend on precision
@@ -241,9 +239,9 @@ def _work(op: PricedOp, trace: Trace) -> _Work:
         slices = fused.slices(node)
         backward_kernels = (kernels + differentiable) * slices
         return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
-    if (recipe := _fp8_recipe(node)) is not None:
-        each, inner = constants.FP8_KERNELS.value, node.target
-        count = len(_products_in_float8(inner)) if isinstance(inner, Experts) else 1
+    if (recipe := recipe_of(node)) is not None:
+        each, inner = _fp8_constants(node, compiled)[1].value, node.target
+        count = len(products_in_float8(inner)) if isinstance(inner, Experts) else 1
         return _Work(forward, backward, count * each, kernels * each, model + backward, recipe.precision)
     kind = CLASS_LOSS if facts(node).kind is OpKind.CLASS_LOSS else PRODUCT if model else facts(node).short
     return _Work(forward, backward, float(launches), kernels, model + backward, kind)

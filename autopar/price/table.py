@@ -20,6 +20,7 @@ from autopar.graph import LayerClass
 from autopar.ops import cost
 from autopar.ops.experts import FIRST_PARAMETER, Experts, of_experts
 from autopar.ops.facts import facts
+from autopar.ops.float8 import shard_multiples
 from autopar.ops.operands import operands
 from autopar.precision import FLOAT8
 from autopar.price.gradients import gradient_bytes, held_gradients
@@ -96,10 +97,12 @@ class AxisFlags:
 
 @dataclass(frozen=True)
 class ShapeRows:
-    """The shapes that the axes must divide evenly: every value as its op produces it, and every operand as its op needs it."""
+    """The shapes that the axes must divide evenly: every value as its op produces it, and every operand as its op needs it. Each device's
+    share of a sharded dim is a multiple of its entry in ``multiples``."""
 
     names: tuple[tuple[str, int], ...]  # (node, operand) or (node, OUTPUT)
     sizes: NDArray[np.int64]
+    multiples: NDArray[np.int64]
 
 
 def element_bytes(dtype: torch.dtype, model_dtype: torch.dtype, precision: Precision) -> int:
@@ -128,7 +131,8 @@ def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED
     values = {n.name: cost.tensors(n.meta.get("val")) for n in nodes}
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
-    costs = op_costs(called, run, size, trainer.fp8_passes if precision.name == FLOAT8 else 1.0)
+    passes = trainer.fp8_passes if precision.name == FLOAT8 else 1.0
+    costs = op_costs(called, run, size, passes, trainer.fused)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)
@@ -262,7 +266,11 @@ def _rows(table: ClassTable, nodes: list[fx.Node]) -> ShapeRows:
     sizes = np.ones((len(shapes), width), dtype=np.int64)
     for row, shape in zip(sizes, shapes, strict=True):
         row[: len(shape)] = shape
-    return ShapeRows(tuple(names), sizes)
+    multiples, index = np.ones_like(sizes), {name: i for i, name in enumerate(names)}
+    for node in table.ops:
+        for (i, dim), multiple in shard_multiples(node).items():
+            multiples[index[node.name, i], dim] = multiple
+    return ShapeRows(tuple(names), sizes, multiples)
 
 
 def flags(table: ClassTable, rows: ShapeRows, types: AxisTypes, trainer: TrainerModel) -> AxisFlags:

@@ -50,7 +50,7 @@ def notes_of(graph: Graph, config: Configuration, strategies: Sequence[Strategy]
         experts = "" if recipe.experts else " experts,"
         narrow[name] = (
             f"products with weights multiply 8-bit numbers ({recipe.formats}); embeddings, the head, attention, routers,{experts} and "
-            "weights of dims that 16 does not divide stay in bfloat16"
+            f"weights of dims that {recipe.multiple} does not divide stay in bfloat16"
         )
     notes += [f"not exact, as {name} allows: {narrow[name]}" for name in graph.narrow]
     names = [layer.name for layer in graph.layers]

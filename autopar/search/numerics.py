@@ -58,6 +58,13 @@ def allowed_numerics(graph: Graph, options: SearchOptions) -> list[Numerics]:
     return [Numerics(*each) for each in itertools.product(narrow, counts)]
 
 
+def is_better(plan: Plan, other: Plan, less_exact: bool, target_gap: float) -> bool:
+    """Return whether a plan is preferred to another: one that fits is, and a less exact one must be faster by more than ``target_gap``."""
+    if bool(plan.too_full) != bool(other.too_full):
+        return not plan.too_full
+    return plan.fastest_s < other.fastest_s * (1 - target_gap * less_exact)
+
+
 def best_plan(
     candidates: list[Numerics],
     options: SearchOptions,
@@ -93,8 +100,7 @@ def best_plan(
     for plan in plans[1:]:
         one, other = Numerics.of(plan), Numerics.of(best)
         more = len(one.narrow) > len(other.narrow) or one.microbatches > other.microbatches
-        if plan.fastest_s < best.fastest_s * (1 - options.target_gap * more):
-            best = plan
+        best = plan if is_better(plan, best, more, options.target_gap) else best
     bound_s = min(plan.bound_s for plan in plans)
     notes = best.notes
     if options.pin_time_s is not None and (pins := [key for key, value in options.pins.items() if value != ANY]):

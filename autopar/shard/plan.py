@@ -8,7 +8,8 @@ from collections.abc import Callable
 from autopar.errors import UsageError
 from autopar.flow import parameter_nodes, placeholders
 from autopar.graph import Graph, LayerClass
-from autopar.ops.operands import shape_of
+from autopar.ops.float8 import recipe_of, shard_multiples
+from autopar.ops.operands import operands, shape_of
 from autopar.plan import Axis, Plan, Role, Strategy
 from autopar.rules.padding import padding
 from autopar.shard.refusal import refusal
@@ -123,6 +124,7 @@ def plan_shardings(graph: Graph, plan: Plan) -> tuple[Sharding, ...]:
         if sharding is None:
             raise UsageError(_refused(types, plan, index), "give the layer another role, or fewer devices")
         _check_shapes(graph, index, sharding)
+        _check_tiles(graph, index, sharding)
         found.append(sharding)
     _check_borders(graph, found)
     for name, uses in graph.shared_parameters.items():
@@ -158,6 +160,27 @@ def _check_shapes(graph: Graph, index: int, sharding: Sharding) -> None:
                 raise UsageError(
                     f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} together",
                     "give the layer other roles, or the axes other sizes",
+                )
+
+
+def _check_tiles(graph: Graph, index: int, sharding: Sharding) -> None:
+    """Raise ``UsageError`` if an axis would divide a tile of an operand of a product in 8 bits (``ops.float8.shard_multiples``)."""
+    layer = graph.layers[index]
+    cls = graph.classes[layer.cls]
+    pads = padding(cls)
+    padded = pads.multiples(sharding.axes, sharding.types)
+    for node in cls.graph.graph.nodes:
+        recipe = recipe_of(node)
+        for (i, dim), multiple in shard_multiples(node).items():
+            value, types = operands(node)[i], sharding.needed(node.name, i)
+            extent = pads.shape(value.name, shape_of(value), padded)[dim]
+            holders = [axis for axis, t in zip(sharding.axes, types, strict=True) if t.dim == dim and axis.size > 1]
+            if recipe is not None and holders and extent % (multiple * math.prod(axis.size for axis in holders)):
+                names = " and ".join(f"{axis.name} {axis.size}" for axis in holders)
+                raise UsageError(
+                    f"{layer.name}: dim {dim} of {value.name}, of {extent}, does not divide by {names} into multiples of {multiple}, so "
+                    f"that a tile of {recipe.tile} elements of {recipe.name} would span two devices or microbatches",
+                    f"give the layer other roles, the axes other sizes, or do not allow {recipe.name}",
                 )
 
 

@@ -12,10 +12,12 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+import torch
 
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
@@ -25,6 +27,8 @@ from autopar.plan import Plan
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search.evaluation import by_stage, layer_prices, step_cost
+from autopar.search.numerics import is_better
+from autopar.search.options import SearchOptions
 from autopar.search.problem import Configuration, divisors
 from autopar.search.shared_parameters import duplicated_state_bytes
 from autopar.search.timeline import Device
@@ -40,7 +44,7 @@ from autopar.trainers.layout import (
     setting_mesh,
     stage_bounds,
 )
-from autopar.trainers.setting import Setting
+from autopar.trainers.setting import DEVIATIONS, Setting
 from autopar.trainers.trainer import Trainer
 
 MOST_CHUNKS = 12
@@ -95,14 +99,67 @@ def best_setting(
     trainer: Trainer,
     pins: Mapping[str, Any] | None = None,
     report: Report | None = None,
+    options: SearchOptions | None = None,
 ) -> TrainerPlan:
     """Return the fastest setting of ``trainer`` that fits; ``pins`` fixes fields of ``Setting`` (``PINS``).
 
+    A setting with more of the deviations that ``options`` allows must be faster by more than the target gap.
+
     Raises:
-        UsageError: the trainer can't run what is pinned.
+        UsageError: the trainer can't run what is pinned, or doesn't have a deviation.
         InfeasibleError: no setting fits.
     """
-    return _Choice(graph, cluster, trainer, dict(pins or {})).run(report)
+    options = options or SearchOptions()
+    found: list[TrainerPlan] = []
+    why: InfeasibleError | None = None
+    for values in deviating_values(trainer, options.allow, graph.dtype):
+        try:
+            found.append(_Choice(graph, cluster, trainer, {**(pins or {}), **values}).run(report))
+        except InfeasibleError as error:
+            why = error
+    if not found:
+        assert why is not None
+        raise why
+    best = found[0]
+    for each in found[1:]:
+        best = each if is_better(each.plan, best.plan, True, options.target_gap) else best
+    families, evaluated = sum(each.families for each in found), sum(each.evaluated for each in found)
+    return dataclasses.replace(best, families=families, evaluated=evaluated)
+
+
+def check_values(trainer: Trainer, values: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` if the trainer can't run what ``values`` (fields of ``Setting``) say."""
+    for name in {"zero", "activations"} & set(values):
+        has = getattr(trainer.space, name)
+        if values[name] not in has:
+            raise UsageError(
+                f"{name}={values[name]}: {trainer.title} does not have it", f"it has {', '.join(map(str, has))}"
+            )
+    for name in ("tensor", "pipeline", "context", "expert", "chunks", "replicate"):
+        if values.get(name, 1) != 1 and not getattr(trainer.space, name):
+            what = {"chunks": "interleaved pipeline", "replicate": "replicated sharding"}.get(
+                name, f"{name} parallelism"
+            )
+            raise UsageError(f"{name}={values[name]}: {trainer.title} has no {what}", "leave it out")
+
+
+def deviating_values(trainer: Trainer, allow: Collection[str], dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Return the fields of settings under each combination of the deviations ``allow``, the most exact one first. As in autopar's
+    programs, they apply to models in 16 bits, and those of products to models in bfloat16.
+
+    Raises ``UsageError`` for a deviation that the trainer doesn't have.
+    """
+    for name in allow:
+        if name not in trainer.space.deviations:
+            has = ", ".join(name.replace("_", "-") for name in trainer.space.deviations)
+            raise UsageError(
+                f"--allow {name.replace('_', '-')}: {trainer.title} does not have it",
+                f"with --trainer {trainer.name} these may be allowed: {has}" if has else "leave it out",
+            )
+    names = [name for name in trainer.space.deviations if name in allow and dtype.itemsize == 2]
+    names = [name for name in names if dtype == torch.bfloat16 or "precision" not in DEVIATIONS[name]]
+    some = [each for count in range(len(names) + 1) for each in itertools.combinations(names, count)]
+    return [{key: value for name in each for key, value in DEVIATIONS[name].items()} for each in some]
 
 
 class TrainerPricers:
@@ -166,13 +223,7 @@ class _Choice:
         self.kinds = Counter(self.layers)
         self.mixtures = {name for name, cls in self.graph.classes.items() if cls.experts}
         assert set(self.pins) <= set(PINS), self.pins
-        for name in {"zero", "activations"} & set(self.pins):
-            values = getattr(self.trainer.space, name)
-            if self.pins[name] not in values:
-                raise UsageError(
-                    f"{name}={self.pins[name]}: {self.trainer.title} does not have it",
-                    f"it has {', '.join(map(str, values))}",
-                )
+        check_values(self.trainer, self.pins)
 
     @property
     def best_s(self) -> float:
@@ -360,13 +411,7 @@ class _Choice:
     def _allowed(self, name: str, values: list[int], has: bool) -> list[int]:
         """Return the values of a degree to try: 1 if the trainer lacks this parallelism, the pinned value, or all."""
         values = list(dict.fromkeys(values)) if has else [1]
-        if name not in self.pins:
-            return values
-        if not has and self.pins[name] != 1:
-            raise UsageError(
-                f"{name}={self.pins[name]}: {self.trainer.title} has no {name} parallelism", "leave it out"
-            )
-        return [self.pins[name]]
+        return [self.pins[name]] if name in self.pins else values
 
     def _experts(self, data: int, context: int, tensor: int) -> Iterator[tuple[int, frozenset[str]]]:
         """Yield degrees of expert parallelism, each with the axes over which experts are folded."""

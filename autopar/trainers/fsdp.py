@@ -12,7 +12,7 @@ from typing import Any
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.precision import FLOAT8, SPELLINGS
+from autopar.precision import FLOAT8, FP8, SPELLINGS
 from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers.flags import read_flags
 from autopar.trainers.layout import stage_bounds
@@ -126,6 +126,7 @@ class Torchtitan(FullyShardedCosts, Trainer):
         chunks=True,
         replicate=True,
         uneven=True,
+        deviations=(FP8.name,),
     )
     facts = frozenset({"compiled", "flash attention", "fused loss"})
     flags = _TITAN
@@ -355,7 +356,7 @@ _ACCELERATE = {
 class Accelerate(FullyShardedCosts, Trainer):
     name = "accelerate"
     title = "Accelerate with FSDP2"
-    space = Space(zero=(2, 3), tensor=True, sequence=False, context=True, replicate=True)
+    space = Space(zero=(2, 3), tensor=True, sequence=False, context=True, replicate=True, deviations=(FP8.name,))
     facts = frozenset({"flash attention"})
     flags = _ACCELERATE
 

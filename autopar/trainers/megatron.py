@@ -10,7 +10,8 @@ from typing import Any
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.precision import FLOAT8
+from autopar.plan import NARROW_GRADIENTS
+from autopar.precision import FLOAT8, FP8
 from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
@@ -129,6 +130,7 @@ class Megatron(Trainer):
         folds=(frozenset({"context"}), frozenset({"context", "tensor"})),
         chunks=True,
         uneven=True,
+        deviations=(FP8.name, NARROW_GRADIENTS),
     )
     facts = frozenset({"Megatron", "flash attention", "overlapped gradients", "fused loss"})
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from autopar.plan import NARROW_GRADIENTS
+from autopar.precision import FLOAT8, FP8
 from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS
 
@@ -32,6 +36,12 @@ FACTS = (
 
 KEPT = frozenset({"16-bit gradients", "16-bit moments", "natural routing", "overlapped tensor"})
 """The facts of a run that a faster setting for the same training keeps."""
+
+DEVIATIONS: Mapping[str, Mapping[str, Any]] = {
+    FP8.name: {"precision": FLOAT8},
+    NARROW_GRADIENTS: {"facts": frozenset({"16-bit gradients"})},
+}
+"""The fields of settings that deviate from exact training, by name of the deviation (of ``autopar.plan.ALLOWED``)."""
 
 
 @dataclass(frozen=True, slots=True)

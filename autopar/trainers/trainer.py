@@ -25,7 +25,7 @@ class Space:
     ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
     ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``sequence``: tensor parallelism shards the sequence, too.
     ``folds``: over which other axes' ranks experts may lie (``Setting.folds``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have
-    different numbers of blocks.
+    different numbers of blocks. ``deviations``: the deviations from exact training that it has, names of ``setting.DEVIATIONS``.
     """
 
     zero: tuple[int, ...]
@@ -40,6 +40,7 @@ class Space:
     chunks: bool = False
     replicate: bool = False
     uneven: bool = False
+    deviations: tuple[str, ...] = ()
 
 
 FACT = "fact"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -38,6 +39,22 @@ def test_a_hand_written_plan_has_the_price_of_the_same_plan_in_a_file(tmp_path: 
     other = tmp_path / "other.json"
     other.write_text(invoke("price", *GPT2, "--pin", "activations=host", "--json"))
     assert re.search(r"pipeline +2 +1", invoke("compare", str(file), str(other)))
+
+
+def _fullest(plan: dict[str, Any]) -> float:
+    return max(stage["memory_bytes"] / stage["memory_limit_bytes"] for stage in plan["stages"])
+
+
+def test_pins_have_the_allowed_deviations_with_which_they_are_faster_or_fit():
+    request = ("price", "llama3-8b", "--devices", "8xH100-80GB", "--seq", "4096", "--global-batch", "8", "--json")
+    exact, fp8 = (json.loads(invoke(*request, *more)) for more in ((), ("--allow", "fp8")))
+    assert fp8["allow"] == ["fp8"] and fp8["step_time_s"] < 0.99 * exact["step_time_s"]
+    request = ("price", "llama3-8b", "--devices", "8xH200-141GB-SXM", "--seq", "1024", "--global-batch", "8", "--json")
+    exact = json.loads(invoke(*request))
+    assert _fullest(exact) > 1 and not exact["allow"]
+    narrow = json.loads(invoke(*request, "--allow", "bfloat16-moments"))
+    assert _fullest(narrow) < 1 and narrow["allow"] == ["bfloat16_moments"]
+    assert narrow["step_time_s"] > exact["step_time_s"]  # slower, but it fits
 
 
 @pytest.mark.parametrize(

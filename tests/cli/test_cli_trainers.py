@@ -57,6 +57,29 @@ def test_an_exported_plan_is_read_back_and_has_the_same_price(trainer: str, tmp_
         )  # before the model is read
 
 
+LLAMA = ("llama3-8b", "--devices", "8xH100-80GB")
+FLAGS = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --micro-batch-size 1 --bf16 --use-flash-attn "
+    "--overlap-grad-reduce --tp-comm-overlap --cross-entropy-loss-fusion --seq-length 4096 --global-batch-size 8"
+)
+PINNED = ("--seq", "4096", "--global-batch", "8", "--pin", "tensor=2", "--pin", "zero=1", "--microbatch", "1")
+
+
+@pytest.mark.parametrize(("allow", "flags"), [((), ()), (("--allow", "fp8"), ("--fp8-format", "hybrid"))])
+def test_pins_are_priced_as_the_trainer_runs_them(allow: tuple[str, ...], flags: tuple[str, ...], tmp_path: Path):
+    printed = invoke("price", *LLAMA, *PINNED, "--trainer", "megatron", *allow, "--json")
+    found = json.loads(printed)
+    same = json.loads(invoke("price", *LLAMA, "--json", "--", *FLAGS.split(), *flags))
+    assert found["step_time_s"] == same["step_time_s"] and found["stages"] == same["stages"]
+    assert found["precision"] == ("float8" if allow else "bfloat16")
+    own = json.loads(invoke("price", *LLAMA, *PINNED, "--json"))
+    assert own["step_time_s"] > 1.01 * found["step_time_s"]  # Megatron's kernels are fused
+    file = tmp_path / "plan.json"
+    file.write_text(printed)
+    again = json.loads(invoke("price", *LLAMA, *PINNED[:4], "--plan", str(file), "--json"))
+    assert again["step_time_s"] == pytest.approx(found["step_time_s"], rel=1e-9)
+
+
 def test_a_configuration_beside_better_ones(tmp_path: Path):
     file = tmp_path / "run.sh"
     file.write_text(
@@ -78,6 +101,9 @@ def test_a_configuration_beside_better_ones(tmp_path: Path):
         (("plan", *REQUEST, "--trainer", "megatron", "--pin", "schedule=1f1b"), "schedule=1f1b is not a decision of Megatron-Core"),
         (("plan", *REQUEST, "--trainer", "megatron", "--pin", "lm_head.zero=1"), "lm_head.zero=1 is not a decision"),
         (("price", *REQUEST, "--from", "nothing.sh"), "nothing.sh cannot be read"),
+        (("price", *REQUEST, "--trainer", "deepspeed", "--pin", "tensor=2"), "DeepSpeed ZeRO has no tensor parallelism"),
+        (("price", *REQUEST, "--trainer", "torchtitan", "--pin", "zero=1"), "zero=1: torchtitan does not have it"),
+        (("plan", *REQUEST, "--trainer", "megatron", "--allow", "fp8-blockwise"), "fp8-blockwise: Megatron-Core does not have it"),
         (("compare", "run.sh"), "there is no second plan"),
         (("compare", "a.json", "b.json", "--model", "gpt2"), "two plans need neither"),
         (("price", *REQUEST, "--from", "a", "--", "--bf16"), "fixes all decisions"),

@@ -82,7 +82,9 @@ def test_products_in_8_bits_reach_what_a_benchmark_in_8_bits_does(tmp_path):
     assert h100.flops_per_s("float8") == pytest.approx(1402.6e12 * constants.SUSTAINED.value)
     assert b200.flops_per_s("float8") == pytest.approx(3432.5e12 * 1097.6 / 1745)
     assert gb300.flops_per_s("float8") == pytest.approx(b200.flops_per_s("float8") * 5000 / 4500)
-    # cuBLAS has no blockwise scaling there: its products are bfloat16's
+    assert b200.flops_per_s("mxfp8") == b200.flops_per_s("float8")
+    # cuBLAS has no blockwise scaling there, and Hopper no MXFP8: their products are bfloat16's
+    assert h100.flops_per_s("mxfp8") == h100.flops_per_s("bfloat16")
     assert b200.flops_per_s("float8_blockwise") == b200.flops_per_s("bfloat16")
     for name in ("A100-80GB", "MI300X"):
         gpu = parse(f"8x{name}").gpu
@@ -145,7 +147,7 @@ def test_every_gpu_of_the_file_parses_by_its_own_name(name):
 def test_every_figure_of_a_kind_has_its_source(name):
     entry = hardware.table()[name]
     keys = {"peak_bf16": "bf16", "peak_fp16": "fp16", "peak_fp8": "fp8", "peak_fp32": "fp32", "peak_tf32": "fp32"}
-    keys["peak_fp8_blockwise"] = "fp8_blockwise"
+    keys |= {"peak_fp8_blockwise": "fp8_blockwise", "peak_mxfp8": "mxfp8"}
     keys |= {key: key for key in ("hbm", "nvlink_domain", "inter_node", "host", "sustained_as")}
     keys |= {"nvlink_gb": "nvlink", "sustained_matmul": "sustained", "achievable_matmul_fp8": "achievable_fp8"}
     keys |= {"vendor_attention_speedup": "vendor_attention"}

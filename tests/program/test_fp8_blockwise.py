@@ -212,7 +212,7 @@ def test_calls_of_the_hopper_product_have_the_layout_that_it_requires(
         return [dense.detach(), grouped.detach(), x.grad, weights.grad]
 
     wanted = results()
-    monkeypatch.setattr(kernels_fp8, "_has_blockwise_products", lambda device: True)
+    monkeypatch.setattr(kernels_fp8, "_has_products", lambda device, length: True)
     monkeypatch.setattr(kernels_fp8.F, "scaled_mm", hopper_product)
     for found, each in zip(results(), wanted, strict=True):
         assert ((found - each).abs().double() <= 2**-6 * each.abs() + 1e-3 * each.abs().max()).all()
@@ -242,7 +242,7 @@ def test_experts_are_in_8_bits_and_routers_are_not(tmp_path: Path) -> None:
     assert graph.allow == (FP8_BLOCKWISE.name,)
     emit(graph, manual_plan(graph, precision="bfloat16"), tmp_path)
     text = (tmp_path / "model.py").read_text()
-    assert text.count('scaling="blockwise")') == 4 and text.count("kernels_fp8.grouped_linear(") == 3
+    assert text.count('scaling="blockwise")') == 7 and text.count("kernels_fp8.grouped_linear(") == 3
     assert "kernels_experts.grouped_linear(" not in text
     assert json.loads((tmp_path / "plan.json").read_text())["allow"] == [FP8_BLOCKWISE.name]
     bodies = [

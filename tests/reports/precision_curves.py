@@ -5,7 +5,7 @@ batches; ``autopar.compile`` plans and emits each program for one device (a GPU 
 a process of its own; on a GPU, which is faster than one process needs, they run at the same time.
 
 A mixture of experts in bfloat16 does the same with gradients and with Adam's moments in float32 and in bfloat16, in four microbatches a
-step (``precision-states.{jsonl,svg}``). A wider one is trained in float32, in bfloat16, and with both kinds of scales of products in 8 bits
+step (``precision-states.{jsonl,svg}``). A wider one is trained in float32, in bfloat16, and with each format of products in 8 bits
 (``precision-fp8.{jsonl,svg}``). Rounding alone moves the loss of a mixture by a per cent in one run, because tokens change their experts:
 each curve of the mixtures is trained with several seeds. ``--curves precision-fp8`` trains one of the three groups; the page has all.
 """
@@ -111,13 +111,13 @@ STATES = tuple(
 )
 """The curves of the mixture."""
 
-FP8_REFERENCE = "mixture in float32"
+FP8_REFERENCE, DISPATCHES = "mixture in float32", "the same with fp8_dispatch"
 FP8_WAYS = (
     Way(FP8_REFERENCE, "float32", mixture=WIDE_MIXTURE),
     Way("mixture in bfloat16", "bfloat16", mixture=WIDE_MIXTURE),
     *(Way(f"mixture in {name}", "bfloat16", (name,), mixture=WIDE_MIXTURE) for name in FP8_RECIPES),
     Way("mixture in bfloat16, expert parallelism of 2", "bfloat16", mixture=WIDE_MIXTURE, experts_over=2),
-    Way("the same with fp8_dispatch", "bfloat16", (FP8_DISPATCH,), mixture=WIDE_MIXTURE, experts_over=2),
+    Way(DISPATCHES, "bfloat16", (FP8_DISPATCH,), mixture=WIDE_MIXTURE, experts_over=2),
 )
 """The curves of the mixture that is wide enough for several tiles of 128."""
 CURVES = {"precision": WAYS, "precision-states": STATES, "precision-fp8": FP8_WAYS}
@@ -270,15 +270,16 @@ def states_page(lines: list[dict[str, Any]]) -> str:
 def fp8_page(lines: list[dict[str, Any]]) -> str:
     """The section on a mixture of experts with products in 8 bits."""
     reference = next(line for line in lines if line["precision"] == FP8_REFERENCE)
+    dispatch = "With fp8_dispatch, experts are distributed over two processes; rows are sent in 8 bits, one scale for each 128 numbers."
     parts = [
         "## A mixture of experts in 8 bits\n",
         f"A mixture of four experts with {reference['parameters'] / 1e6:.1f} million parameters, {WIDE_MIXTURE.width} wide, learns the "
         f"same text: {len(reference['losses'])} steps of {reference['tokens_per_step']:,} bytes",
         f"({reference['device']}, torch {reference['torch']}, Python {reference['python']}). fp8 has one scale for each tensor, and its "
         "experts stay in bfloat16;",
-        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, also in the experts. With fp8_dispatch, experts are",
-        "distributed over two processes, and rows are sent to them in 8 bits with one scale for each 128 numbers.\n",
-        "![loss by step](precision-fp8.svg)\n",
+        "fp8_blockwise has scales for tiles of 1 x 128 and blocks of 128 x 128, mxfp8 for tiles of 1 x 32, both also in the experts.",
+        *([dispatch] if any(line["precision"] == DISPATCHES for line in lines) else []),
+        "\n![loss by step](precision-fp8.svg)\n",
     ]
     return "\n".join([*parts, *last_losses("precision", lines, FP8_REFERENCE)]) + "\n"
 

@@ -27,16 +27,16 @@ def test_the_largest_difference_is_that_of_the_smoothed_curves() -> None:
     step, difference = furthest(lines[2], lines[0])
     assert 30 <= step < 30 + WINDOW and difference == pytest.approx(-2.0 / WINDOW)
     states = [line(way.name, shift, 59) for way, shift in zip(STATES, (0.0, 0.341, -0.341, 0.0), strict=True)]
-    shifts = (0.0, 0.0, 0.0, 0.682), (0.0, 0.0, 0.0, 0.341)
-    fp8 = [
-        line(way.name, shift, 59, seed) for seed in range(2) for way, shift in zip(FP8_WAYS, shifts[seed], strict=True)
-    ]
+    shifts = {"mixture in fp8_blockwise": (0.682, 0.341)}
+    fp8 = [line(way.name, shifts.get(way.name, (0.0, 0.0))[seed], 59, seed) for seed in range(2) for way in FP8_WAYS]
     text = page(lines, states, fp8)
     assert "| mixture in fp8_blockwise | 3.9215 | +15.00% ± 5.00% | 3.5306 | +0.73% ± 0.24% |" in text
-    assert "means of 2 runs" in text and "means of 1 runs" not in text
+    assert "| mixture in mxfp8 | 3.4100 | +0.00% ± 0.00% |" in text
+    assert "With fp8_dispatch" in text and "With fp8_dispatch" not in page(lines, states, fp8[:1])
+    assert "Means of 2 runs" in text and "Means of 1 runs" not in text
     assert "| bfloat16 moments | 3.7510 | +10.00% | 3.5221 | +0.49% |" in text
     assert "| bfloat16 | 4.0000 | 3.4100 | +0.0500 |" in text and "| float32 | 4.0000 | 3.4100 | - | - | - |" in text
-    assert "16,384 at the end: 2 steps were skipped" in text and "2.0 million parameters" in text
+    assert "16,384 in the last step: 2 steps were skipped" in text and "2.0 million parameters" in text
 
 
 def test_the_picture(tmp_path: Path) -> None:
