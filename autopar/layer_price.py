@@ -33,6 +33,7 @@ class LayerPrice:
     ``backward_s``       the backward pass
     ``communication_s``  the exposed communication in both, with waits for slower ranks and exposed copies to and from the host
     ``weight_s``         the part of ``backward_s`` that computes and accumulates weight gradients (``price.split``)
+    ``paired_s``         saved if a forward and a backward run as a pair (``Schedule.paired``)
     ``step_s``           once per step: gradient reduction and ZeRO's gathers if not in every microbatch, the optimizer
     ===================  =============================================================================================
 
@@ -47,6 +48,7 @@ class LayerPrice:
     ``host_bytes``           in host memory during the whole step
     ``nvme_bytes``           on NVMe during the whole step
     ``host_saved_bytes``     in host memory, per microbatch in flight
+    ``in_turns``             1 if a forward and a backward run in turns as a pair, so that the transients of both are live
     ``segment``              the number of consecutive layers that are recomputed as one
     ``segment_saved_bytes``  saved by the first layer of a segment; ``saved_bytes`` is one layer's share of it, rounded down, and
                              ``transient_bytes`` the peak after the whole segment is recomputed
@@ -68,7 +70,9 @@ class LayerPrice:
     new_gradient_bytes: int = 0
     boundary_bytes: int = 0
     weight_s: float = 0.0
+    paired_s: float = 0.0
     deferred_bytes: int = 0
+    in_turns: int = 0
     host_bytes: int = 0
     host_saved_bytes: int = 0
     segment: int = 1

@@ -113,6 +113,11 @@ class ParallelPins:
             name, _ = technique.split(value)
             for conflict in conflicts_of(technique):
                 others = [other.partition(":")[0] for other in decided[conflict.other]]
+                if name in conflict.values and others == [""] and conflict.pinned:
+                    raise UsageError(
+                        f"{layer} is pinned to {technique.name}={value}, which needs a pinned {conflict.other}",
+                        f"pin {conflict.other}={conflict.pinned}: {conflict.why}",
+                    )
                 if name in conflict.values and set(others) <= set(conflict.others):
                     raise UsageError(
                         f"{technique.name}={value} cannot be combined with {conflict.other}={others[0]}, to which {layer} is pinned",

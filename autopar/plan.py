@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import Schedule
-from autopar.techniques import DEFAULTS, DEVIATIONS, LAYER, PLAN, UNDER_SPLIT, Options, read_options
+from autopar.techniques import DEFAULTS, DEVIATIONS, LAYER, PLAN, Options, read_options
 from autopar.techniques.sync import SYNC
 from autopar.units import seconds
 
@@ -219,7 +219,7 @@ class Strategy:
     def under(self, schedule: Schedule) -> Strategy:
         """Return the strategy for a pipeline of this schedule: a schedule that splits the backward pass computes weight gradients in a
         later action, and so determines the value of some techniques."""
-        return self.with_options(**UNDER_SPLIT) if schedule.split else self
+        return dataclasses.replace(self, options=self.options.under(schedule)) if schedule.split else self
 
     @property
     def dense(self) -> Strategy:

@@ -18,7 +18,7 @@ from autopar.errors import UsageError
 from autopar.pins import PINS, read_pins
 from autopar.plan import ALLOWED, DEGREES, SEQUENCES, Memory, Prediction, Role, copy_counts
 from autopar.precision import FLOAT8, PRECISIONS, several_fp8_recipes
-from autopar.schedules import NO_PIPELINE, SCHEDULES, Schedule, refusal
+from autopar.schedules import NO_PIPELINE, PAIRED, SCHEDULES, Schedule, refusal
 from autopar.techniques import LAYER, PLAN, conflict
 from autopar.techniques.technique import Technique
 
@@ -326,7 +326,7 @@ def check_plan(data: Any) -> None:
     _check_schedule(data)
     _check_stages(data)
     for i, layer in enumerate(data["layers"]):
-        _check_layer(f"layers[{i}]", layer, data["mesh"])
+        _check_layer(f"layers[{i}]", layer, data["mesh"], data["schedule"])
     for technique in PLAN:
         value = technique.read(data)
         most = technique.mode(value).max_zero
@@ -428,7 +428,7 @@ def _check_stages(data: Mapping[str, Any]) -> None:
         raise MalformedFileError(f"the stages have {bounds[-1]} layers, and there are {layers}")
 
 
-def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[str, Any]]) -> None:
+def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[str, Any]], schedule: str) -> None:
     """Check that there is a role per axis, that degrees agree with the roles, and that the strategy is valid."""
     roles = [Role(value) for value in layer["roles"]]
     if len(roles) != len(mesh):
@@ -459,6 +459,8 @@ def _check_layer(where: str, layer: Mapping[str, Any], mesh: Sequence[Mapping[st
         found = conflict(technique, value, options)
         wrong[f"{technique.name} {value} under ZeRO {zero}"] = technique.mode(value).min_zero > zero
         wrong[f"{technique.name} {value} and {found and f'{found.other} {options[found.other]}'}"] = found is not None
+        unpaired = technique.mode(value).overlaps_pairs and schedule not in PAIRED
+        wrong[f"{technique.name} {value} under the schedule {schedule}"] = unpaired
         refused = technique.refused_roles(value, roles)
         wrong[f"{technique.name} {value}, and {refused}"] = bool(refused)
     for what, is_so in wrong.items():

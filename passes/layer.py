@@ -12,7 +12,6 @@ from autopar.graph import LayerClass
 from autopar.ops.meta import meta
 from autopar.plan import Strategy
 from autopar.sharding import AxisTypes, Sharding, local_shape
-from autopar.techniques import UNDER_SPLIT
 from autopar.types import SpmdType
 from passes.collectives import MICROBATCH, convert, insert_collectives_pass
 from passes.defer_weights import defer_weights_pass
@@ -114,7 +113,7 @@ def local_layer(
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
     the input gradients; if there are any, ``strategy`` must come from ``Strategy.under``."""
-    assert not deferred or strategy.options == strategy.options.replace(**UNDER_SPLIT), strategy
+    assert not deferred or strategy.options.admits_split, strategy
     graph_sharding = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, graph_sharding)
     flow = gradient_flow(cls)

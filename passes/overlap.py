@@ -3,6 +3,8 @@
 **Early collectives** (``tensor``). ``products_of`` decides which products are joined with the conversion of their input, so that the
 input gradient is reduced while the weight gradients are computed. The program calls ``autopar.program.kernels_overlap``.
 
+**Pairs** (``pairs``). The program runs the all-to-alls of experts by ``autopar.program.pairs``.
+
 **Halves** (``halves``). The two halves of a microbatch take turns: ``refusal`` says why a layer cannot be halved, ``turns_of`` where its
 halves take turns and which collectives are in flight meanwhile. ``autopar.program.halves`` runs the halves.
 
@@ -31,7 +33,7 @@ from autopar.plan import Axis
 from autopar.program import kernels_overlap
 from autopar.rules.traffic import DISPATCHES
 from autopar.sharding import AxisTypes, Sharding
-from autopar.techniques.overlap import HALVES, TENSOR
+from autopar.techniques.overlap import HALVES, IN_PAIRS, TENSOR
 from autopar.types import I, R, S
 from passes.collectives import MICROBATCH, convert
 from passes.communication import Conversion, conversions, typed_values
@@ -43,7 +45,22 @@ def rewrite_local(gm: fx.GraphModule, cls: LayerClass, sharding: Sharding, value
     """Rewrite the local graph of ``cls`` for a value of ``overlap``; see ``passes.rewrite.LocalRewrite``."""
     if value == TENSOR:
         return _join_products(gm, cls, sharding)
+    if value == IN_PAIRS:
+        return _mark_exchanges(gm, sharding)
     return _mark_turns(gm, cls, sharding) if value == HALVES else gm
+
+
+def _mark_exchanges(gm: fx.GraphModule, sharding: Sharding) -> fx.GraphModule:
+    """Mark the mixtures of experts whose all-to-alls overlap the other pass of a pair."""
+    for node in gm.graph.nodes:
+        if isinstance(node.target, Experts) and _dispatches(node, sharding.types):
+            meta(node)["kernel_send"] = "pairs.send"
+    return gm
+
+
+def _dispatches(node: fx.Node, types: Sequence[AxisTypes]) -> bool:
+    """Return whether a mixture of experts exchanges rows on some axis."""
+    return any(t.kernel.get(node.name) in DISPATCHES for t in types)
 
 
 # -- early collectives -------------------------------------------------------------------------------------------------
@@ -320,7 +337,7 @@ def turns_of(cls: LayerClass, types: Sequence[AxisTypes], gradient: Mapping[str,
         if (rows or one.value not in position) and _is_async(one):
             first[one.value, one.target] = position.get(one.readers[0][0], len(nodes))
     producers = {read: position.get(read[0], -1) for read in first}
-    experts = tuple(i for i, n in enumerate(nodes) if any(t.kernel.get(n.name) in DISPATCHES for t in types))
+    experts = tuple(i for i, n in enumerate(nodes) if _dispatches(n, types))
     shared = frozenset(read for read in first if not types[0].produced[read[0]].sharded)
     turns: set[int] = set()
     for read, at in sorted(first.items(), key=lambda item: item[1]):

@@ -162,6 +162,7 @@ def experts_call(node: fx.Node, texts: Texts) -> tuple[str, list[str]]:
     rest = [f"{key}={literal(value, texts)}" for key, value in node.kwargs.items()]
     rest += ["weights_first=True"] if op.weights_first else []
     rest += ["dispatch=kernels_fp8.TILED_ROWS"] if op.fp8_dispatch else []
+    rest += [f"send={meta(node)['kernel_send']}"] if meta(node).get("kernel_send") else []
     given = [", ".join(part) for part in (tokens, [experts], rest) if part]
     if send := meta(node).get("kernel_async_op"):
         return "yield from kernels_experts.in_steps", [send, f"({given[0]})", *given[1:]]

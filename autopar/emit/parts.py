@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from autopar.emit.stage import layer_path, layer_spec, own_spec
+from autopar.ops.meta import meta
 from autopar.plan import NARROW
 from autopar.precision import FLOAT16
 from autopar.program.optimizers import cut
@@ -42,6 +43,8 @@ def _schedule(program: LocalProgram) -> str:
         return "microbatches.Microbatches"
     if schedule.copies > 1:
         return "chimera.Chimera"
+    if any(meta(node).get("kernel_send") for local in program.layers for node in local.graph.graph.nodes):
+        return "pairs.PairedPipeline"
     return "split_pipeline.SplitPipeline" if schedule.split else "pipeline.Pipeline"
 
 

@@ -81,6 +81,8 @@ class NodeMeta(TypedDict, total=False):
     """Whether one async conversion serves both halves."""
     issued_after: list[fx.Node]
     """The async conversions that are issued right after the node."""
+    kernel_send: str
+    """The name of the function that exchanges the rows of a mixture of experts. Written by the passes of techniques, read by ``emit``."""
     module: str
     """The path of the torch module that computes the node, relative to the layer. Written and read by ``emit``."""
     body: str

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from autopar.devices import Cluster
 from autopar.layer_price import NAMES, LayerPrice, LayerPrices
 from autopar.plan import Strategy
-from autopar.price.elementwise import most
+from autopar.price.elementwise import least, most
 from autopar.price.host import OffloadedStateBytes, exposed_copy_s
 from autopar.price.live_memory import LayerMemory, PrefetchContext
 from autopar.price.microbatch import Microbatch, Pass, PeakMemory, SavedActivations
@@ -76,6 +76,8 @@ class _Figures(NamedTuple):
     backward_host_s: float
     recomputed_s: float
     weight_s: float
+    paired_s: float
+    in_turns: int
     copied_bytes: float
     host_bytes: float
     saved_bytes: float
@@ -105,6 +107,8 @@ class _Figures(NamedTuple):
             backward.host_s + again.host_s,
             again.compute_s,
             microbatch.passes.weight_s,
+            microbatch.passes.paired_s,
+            microbatch.passes.in_turns,
             kept.copied_bytes,
             kept.host_bytes,
             kept.saved_bytes,
@@ -172,6 +176,9 @@ class _Alike:
             last_s = exposed(back_s + seconds.reduce, backward_s + copies_s[2])
             step_s = step_s + (copies_s[2] + last_s - exposed(back_s, backward_s) + waits_s[2])
         weight_s = own.weight_s + accumulate_s
+        # a pair takes no less time than the arithmetic or the launches of its passes
+        unhidden_s = forward_s + own.forward_wire_s - most(own.forward_s + copies_s[0], own.forward_host_s)
+        unhidden_s = unhidden_s + backward_s + own.backward_wire_s - most(device_s, own.backward_host_s)
         return self._bytes(states) | {
             "forward_s": forward_s + forward_wire_s + forward_exposed,
             "backward_s": backward_s + backward_wire_s + backward_exposed,
@@ -180,6 +187,8 @@ class _Alike:
             "flops": replicas.flops,
             # if launches take longer than the device's work, the weight gradients have the same share of the launches
             "weight_s": _ratio(weight_s, device_s) * backward_s,
+            "in_turns": own.in_turns,
+            "paired_s": least(own.paired_s, unhidden_s),
             "host_bytes": states.host * np.ceil(updated),
             "nvme_bytes": states.nvme * np.ceil(updated),
         }
@@ -288,7 +297,8 @@ def least_time_s(microbatch: Microbatch, trainer: TrainerModel) -> float:
     recomputation: these only add work or exposed communication."""
     forward, backward = microbatch.forward, microbatch.backward
     slowdown = microbatch.sized.cluster.overlap_slowdown
-    return sum(max(p.compute_s + _exposed_s(p, trainer, slowdown), p.host_s) for p in (forward, backward))
+    both_s = sum(max(p.compute_s + _exposed_s(p, trainer, slowdown), p.host_s) for p in (forward, backward))
+    return both_s - microbatch.passes.paired_s
 
 
 def _exposed_s(part: Pass, trainer: TrainerModel, slowdown: float) -> float:

@@ -89,6 +89,7 @@ class PeakMemory:
 class Passes:
     """The two passes of a microbatch. ``weight_s`` are the backward's seconds of arithmetic for weight gradients alone, ``parts`` is the
     number of equal parts of the microbatch, ``part`` one of them, and ``shared`` the part's collectives that run once for all parts.
+    ``paired_s`` are the seconds that both passes save if they run as a pair, and ``in_turns`` says whether they then take turns.
 
     ``find_peaks`` computes ``peaks`` when they are first read: bounds of seconds don't read them.
     """
@@ -100,6 +101,8 @@ class Passes:
     part: SizedClass
     parts: int = 1
     shared: tuple[CollectivePair, ...] = ()
+    paired_s: float = 0.0
+    in_turns: bool = False
 
     @cached_property
     def peaks(self) -> PeakMemory:

@@ -1,6 +1,6 @@
 r"""The forward and the backward pass of a layer's microbatch: when collectives run, and how much of their time is exposed.
 
-A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and except under two options:
+A layer waits for its collectives, except for those that a kernel overlaps with its own arithmetic, and except under three options:
 
 **Early collectives** (``passes.overlap``): the input gradient of a column-parallel product is reduced while weight gradients are computed.
 
@@ -16,6 +16,9 @@ last piece is followed by the next layer's first piece. If something runs before
 copies to the host), all parts wait at the layer's ends: no piece follows there, and collectives there are exposed. The batch is then also
 split and joined at these ends, which copies the layer's input gradient and its result.
 
+**Pairs** (``program.pairs``): if a forward and a backward of the layer run as a pair, the all-to-alls of experts in each overlap the
+arithmetic of the other; ``Passes.paired_s`` is what the pair saves. The other pass is assumed to run layers of the same class and strategy.
+
 A parameter is gathered, or converted otherwise, once for all parts, and this collective counts as exposed. Each part has gradients of all
 parameters, which are added up: until those of the next part are added, at most one more gradient of every parameter is live.
 """
@@ -23,6 +26,7 @@ parameters, which are added up: until those of the next part are added, at most 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -53,6 +57,9 @@ def passes(sized: SizedClass, strategy: Strategy, part: Part, trainer: TrainerMo
         found = _part_and_turns(sized.bound, part, strategy.options)
         if not isinstance(found, str):
             return _in_turn(plain(sized), parts, *found, strategy.uninterrupted, trainer)
+    if trainer.starts_early and strategy.options.overlaps_pairs:
+        exchanges = any(pair.router or pair.routing for pair in sized.bound.pairs)
+        return dataclasses.replace(plain(sized), paired_s=paired_s(sized, trainer), in_turns=exchanges)
     return _early(sized, trainer) if trainer.starts_early and strategy.options.early_collectives else plain(sized)
 
 
@@ -121,6 +128,41 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
     return sized.peaks(live)
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+
+def paired_s(sized: SizedClass, trainer: TrainerModel) -> float:
+    """Return the seconds by which a forward and a backward of the layer are shorter as a pair. Mixtures that relay rows count as if they
+    saved nothing, although the program overlaps them."""
+    if "paired_s" not in sized.cache:
+        table, cluster = sized.bound.table, sized.cluster
+        relayed = {pair.op for pair in sized.bound.pairs if pair.op and pair.routing is not None}
+        found = [pair for pair in sized.bound.pairs if pair.router is not None and pair.op not in relayed]
+        found.sort(key=lambda pair: table.index[pair.op])
+        mixtures = list(zip(found[::2], found[1::2], strict=True))  # the exchanges of rows to their experts, and back
+        at = [table.index[pair.op] for pair in found[::2]]
+        cuts = list(itertools.pairwise([0, *sorted((*at, *(op + 1 for op in at))), len(table.ops)]))
+        forward = [float(sized.forward_s[start:stop].sum()) for start, stop in cuts]
+        backward = [float(sized.backward_s[start:stop].sum()) for start, stop in reversed(cuts)]
+        sent = [sized.seconds_of(pair, "forward") for pair in found]
+        sent_back = [sized.seconds_of(pair, "backward") for pair in itertools.chain(*reversed(mixtures))]
+        spans = overlapped_in_pairs(forward, sent, backward, sent_back)
+        sized.cache["paired_s"] = sum(w - trainer.exposed_early_s(w, u, cluster) for w, u in spans)
+    return float(sized.cache["paired_s"])
+
+
+def overlapped_in_pairs(
+    forward: Sequence[float], sent: Sequence[float], backward: Sequence[float], sent_back: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    """Yield the seconds of each all-to-all of a pair, with the seconds of the other pass's piece that overlaps it.
+
+    ``forward`` and ``backward`` are the seconds of each pass's pieces, ``sent`` and ``sent_back`` of the all-to-alls between them, in the
+    order in which they run. The passes take turns, and the backward begins: B0 F0 B1 F1 ..., each followed by an all-to-all until the last.
+    """
+    yield from zip(sent_back, forward, strict=False)
+    yield from zip(sent, backward[1:], strict=True)
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

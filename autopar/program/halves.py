@@ -276,16 +276,29 @@ def _after(work: Work | None, result: Finish) -> Finish:
 # -- mixtures of experts ------------------------------------------------------------------------------------------------
 
 
-def send(rows: Tensor, axes: Sequence[Axis], sent: list[int], received: list[int], formats: Formats) -> Finish:
-    """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``."""
+def send(
+    rows: Tensor,
+    axes: Sequence[Axis],
+    sent: list[int],
+    received: list[int],
+    formats: Formats,
+    issued: Callable[[], None] = lambda: None,
+    issued_backward: Callable[[], None] = lambda: None,
+) -> Finish:
+    """Start an all-to-all of rows in expert parallelism, while the other half computes: a ``kernels_experts.Send``. ``issued`` and
+    ``issued_backward`` are called after the all-to-all of the forward or the backward pass is issued."""
     group = group_of(*axes)
     there, back = formats
 
     def forward(x: Tensor) -> Finish:
-        return _exchange(x, group, sent, received, there)
+        finish = _exchange(x, group, sent, received, there)
+        issued()
+        return finish
 
     def backward(grad: Tensor) -> Finish:
-        return _exchange(grad, group, received, sent, back)
+        finish = _exchange(grad, group, received, sent, back)
+        issued_backward()
+        return finish
 
     return begin(rows, forward, backward).wait
 

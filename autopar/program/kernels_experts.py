@@ -150,6 +150,7 @@ def experts(
     partial_axes: Sequence[Axis] = (),
     weights_first: bool = False,
     dispatch: RowFormat | None = None,
+    send: Send | None = None,
 ) -> Tensor:
     """Return ``sum_j weights[..., j] * expert[index[..., j]](x)`` for ``x [..., h]`` and ``index``, ``weights`` ``[..., k]``: ``[..., h]``.
     With ``weights_first`` the rows are weighted before their experts: ``sum_j expert[index[..., j]](weights[..., j] * x)``.
@@ -158,9 +159,12 @@ def experts(
     ``exchange`` and ``relay`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them, over ``relay`` in
     a hop of its own. ``partial_axes`` are the axes on which the result is a partial sum (P): the other ``owners``, and the axes that shard
     another dim of the parameters. ``dispatch`` is the format in which rows, and gradients of results, are sent to the experts' owners.
+    ``send`` exchanges the rows; by default the exchange is synchronous.
     """
     axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
-    steps = in_steps(_send_and_wait, (x, index, weights), parameters, body, count, weights_first, dispatch, **axes)
+    steps = in_steps(
+        send or _send_and_wait, (x, index, weights), parameters, body, count, weights_first, dispatch, **axes
+    )
     while True:
         try:
             next(steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -98,17 +98,16 @@ class _ReceiveBuffers(dict[int, Any]):
         super().__setitem__(microbatch, self.get(microbatch - self._depth, infos))
 
 
-_MULTI_STAGE_SCHEDULES: dict[str, Any] = {
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
-"""Torch's schedules with several (virtual) stages per pipeline rank, by their names in plans."""
-
-
 class Pipeline(Microbatches):
     """Runs the microbatches with the torch schedule that the plan names."""
+
+    schedules: ClassVar[dict[str, Any]] = {
+        "interleaved-1f1b": ScheduleInterleaved1F1B,
+        "zero-bubble": ScheduleInterleavedZeroBubble,
+        "zbv": ScheduleZBVZeroBubble,
+        "dualpipev": ScheduleDualPipeV,
+    }
+    """The schedules with several (virtual) stages per pipeline rank, by their names in plans."""
 
     def _prepare(self) -> None:
         self._schedule = self._make_schedule()
@@ -123,8 +122,8 @@ class Pipeline(Microbatches):
         # scale_grads would divide the gradients by the number of microbatches
         options: dict[str, Any] = {"loss_fn": lambda loss, _: self._term(loss), "scale_grads": False}
         name = self.program.plan["schedule"]
-        if name in _MULTI_STAGE_SCHEDULES:
-            return _MULTI_STAGE_SCHEDULES[name](stages, self.microbatches, **options)
+        if name in self.schedules:
+            return self.schedules[name](stages, self.microbatches, **options)
         schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
         (stage,) = stages
         if name == "1f1b":

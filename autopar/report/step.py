@@ -112,7 +112,7 @@ def _actions(
     moments = memory_timeline(graph, cluster, pricer, plan)
     spans = {
         (span.kind, span.stage, span.microbatch): span
-        for span in timeline(schedule, cost.forward_s, cost.backward_s, cost.weight_s)
+        for span in timeline(schedule, cost.forward_s, cost.backward_s, cost.weight_s, cost.paired_s)
     }
     end_s = max(span.stop_s for span in spans.values())
     out = _sends(graph, pricer, plan, sends)

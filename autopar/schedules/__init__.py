@@ -46,6 +46,9 @@ SCHEDULES = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUB
 SPLIT = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUALPIPE_V)
 """Schedules that split a backward into input gradients and weight gradients (``program.weight_gradients``)."""
 
+PAIRED = (DUALPIPE_V,)
+"""Schedules that pair forwards of some microbatches with backwards of others (``orders.Group``)."""
+
 MULTI_STAGE = (INTERLEAVED, *SPLIT, CHIMERA)
 """Schedules that may give a pipeline rank several stages."""
 
@@ -70,6 +73,16 @@ class Schedule:
     def split(self) -> bool:
         """Whether the schedule splits backwards into input gradients and weight gradients."""
         return self.name in SPLIT
+
+    @property
+    def paired(self) -> bool:
+        """Whether the schedule pairs forwards of some microbatches with backwards of others."""
+        return self.name in PAIRED
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of a stage's seconds (``step_time``)."""
+        return 2 + self.split + self.paired
 
     @property
     def multi_stage(self) -> bool:

@@ -2,7 +2,7 @@
 
 A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them when it ends. Zero-bubble schedules
 split a backward into input gradients (action ``I``) and weight gradients (``W``): ``I`` frees the activations except the *waiting* bytes,
-which ``W`` reads and frees. A running action also needs its stage's transient memory.
+which ``W`` reads and frees. A running action also needs its stage's transient memory, and a pair of actions in turns that of both stages.
 
 If backwards are not split, a device's memory peaks at its first backward: the microbatches of all earlier forwards are in flight. If
 backwards are split, or microbatches go in both directions, memory may peak at any action, depending on the bytes that the stages save.
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.schedules import GPIPE, NO_PIPELINE, ONE_F_ONE_B, Schedule
-from autopar.schedules.orders import Action, device_order
+from autopar.schedules.orders import Group, device_groups, device_order
 
 Indices = NDArray[np.int64]
 
@@ -42,11 +42,11 @@ def peak_counts(schedule: Schedule) -> PeakCounts:
     for d in range(schedule.pipeline):
         stages = schedule.stages_of(d)
         if schedule.peak_varies:
-            counts, running_index = peak_moments(schedule, d)
+            counts, runs = peak_moments(schedule, d)
             moment = int(counts.sum(axis=1).argmax())
             for stage, pair in zip(stages, counts_by_stage(schedule, d, counts[moment]), strict=True):
                 in_flight[stage], waiting[stage] = pair
-            running.append(stages[int(running_index[moment])])
+            running.append(stages[int(runs[moment].argmax())])
         else:
             stage = stages[0]
             for _, stage, _ in itertools.takewhile(lambda action: action[0] == "F", device_order(schedule, d)):
@@ -57,13 +57,14 @@ def peak_counts(schedule: Schedule) -> PeakCounts:
 
 @functools.lru_cache(maxsize=512)
 def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
-    """Return the moments at which a device's memory may peak: the microbatches in flight ``[moment, stage]``, and the index of the running
-    stage ``[moment]``. If backwards are split, as many columns follow for the microbatches between ``I`` and ``W``. Moments that another
-    moment with the same running stage dominates are left out."""
+    """Return the moments at which a device's memory may peak: the microbatches in flight ``[moment, stage]``, and whether each stage runs
+    ``[moment, stage]``. If backwards are split, as many columns follow for the microbatches between ``I`` and ``W``. Moments that another
+    moment with the same running stages dominates are left out."""
     stages = schedule.stages_of(device)
     chunks = len(stages)
     index = {stage: k for k, stage in enumerate(stages)}
-    order = list(device_order(schedule, device))
+    groups = list(device_groups(schedule, device))
+    order = [action for group in groups for action in group]
     kind = np.array([kind for kind, _, _ in order])
     chunk = np.array([index[stage] for _, stage, _ in order])
     change = np.zeros((len(order), 2 * chunks), dtype=np.int64)
@@ -76,13 +77,20 @@ def peak_moments(schedule: Schedule, device: int) -> tuple[Indices, Indices]:
     # activations stay live while their backward runs; during I, waiting bytes gradually replace saved ones: I peaks at its start or end
     during = after - np.where((kind == "I")[:, None], change, np.minimum(change, 0))
     split = kind == "I"
-    rows = np.unique(np.vstack([np.column_stack([chunk, during]), np.column_stack([chunk, after])[split]]), axis=0)
+    runs = _runs(groups, stages)
+    rows = np.unique(np.vstack([np.column_stack([runs, during]), np.column_stack([runs, after])[split]]), axis=0)
     keep = np.ones(len(rows), dtype=bool)
     for i, row in enumerate(rows):
-        dominates = (rows[:, 0] == row[0]) & (rows[:, 1:] >= row[1:]).all(axis=1)
+        dominates = (rows[:, :chunks] == row[:chunks]).all(axis=1) & (rows[:, chunks:] >= row[chunks:]).all(axis=1)
         dominates[i] = False
         keep[i] = not dominates.any()
-    return rows[keep, 1:], rows[keep, 0]
+    return rows[keep, chunks:], rows[keep, :chunks]
+
+
+def _runs(groups: Sequence[Group], stages: Sequence[int]) -> Indices:
+    """Return whether each of a device's stages runs during each action, ``[action, stage]``: those of a pair run together."""
+    together = [{stage for _, stage, _ in group} for group in groups for _ in group]
+    return np.array([[stage in running for stage in stages] for running in together], dtype=np.int64)
 
 
 def counts_by_stage(schedule: Schedule, device: int, counts: Indices) -> tuple[tuple[int, int], ...]:
@@ -134,29 +142,36 @@ def device_buffers(schedule: Schedule, device: int) -> int:
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """Bytes for each stage of one device: a microbatch's saved activations, those of them that stay live between ``I`` and ``W``, and an
-    action's transient memory."""
+    action's transient memory. ``in_turns``: the actions of a pair run in turns, not one after the other."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
     transients: tuple[int, ...]
+    in_turns: bool = False
+
+    def running(self, runs: Indices) -> Indices:
+        """Return the transient bytes of running stages, from whether each stage runs: ``[action, stage]``."""
+        found = runs * np.array(self.transients, dtype=np.int64)
+        return np.asarray(found.sum(axis=1) if self.in_turns else found.max(axis=1))
 
 
-def live_bytes(order: Sequence[Action], stages: Sequence[int], sizes: StageBytes) -> tuple[Indices, Indices]:
+def live_bytes(groups: Sequence[Group], stages: Sequence[int], sizes: StageBytes) -> tuple[Indices, Indices]:
     """Return activation bytes and transient bytes ``[action]`` while each action of a device with ``stages`` runs. Activations that an
     action saves or frees count while it runs."""
+    order = [action for group in groups for action in group]
     at = np.array([stages.index(stage) for _, stage, _ in order], dtype=np.intp)
-    saved, transients = np.array(sizes.saved, dtype=np.int64), np.array(sizes.transients, dtype=np.int64)
+    saved = np.array(sizes.saved, dtype=np.int64)
     kind, waiting = np.array([kind for kind, _, _ in order]), np.array(sizes.waiting, dtype=np.int64)[at]
     change = np.select([kind == "F", kind == "B", kind == "I"], [saved[at], -saved[at], waiting - saved[at]], -waiting)
-    return np.cumsum(change) - np.minimum(change, 0), transients[at]
+    return np.cumsum(change) - np.minimum(change, 0), sizes.running(_runs(groups, stages))
 
 
 def peak(schedule: Schedule, device: int, sizes: StageBytes) -> tuple[int, int, int]:
     """Return activation bytes and transient bytes when a device's memory peaks, and that moment's index in ``peak_moments``."""
     if not schedule.multi_stage:  # one stage, whose memory peaks at the first backward
         return peak_counts(schedule).in_flight[device] * sizes.saved[0], sizes.transients[0], 0
-    counts, running = peak_moments(schedule, device)
+    counts, runs = peak_moments(schedule, device)
     activations = counts @ np.array([*sizes.saved, *sizes.waiting], dtype=np.int64)[: counts.shape[1]]
-    transients = np.array(sizes.transients, dtype=np.int64)[running]
+    transients = sizes.running(runs)
     moment = int(np.argmax(activations + transients))
     return int(activations[moment]), int(transients[moment]), moment

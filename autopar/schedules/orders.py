@@ -3,8 +3,8 @@
 An action is ("F", "B", "I" or "W", stage, microbatch): a forward (F), a full backward (B), or the input gradients (I) or the weight
 gradients (W) of a split backward. GPipe, 1F1B and interleaved 1F1B run full backwards. ``zero-bubble`` is interleaved 1F1B (or 1F1B) that
 delays W, which then fills bubbles; ``zbv`` and ``dualpipev`` have two stages on each device, in a V: the first device has the first and the
-last stage. ``dualpipev`` pairs some forwards and backwards for overlap; torch 2.13 runs the two one after the other, and sends the
-forward's result when both are done.
+last stage. ``dualpipev`` pairs some forwards and backwards, whose communication may overlap (``program.pairs``), and sends their results
+when both are done.
 
 ``chimera`` runs full backwards of two pipelines in opposite directions (``_chimera``).
 

@@ -5,7 +5,8 @@ The time is exact for the action lists that ``torch.distributed.pipelining`` run
 actions, so it never falls when a stage gets slower. ``textbook_paths`` gives linear lower bounds of that path for the solvers.
 
 ``parts[part, stage]`` are the seconds of the stages: forward and backward; or, if backwards are split, forward, input gradients and weight
-gradients.
+gradients; and, if the schedule pairs passes, minus the seconds that a stage's passes save in pairs. A pair begins when both inputs have
+arrived, and takes the seconds of both passes less what they save: the minimum of what the two stages save.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from numpy.typing import NDArray
 
 from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autopar.schedules.memory import peak_counts
-from autopar.schedules.orders import device_groups, device_order, warm_forwards
+from autopar.schedules.orders import device_groups, warm_forwards
 
 Array = NDArray[np.float64]
 
 KINDS = ("F", "B", "I", "W")
+
+_ROWS = (*KINDS, "paired B", "wait")
+"""The kinds of ``_seconds``: a wait for a pair's inputs takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,7 @@ class _Program:
 def _program(schedule: Schedule) -> _Program:
     pp, stages, microbatches = schedule.pipeline, schedule.stages, schedule.microbatches
     groups = [list(device_groups(schedule, rank)) for rank in range(pp)]
-    device = [*schedule.rank_of_stage, -1]
-    slot = {(kind, s): k * stages + s for k, kind in enumerate(KINDS) for s in range(stages)}
+    slot = {(kind, s): k * stages + s for k, kind in enumerate(_ROWS) for s in range(stages)}
     # the action after which a result has been sent: rows 0 to stages - 1 are for forwards, the following rows for backwards
     sent: list[list[int | None]] = [[None] * microbatches for _ in range(2 * stages)]
     nothing: list[int | None] = [-1] * microbatches
@@ -72,16 +75,18 @@ def _program(schedule: Schedule) -> _Program:
                 received = [source[kind, stage][i] for kind, stage, i in order[k]]
                 if None in received:
                     break
-                for (kind, stage, i), number in zip(order[k], received, strict=True):
+                group = list(order[k])
+                if len(group) > 1:
+                    (_, forward, i), (_, backward, j) = group
+                    group = [("wait", backward, j), ("F", forward, i), ("paired B", backward, j)]
+                    received = [received[1], received[0], -1]
+                for (kind, stage, i), number in zip(group, received, strict=True):
                     assert number is not None
                     found.waits.append((slot[kind, stage], last[rank], number))
                     found.microbatch.append(i)
                     last[rank] = len(found.waits) - 1
+                for kind, stage, i in order[k]:  # the results of a pair are sent when both actions have ended
                     if kind != "W":
-                        sent[stage if kind == "F" else stages + stage][i] = last[rank]
-                for kind, stage, i in order[k] if len(order[k]) > 1 else ():
-                    # the results of overlapped actions are sent when all of them have ended
-                    if device[stage + 1 if kind == "F" else stage - 1] != rank:
                         sent[stage if kind == "F" else stages + stage][i] = last[rank]
                 k += 1
                 advanced = True
@@ -95,35 +100,52 @@ def _seconds(parts: Array) -> Array:
     """Return seconds for each kind and stage, ``[kind * stages + stage, ...]``, from ``parts[part, stage, ...]``."""
     forward, inputs = parts[:2]
     weights = parts[2] if len(parts) > 2 else np.zeros_like(inputs)
-    return np.concatenate([forward, inputs + weights, inputs, weights])
+    backward = inputs + weights
+    saved = (
+        np.maximum(parts[3], parts[3][::-1]) if len(parts) > 3 else np.zeros_like(inputs)
+    )  # the other stage is the mirrored one
+    return np.concatenate([forward, backward, inputs, weights, backward + saved, np.zeros_like(inputs)])
 
 
 def counted(schedule: Schedule, counts: Array) -> Array:
     """Return how often a path contains each part of each stage, from its actions ``counts[..., kind, stage]`` (``_seconds`` transposed)."""
-    forward, backward, inputs, weights = np.moveaxis(counts, -2, 0)
-    return np.stack([forward, backward + inputs, *([backward + weights] if schedule.split else [])])
+    forward, backward, inputs, weights, paired, _ = np.moveaxis(counts, -2, 0)
+    backward = backward + paired
+    return np.stack([forward, backward + inputs, backward + weights, paired][: schedule.parts])
 
 
 def parts_of(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float]
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weight_s: Sequence[float],
+    saved_s: Sequence[float] = (),
 ) -> Array:
     """Return ``parts[part, stage]``. ``weight_s``, the weight gradients' share of ``backward_s``, matters only if the schedule splits
-    backwards."""
+    backwards, and ``saved_s``, the seconds that a stage's passes save in pairs, only if it pairs passes."""
     if not schedule.split:
         return np.array([forward_s, backward_s], dtype=np.float64)
-    inputs = np.subtract(backward_s, weight_s) if len(weight_s) else backward_s
-    return np.array([forward_s, inputs, weight_s if len(weight_s) else np.zeros(len(forward_s))], dtype=np.float64)
+    none = np.zeros(len(forward_s))
+    weights, saved = weight_s if len(weight_s) else none, saved_s if len(saved_s) else none
+    found = [forward_s, np.subtract(backward_s, weights), weights, np.negative(saved)]
+    return np.array(found[: schedule.parts], dtype=np.float64)
 
 
 def timeline(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weight_s: Sequence[float] = (),
+    saved_s: Sequence[float] = (),
 ) -> tuple[Span, ...]:
-    """Return every action with its start and stop. Without a pipeline each backward runs right after its forward."""
+    """Return every action with its start and stop. Without a pipeline each backward runs right after its forward. Of a pair, the backward
+    has the seconds that the pair takes longer than the forward."""
     program, stages = _program(schedule), schedule.stages
-    done = _ends(program.waits, _seconds(parts_of(schedule, forward_s, backward_s, weight_s)).tolist())
+    done = _ends(program.waits, _seconds(parts_of(schedule, forward_s, backward_s, weight_s, saved_s)).tolist())
     return tuple(
-        Span(slot % stages, KINDS[slot // stages], i, max(done[previous], done[received]), stop)
+        Span(slot % stages, _ROWS[slot // stages][-1], i, max(done[previous], done[received]), stop)
         for (slot, previous, received), i, stop in zip(program.waits, program.microbatch, done, strict=False)
+        if _ROWS[slot // stages] != "wait"
     )
 
 
@@ -137,14 +159,14 @@ def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Arra
     done = _ends(waits, _seconds(parts).tolist())
     found = []
     for here in program.last:
-        counts = [0] * (len(KINDS) * schedule.stages)
+        counts = [0] * (len(_ROWS) * schedule.stages)
         if done[here] <= least_s:
             continue
         while here >= 0:
             slot, previous, received = waits[here]
             counts[slot] += 1
             here = previous if done[previous] >= done[received] else received
-        found.append(counted(schedule, np.array(counts, dtype=np.float64).reshape(len(KINDS), schedule.stages)))
+        found.append(counted(schedule, np.array(counts, dtype=np.float64).reshape(len(_ROWS), schedule.stages)))
     return found
 
 
@@ -173,7 +195,11 @@ def simulate_many(schedule: Schedule, parts: Array) -> Array:
 
 
 def simulate(
-    schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float], weight_s: Sequence[float] = ()
+    schedule: Schedule,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    weight_s: Sequence[float] = (),
+    saved_s: Sequence[float] = (),
 ) -> float:
     """Return the seconds from the first forward to the last backward (the last stop of ``timeline``, without building it)."""
     stages, microbatches = len(forward_s), schedule.microbatches
@@ -182,7 +208,13 @@ def simulate(
         return microbatches * (forward_s[0] + backward_s[0])
     if schedule.name == GPIPE:
         return lower_bound(schedule, forward_s, backward_s)
-    return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s))
+    return simulate_parts(schedule, parts_of(schedule, forward_s, backward_s, weight_s, saved_s))
+
+
+def saved_in_pairs(schedule: Schedule, device: int, saved_s: Sequence[float]) -> float:
+    """Return the seconds that all pairs of a device save; ``saved_s`` as in ``parts_of``."""
+    pairs = (group for group in device_groups(schedule, device) if len(group) > 1)
+    return sum(min(saved_s[stage] for _, stage, _ in pair) for pair in pairs)
 
 
 def warm_up(schedule: Schedule) -> tuple[int, ...]:
@@ -264,9 +296,14 @@ def textbook_paths(schedule: Schedule) -> Array:
 
 def _split_paths(schedule: Schedule) -> Array:
     """Return four paths per device: from its first action (``upto``) or first backward (``round``) to its last action or last backward."""
-    paths = np.zeros((schedule.pipeline, 4, len(KINDS), schedule.stages))
+    paths = np.zeros((schedule.pipeline, 4, len(_ROWS), schedule.stages))
     for d in range(schedule.pipeline):
-        order = [(KINDS.index(kind), stage) for kind, stage, _ in device_order(schedule, d)]
+        groups = device_groups(schedule, d)
+        order = [
+            (_ROWS.index(f"paired {kind}" if kind == "B" and len(group) > 1 else kind), stage)
+            for group in groups
+            for kind, stage, _ in group
+        ]
         back = [k for k, (kind, _) in enumerate(order) if kind in (1, 2)]
         (first, last), turn = (back[0], back[-1]), order[back[0]][1]
         for number, (start, stop) in enumerate(itertools.product((0, first), (len(order), last + 1))):
@@ -275,5 +312,6 @@ def _split_paths(schedule: Schedule) -> Array:
             path[2, turn + 1 if start else schedule.stages :] = 1  # an input gradient of each later stage
             np.add.at(path, tuple(np.array(order[start:stop]).T), 1)
             path[2, : order[last][1] if stop <= last + 1 else 0] += 1
-    # other devices' backwards count as I (input gradient), also where a stage runs a full backward, which takes no less time
+    # other devices' backwards count as I (input gradient), also where a stage runs a full backward, which takes no less time, or a pair,
+    # which saves no more than its forward takes; the first and the last backward of a device are not in pairs
     return counted(schedule, paths).reshape(-1, 4 * schedule.pipeline, schedule.stages)

@@ -30,7 +30,7 @@ from autopar.plan import (
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import max_in_flight
-from autopar.schedules.step_time import lower_bound, simulate
+from autopar.schedules.step_time import lower_bound, saved_in_pairs, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.shared_parameters import (
@@ -56,12 +56,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of each stage: per microbatch forward, backward (``weight_s`` of it are the weight gradients that may be deferred) and
-    communication (part of both), and ``per_step_s`` once per step; and the step time."""
+    """Seconds of each stage: per microbatch forward, backward (``weight_s`` of it are the weight gradients that may be deferred),
+    ``paired_s`` that both save in pairs, and communication (part of both), and ``per_step_s`` once per step; and the step time."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...]
+    paired_s: tuple[float, ...]
     communication_s: tuple[float, ...]
     per_step_s: tuple[float, ...]
     step_time_s: float
@@ -80,7 +81,7 @@ def step_cost(
     Resharding at a cut counts for the receiving stage, and a send for the sending stage: forward to the next stage, backward to the
     previous one. If the step takes at least ``below_s``, the returned time is only a lower bound.
     """
-    forward, backward, weight, moved, steps = [], [], [], [], []
+    forward, backward, weight, paired, moved, steps = [], [], [], [], [], []
     last = len(bounds) - 2
     for s, (i, j) in enumerate(pairwise(bounds)):
         reshard = sum(edges[max(i - 1, 0) : j - 1])
@@ -89,6 +90,7 @@ def step_cost(
         forward.append(sum(p.forward_s for p in prices[i:j]) + reshard / 2 + out)
         backward.append(sum(p.backward_s for p in prices[i:j]) + reshard / 2 + back)
         weight.append(sum(p.weight_s for p in prices[i:j]))
+        paired.append(sum(p.paired_s for p in prices[i:j]))
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
@@ -96,8 +98,8 @@ def step_cost(
     if np.isfinite(below_s) and not schedule.multi_stage:
         step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
-        step = simulate(schedule, forward, backward, weight) + once
-    return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(moved), tuple(steps), step)
+        step = simulate(schedule, forward, backward, weight, paired) + once
+    return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(paired), tuple(moved), tuple(steps), step)
 
 
 def cost(instance: Instance, solution: Solution, below_s: float = np.inf) -> Cost:
@@ -382,8 +384,9 @@ def _prediction(graph: Graph, cluster: Devices, priced: PricedPlan, peak: float)
 
     work = [f + b for f, b in zip(of_device(found.forward_s), of_device(found.backward_s), strict=True)]
     slowest = max(range(len(work)), key=lambda d: work[d])
-    busy = m * work[slowest]
-    moving = m * of_device(found.communication_s)[slowest]
+    saved = saved_in_pairs(schedule, slowest, found.paired_s)
+    busy = m * work[slowest] - saved
+    moving = m * of_device(found.communication_s)[slowest] - saved
     optimizer = max(of_device(found.per_step_s))
     flops = schedule.microbatches * sum(p.flops for p in priced.prices)
     step = found.step_time_s

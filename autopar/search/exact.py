@@ -77,7 +77,7 @@ def _always_fits(instance: Instance) -> bool:
     for tables in map(instance.at, set(instance.placement.place)):
         kept = np.array([float((t.weights + most * (t.saved + t.waiting)).max()) for t in tables])
         transients = max(float(t.transient_bytes(buffers).max()) for t in tables)
-        if float(kept[instance.kind].sum()) + transients > min(instance.placement.limit):
+        if float(kept[instance.kind].sum()) + transients * (1 + instance.in_turns) > min(instance.placement.limit):
             return False
     return True
 
@@ -258,11 +258,10 @@ class _Enumeration:
             return True
         d = int(self.instance.rank_of_stage[s])
         stages = np.array(self.labels)[list(self.schedule.stages_of(d)), self.parts + 1 :]
-        counts, running = peak_moments(self.schedule, d)
+        counts, runs = peak_moments(self.schedule, d)
         each = np.concatenate([stages[:, 1], stages[:, 2]])[: counts.shape[1]]
-        return (
-            float(stages[:, 0].sum() + (counts @ each + stages[running, 3]).max()) <= self.instance.placement.limit[d]
-        )
+        transients = (runs * stages[:, 3]).sum(axis=1) if self.instance.in_turns else (runs * stages[:, 3]).max(axis=1)
+        return float(stages[:, 0].sum() + (counts @ each + transients).max()) <= self.instance.placement.limit[d]
 
     def _offer(self, solution: Solution) -> None:
         if self.schedule.multi_stage:

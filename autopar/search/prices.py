@@ -162,7 +162,7 @@ class Prices:
             chain,
             config.segments,
             m > 1,
-            config.schedule.split,
+            config.schedule.parts,
             *refused.values(),
         )
         if alike not in self._candidates:
@@ -216,7 +216,7 @@ class Prices:
             m,
             tied,
             copies,
-            config.schedule.split,
+            config.schedule.parts,
             stored,
             *small.values(),
             *map(id, pricers),
@@ -240,7 +240,7 @@ class Prices:
             if small:
                 kept = self._not_small(cls, config, listed, prices, small)
                 listed, prices = [listed[k] for k in kept], [at.take(kept) for at in prices]
-            tables[key] = make_table(listed, prices, tied, config.schedule.split) if listed else None
+            tables[key] = make_table(listed, prices, tied, config.schedule.parts) if listed else None
         return tables[key]
 
     def _everywhere(
@@ -325,7 +325,7 @@ class Prices:
         placement = self.placement(config)
         # consecutive configurations often differ only in the name and the chunks of the schedule, and then have equal tables
         schedule = config.schedule
-        alike = replace(config, schedule=replace(schedule, name="", chunks=1)), schedule.split
+        alike = replace(config, schedule=replace(schedule, name="", chunks=1)), schedule.parts
         if self._latest is None or self._latest[0] != alike:
             found = self._bind(config)
             if found is None:

@@ -42,7 +42,7 @@ class Candidates:
         """Return the candidates for a pipeline of this schedule (``Strategy.under``)."""
         if not schedule.split:
             return self
-        return replace(self, options=tuple(tuple(o.replace(**UNDER_SPLIT) for o in under) for under in self.options))
+        return replace(self, options=tuple(tuple(o.under(schedule) for o in under) for under in self.options))
 
     @cached_property
     def every(self) -> tuple[Strategy, ...]:

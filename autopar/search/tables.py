@@ -50,6 +50,7 @@ class Table:
     forward: Array
     backward: Array  # only the input gradients if backwards are split
     weight: Array  # the weight gradients if backwards are split; otherwise 0
+    paired: Array  # minus the seconds that passes save in pairs, if the schedule pairs passes; otherwise 0
     step: Array
     weights: Array  # parameters, gradients and optimizer state
     saved: Array
@@ -61,7 +62,7 @@ class Table:
     nvme: Array  # bytes on NVMe
     everything: Priced  # dominated candidates included
     elsewhere: tuple[Table, ...] = ()
-    split: bool = False  # whether backwards are split
+    parts: int = 2  # the length of ``seconds``
 
     def __len__(self) -> int:
         return len(self.strategies)
@@ -91,13 +92,13 @@ class Table:
 
     @cached_property
     def time(self) -> Array:
-        """Seconds of one microbatch, forward plus backward."""
-        return self.forward + self.backward + self.weight
+        """Seconds of one microbatch, forward plus backward, less what both save in pairs."""
+        return self.forward + self.backward + self.weight + self.paired
 
     @property
     def seconds(self) -> tuple[Array, ...]:
-        """The two or three parts of ``time``: forward, backward and, if backwards are split, weight gradients."""
-        return (self.forward, self.backward, *([self.weight] if self.split else []))
+        """The parts of ``time`` (``Schedule.parts``)."""
+        return (self.forward, self.backward, self.weight, self.paired)[: self.parts]
 
     def live(self, in_flight: float, waiting: float = 0.0) -> Array:
         """Return the live bytes of weights and of the activations of ``in_flight`` microbatches; ``waiting`` others are between the two
@@ -113,6 +114,11 @@ class Table:
     def kept(self) -> Array:
         """Bytes per microbatch that the first layer of a candidate's segment keeps; for a single layer, the bytes that it saves."""
         return np.where(self.segment > 1, self.prices.column("segment_saved_bytes"), self.saved)
+
+    @cached_property
+    def in_turns(self) -> bool:
+        """Whether pairs of passes run in turns under some candidate."""
+        return any(bool(t.prices.column("in_turns").any()) for t in self.places)
 
     @cached_property
     def layouts(self) -> tuple[Roles, ...]:
@@ -143,7 +149,7 @@ class Table:
     def columns(self) -> Array:
         """The prices by which candidates are compared, at all places: ``[candidate, price]``."""
         found = [c for t in self.places for c in (*t.seconds, t.step, t.weights, t.saved, t.transient, t.border)]
-        if self.split:
+        if self.parts > 2:
             found += [t.waiting for t in self.places]
         if self.uses:
             found += [c for t in self.places for c in (t.host, t.host_saved, t.nvme)]
@@ -160,14 +166,14 @@ class Table:
 
 
 def make_table(
-    candidates: Sequence[Strategy], prices: Sequence[LayerPrices], tied: bool = False, split: bool = False
+    candidates: Sequence[Strategy], prices: Sequence[LayerPrices], tied: bool = False, parts: int = 2
 ) -> Table:
     """Return a table without the candidates that another one of the same layout (for ``tied`` layers, with equal roles and ZeRO stage)
     dominates at every place.
 
-    ``prices`` are the candidates' prices at each place. ``split``: backwards are split.
+    ``prices`` are the candidates' prices at each place; ``parts`` is the schedule's number of parts of seconds.
     """
-    first, *others = (_one_place(Priced(tuple(candidates), at), split) for at in prices)
+    first, *others = (_one_place(Priced(tuple(candidates), at), parts) for at in prices)
     table = replace(first, elsewhere=tuple(others))
     group = table.layout_index
     if tied:
@@ -176,25 +182,26 @@ def make_table(
     return table.take(np.sort(undominated(table.columns, group)))
 
 
-def _one_place(priced: Priced, split: bool) -> Table:
+def _one_place(priced: Priced, parts: int) -> Table:
     column, nothing = priced.prices.column, np.zeros(len(priced.strategies))
-    weight = column("weight_s") if split else nothing
+    weight = column("weight_s") if parts > 2 else nothing
     return Table(
         priced,
         column("forward_s"),
         column("backward_s") - weight,
         weight,
+        -column("paired_s") if parts > 3 else nothing,
         column("step_s"),
         column("parameters_bytes") + column("gradients_bytes") + column("optimizer_bytes"),
         column("saved_bytes"),
-        column("deferred_bytes") if split else nothing,
+        column("deferred_bytes") if parts > 2 else nothing,
         column("transient_bytes"),
         column("boundary_bytes"),
         column("host_bytes"),
         column("host_saved_bytes"),
         column("nvme_bytes"),
         priced,
-        split=split,
+        parts=parts,
     )
 
 
@@ -253,6 +260,11 @@ class Instance:
     def segmented(self) -> bool:
         """Whether some candidates recompute several layers as one: their live memory is then not a sum over the layers."""
         return any(bool((table.segment > 1).any()) for table in self.kinds)
+
+    @cached_property
+    def in_turns(self) -> bool:
+        """Whether pairs of passes may run in turns: then the transients of both stages are live."""
+        return any(table.in_turns for table in self.kinds)
 
     @cached_property
     def in_flight(self) -> Indices:

@@ -2,7 +2,7 @@
 
 Parameters, gradients and optimizer state count as live throughout (gradients only exist from the first backward on, but nothing else uses
 their memory before). A forward saves its microbatch's activations; the backward of the same stage and microbatch frees them when it ends.
-If backwards are split, ``I`` replaces them with the *waiting* bytes, which ``W`` frees. The transients of a running stage are live, too.
+If backwards are split, ``I`` replaces them with the *waiting* bytes, which ``W`` frees. The transients of running stages are live, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Memory
 from autopar.schedules import Schedule
 from autopar.schedules.memory import StageBytes, counts_by_stage, device_buffers, live_bytes, peak, peak_moments
-from autopar.schedules.orders import device_order
+from autopar.schedules.orders import device_groups
 
 Counts = tuple[tuple[float, float], ...]
 """For each stage of a device: the microbatches in flight, and the microbatches between the two parts of a split backward."""
@@ -63,6 +63,7 @@ class Device:
             tuple([stage.saved for stage in found]),
             tuple([stage.deferred for stage in found]),
             tuple([stage.transients for stage in found]),
+            any(price.in_turns for prices in layers for price in prices),
         )
         parameters, gradients, optimizer = zip(*(stage.state for stage in found), strict=True)
         self.state = sum(parameters), sum(gradients), sum(optimizer)
@@ -79,8 +80,9 @@ class Device:
 
     def timeline(self) -> tuple[Moment, ...]:
         """Return every action in the order in which the device runs them, with the live memory."""
-        order = list(device_order(self.schedule, self.device))
-        activations, transient = live_bytes(order, self.schedule.stages_of(self.device), self.stages)
+        groups = list(device_groups(self.schedule, self.device))
+        order = [action for group in groups for action in group]
+        activations, transient = live_bytes(groups, self.schedule.stages_of(self.device), self.stages)
         return tuple(
             Moment(kind, stage, microbatch, Memory(*self.state, int(a), int(t)))
             for (kind, stage, microbatch), a, t in zip(order, activations, transient, strict=True)

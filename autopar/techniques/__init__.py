@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.schedules import SPLIT
+from autopar.schedules import PAIRED, SPLIT, Schedule
 from autopar.techniques.activations import ACTIVATIONS
 from autopar.techniques.compilation import COMPILATION
 from autopar.techniques.dispatch import DISPATCH
@@ -111,6 +111,16 @@ class Options(Facts):
         }
         return self.replace(**limited) if limited else self
 
+    def under(self, schedule: Schedule) -> Options:
+        """Return the options of the layer in a pipeline of this schedule."""
+        return self.replace(**{t.name: t.under(value, schedule) for t, value in zip(LAYER, self.values, strict=True)})
+
+    @cached_property
+    def admits_split(self) -> bool:
+        """Whether a schedule that splits the backward pass can run a layer with these options."""
+        modes = ((technique, technique.mode(value)) for technique, value in zip(LAYER, self.values, strict=True))
+        return all(t.under_split in ("", mode.name) or mode.overlaps_pairs for t, mode in modes)
+
     @property
     def splitting(self) -> Technique:
         """The technique that computes microbatches in parts. ``parts`` must be above 1."""
@@ -175,9 +185,11 @@ def conflicts_of(technique: Technique) -> tuple[Conflict, ...]:
     pairs = ((other.name, mode) for other in LAYER for mode in other.modes if mode.unsplittable) if in_parts else ()
     own = technique.conflicts
     if technique.under_split:
-        others = tuple(mode.name for mode in technique.modes if mode.name != technique.under_split)
         why = f"schedules that split the backward pass run with {technique.name}={technique.under_split}"
-        own = (*own, Conflict(others, "schedule", SPLIT, why))
+        for mode in technique.modes:
+            if mode.name != technique.under_split:
+                excluded = tuple(name for name in SPLIT if not (mode.overlaps_pairs and name in PAIRED))
+                own = (*own, Conflict((mode.name,), "schedule", excluded, why))
     return (*own, *(Conflict(in_parts, name, (mode.name,), mode.unsplittable) for name, mode in pairs))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from autopar.errors import UsageError
+from autopar.schedules import Schedule
 from autopar.units import Constant
 
 Value = int | str | bool
@@ -116,6 +117,8 @@ class Facts:
     """Whether gradients accumulate unsharded over a step's microbatches, and are reduced once a step, also under ZeRO 2 and 3."""
     early_collectives: bool = False
     """Whether collectives of the backward pass start before the weight gradients are computed."""
+    overlaps_pairs: bool = False
+    """Whether all-to-alls of experts overlap the other pass of a pair (``Schedule.paired``)."""
     compiled: bool = False
     """Whether ``torch.compile`` compiles the layer's arithmetic, if its class admits it."""
     parts: int = 1
@@ -160,12 +163,14 @@ class Mode(Facts):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """The ``values`` of a technique that exclude the values ``others`` of the decision ``other``: a technique, or the schedule."""
+    """The ``values`` of a technique that exclude the values ``others`` of the decision ``other``: a technique, or the schedule. If
+    ``pinned`` is set, a pin of the values needs that pin of the other decision."""
 
     values: tuple[str, ...]
     other: str
     others: tuple[str, ...]
     why: str
+    pinned: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +386,10 @@ class Technique:
     def admitted(self, pinned: Pinned) -> tuple[str, ...]:
         """Return the values that the pins allow in a plan that is not searched; empty if the pins contradict each other."""
         return self.allowed(pinned, PERMISSIVE)
+
+    def under(self, value: str, schedule: Schedule) -> str:
+        """Return the value of a layer with ``value`` in a pipeline of this schedule."""
+        return self.under_split or value if schedule.split else value
 
     def refusal(self, graph: Any, cls: str) -> str:
         """Return why layers of a class can only have the default ("has no ..."), or an empty string."""

@@ -318,6 +318,7 @@ def _record_rank(
     with program_modules(program):
         runtime = import_runtime(program)
         loaded = runtime.load(program)
+        _follow_turns(program, recorder)
         joined = runtime.start(loaded, device="cpu", nvme=str(shared))  # this machine lacks the plan's drives
         trainer = runtime.Trainer(
             loaded, joined, state=state, optimizer=resolve(recipe.optimizer), max_norm=recipe.max_norm
@@ -351,6 +352,7 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
         loaded = runtime.load(program)
         recorder = Recorder(rank, device_count(loaded.plan), late=False)
         recorder.start()
+        _follow_turns(program, recorder)
         joined = runtime.start(loaded, device="cpu", nvme=str(out))
         _replace_values(program)
         with sizes_only(recorder):
@@ -364,6 +366,18 @@ def _record_sizes(program: Path, shapes: dict[str, tuple[list[int], str]], rank:
     recorder.trace().write(_trace_file(out, "sizes", rank))
 
 
+def _follow_turns(program: Path, recorder: Recorder) -> None:
+    """Let the recorder follow the program's threads that take turns."""
+    for module in _runtime_modules(program):
+        if (turns := getattr(module, "Turns", None)) is not None:
+            recorder.follow(turns)
+
+
+def _runtime_modules(program: Path) -> list[Any]:
+    """Return the modules of the program's runtime that are imported."""
+    return [sys.modules.get(f"runtime.{source.stem}") for source in program.glob("runtime/*.py")]
+
+
 def _uncompiled(function: Any = None, **_: Any) -> Any:
     return function if function is not None else lambda f: f
 
@@ -374,8 +388,7 @@ def _replace_values(program: Path) -> None:
     def digest(tensor: Tensor, limit: int | None = None) -> int:
         return 0
 
-    for source in program.glob("runtime/*.py"):
-        module: Any = sys.modules.get(f"runtime.{source.stem}")
+    for module in _runtime_modules(program):
         if callable(getattr(module, "digest", None)):
             module.digest = digest
     experts: Any = sys.modules.get("runtime.kernels_experts")

@@ -169,7 +169,7 @@ class RandomPricer:
 
     def least_time_s(self, cls: str, mesh: tuple[Axis, ...], tried: Tried, microbatches: int) -> float:
         found = [self.layer(cls, mesh, strategy, microbatches) for strategy in tried.every]
-        least = min((p.forward_s + p.backward_s for p in found if p is not None), default=math.inf)
+        least = min((p.forward_s + p.backward_s - p.paired_s for p in found if p is not None), default=math.inf)
         return least * self._rng("least", cls, mesh, microbatches).choice([0.1, 0.8, 1.0])
 
     def _drawn_layer(
@@ -191,7 +191,15 @@ class RandomPricer:
         if strategy.options.saved_in:
             found = replace(found, saved_bytes=0, host_saved_bytes=int(rng.randint(1, 40) / microbatches))
         weight_s = found.backward_s * rng.choice([0.0, 0.5, rng.random()])
-        found = replace(found, weight_s=weight_s, deferred_bytes=int(rng.randint(0, 40) / microbatches))
+        share = random.Random(repr(found)).choice([0.0, 0.3, 0.9]) if strategy.options.overlaps_pairs else 0.0
+        paired_s = share * min(found.forward_s, found.backward_s)
+        found = replace(
+            found,
+            weight_s=weight_s,
+            paired_s=paired_s,
+            in_turns=int(paired_s > 0),
+            deferred_bytes=int(rng.randint(0, 40) / microbatches),
+        )
         segment = strategy.options.segment_layers
         if segment == 1:
             return found
@@ -525,7 +533,8 @@ def plans(
                 backward.append(b)
                 weight.append(sum(p.weight_s for p in inside))
                 step.append(sum(p.step_s for p in inside))
-            seconds = simulate(config.schedule, forward, backward, weight)
+            paired = [sum(p.paired_s for p in inside) for inside in runs]
+            seconds = simulate(config.schedule, forward, backward, weight, paired)
             yield seconds + max(sum(step[s] for s in range(stages) if where[s] == d) for d in range(line)), ways, bounds
 
 

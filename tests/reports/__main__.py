@@ -126,6 +126,10 @@ REPORTS = {
         (program("package"),),
         options=False,
     ),
+    "pairs": Report(
+        "DualPipeV's pairs with their all-to-alls hidden and not, on four nodes with limited links (root, a quiet machine, 20 minutes)",
+        (program("pairs"),),
+    ),
     "pages": Report(
         "pages of plans in a browser: time to load, zoom, tooltips, keys, pictures (chromium; minutes)",
         (program("report_pages"),),

@@ -43,6 +43,7 @@ TECHNIQUES = {
     "overlap: early collectives": r"kernels_overlap|\bOVERLAP\b|y\.overlap\b|overlap_pass|passes\.overlap",
     "overlap: halves": r"\bHALVES\b|[\"']halves\b|\bhalves\.\w|program\.halves|halves_\w+|in_halves|\bOVERLAP\b|y\.overlap\b"
     r"|overlap_pass|passes\.overlap",
+    "overlap: pairs": r"\bIN_PAIRS\b|[\"']pairs\.\w|(?:program|runtime)\.pairs|PairedPipeline",
     "reduce": r"options\.get\n[\"']reduce\b|reduces?_once|techniques\.reduce\b|options\[REDUCE\]|\bREDUCE\.name\b",
     "late gradients": r"\bstale\b|STALE|late_gradients|LateReductions",
     "states": r"options\.get\n[\"']states\b|\bSTATES\b|strategy\.states|s\.states\b|state_places|(?<![A-Z_])NVME\b",

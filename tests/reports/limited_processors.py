@@ -3,7 +3,7 @@
 Without a limit, nodes that outnumber the processors share them: while one node waits, another one computes faster, which no two machines
 do. The kernel's CPU bandwidth control (cgroup v1's ``cpu.cfs_quota_us``) limits the main thread of each process. All other threads
 are let out of the group: gloo's threads then move bytes as a network card does, in the processor time that is left. A thread that waits
-saves up at most one period's time.
+saves up at most one period's time. Threads that call ``compute_here`` stay in the group, and share its processor time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,17 @@ GONE_S = 5.0  # how long a killed process may take to leave its group
 def missing() -> str:
     """What this machine lacks for limited processors; empty if nothing."""
     return "" if (GROUPS / "cpu.cfs_quota_us").is_file() and os.access(GROUPS, os.W_OK) else f"no cgroup v1 at {GROUPS}"
+
+
+COMPUTES = "computes"
+"""The system's name of a thread that computes."""
+
+
+def compute_here(*_: str) -> None:
+    """Let this thread compute with the processor time of its node, and stay on one processor: the kernel hands out that time by processor,
+    so threads that take turns must be on the same one."""
+    Path("/proc/self/task", str(threading.get_native_id()), "comm").write_text(COMPUTES)
+    os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
 
 
 @contextlib.contextmanager
@@ -63,11 +74,23 @@ def remove(name: str) -> None:
 
 
 def _let_out(groups: list[Path], ended: threading.Event) -> None:
-    """Move every thread but the main one of each process out of the groups, until ``ended``."""
+    """Move every thread but the computing ones of each process out of the groups, until ``ended``."""
     while not ended.wait(SWEEP_S):
         for group in groups:
             main = set((group / "cgroup.procs").read_text().split())
-            for thread in (group / "tasks").read_text().split():
-                if thread not in main:
+            inside = set((group / "tasks").read_text().split())
+            computing = main | {thread for process in main for thread in _computing(process)}
+            for threads, tasks in ((inside - computing, GROUPS), (computing - inside, group)):
+                for thread in threads:
                     with contextlib.suppress(OSError):  # it has ended
-                        (GROUPS / "tasks").write_text(thread)
+                        (tasks / "tasks").write_text(thread)
+
+
+def _computing(process: str) -> list[str]:
+    """The threads of a process that called ``compute_here``."""
+    found = []
+    with contextlib.suppress(OSError):  # it, or one of its threads, has ended
+        for thread in Path("/proc", process, "task").iterdir():
+            if (thread / "comm").read_text().strip() == COMPUTES:
+                found.append(thread.name)
+    return found

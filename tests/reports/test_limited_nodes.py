@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from limited_nodes import limited_nodes, missing
-from limited_processors import COMPUTING, GROUPS
+from limited_processors import COMPUTING, GROUPS, compute_here
 
 from autopar.errors import LaunchError, UsageError
 from autopar.run.processes import Processes
@@ -58,27 +58,32 @@ def test_a_link_has_its_rate(processes_of_their_own: None):
     assert not namespaces(os.getpid())
 
 
-def part_of_a_processor(seconds: float) -> tuple[float, str, str]:
-    """In a worker: the part of the time that the main thread runs if it never waits, and the groups of it and of another thread."""
-    asked, found = threading.Event(), []
+def part_of_a_processor(seconds: float) -> tuple[float, list[str]]:
+    """In a worker: the part of the time that the main thread runs if it never waits, and the groups of it, of another thread that computes
+    and of one that doesn't."""
+    asked, found = threading.Event(), {}
 
-    def other() -> None:
+    def other(computes: bool) -> None:
+        if computes:
+            compute_here()
         asked.wait()
-        found.append(group())
+        found[computes] = group()
 
     def group() -> str:
         lines = Path(f"/proc/self/task/{threading.get_native_id()}/cgroup").read_text().splitlines()
         return next(line.split(":")[2] for line in lines if line.split(":")[1] == "cpu")
 
-    thread = threading.Thread(target=other)
-    thread.start()
+    threads = [threading.Thread(target=other, args=(computes,)) for computes in (True, False)]
+    for thread in threads:
+        thread.start()
     start, used = time.perf_counter(), time.thread_time()
     while time.perf_counter() < start + seconds:
         pass
     used = time.thread_time() - used
     asked.set()
-    thread.join()
-    return used / seconds, group(), found[0]
+    for thread in threads:
+        thread.join()
+    return used / seconds, [group(), found[True], found[False]]
 
 
 @pytest.mark.skipif(bool(missing(own_processors=True)), reason=missing(own_processors=True) or "nothing is missing")
@@ -92,9 +97,9 @@ def test_a_node_computes_with_its_own_part_of_the_processors(processes_of_their_
             workers.close()
         groups = [GROUPS / f"autopar{os.getpid()}-{i}" for i in range(nodes)]
         assert all(group.is_dir() for group in groups)
-    for (used, main, other), group in zip(found, groups, strict=True):
+    for (used, of_threads), group in zip(found, groups, strict=True):
         assert used < 1.1 * COMPUTING / 2  # less on a busy machine
-        assert (main, other) == (f"/{group.name}", "/")
+        assert of_threads == [f"/{group.name}", f"/{group.name}", "/"]
     assert not any(group.exists() for group in groups)
 
 

@@ -53,7 +53,9 @@ def test_lists_are_whole_and_symmetric(schedule: Schedule) -> None:
         )
         assert all(schedule.rank(stage, i) == rank for _, stage, i in order)
         assert orders[line - 1 - rank] == [(kind, stage, (i + half) % (2 * half)) for kind, stage, i in order]
-        live, _ = live_bytes(order, schedule.stages_of(rank), StageBytes((3, 3), (0, 0), (0, 0)))
+        live, _ = live_bytes(
+            [(action,) for action in order], schedule.stages_of(rank), StageBytes((3, 3), (0, 0), (0, 0))
+        )
         assert live[-1] == 3  # the last microbatch's, until the end of its backward
 
 

@@ -13,7 +13,7 @@ from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.schedules import SPLIT, Schedule
 from autopar.schedules.memory import StageBytes, live_bytes, peak_counts, pipeline_buffers
-from autopar.schedules.orders import device_order
+from autopar.schedules.orders import Group, device_groups, device_order
 from autopar.search import evaluate, memory_timeline
 
 CLUSTER = parse("8xH100-80GB")
@@ -24,16 +24,26 @@ def test_moments_by_hand():
     """Two stages on one device: the second's transients come when less is saved."""
     stages = StageBytes(saved=(10, 1), waiting=(0, 0), transients=(5, 100))
     order = [("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("B", 1, 0), ("B", 0, 0), ("F", 1, 1), ("B", 1, 1), ("B", 0, 1)]
-    activations, transients = live_bytes(order, (0, 1), stages)
+    activations, transients = live_bytes([(action,) for action in order], (0, 1), stages)
     assert activations.tolist() == [10, 20, 21, 21, 20, 11, 11, 10]
     assert transients.tolist() == [5, 5, 100, 100, 5, 100, 100, 5]
+
+
+def test_moments_of_a_pair_by_hand():
+    """The forward's activations and the backward's are live in both; so are both stages' transients, if the passes take turns."""
+    groups: list[Group] = [(("F", 1, 0),), (("F", 2, 0),), (("F", 1, 1), ("B", 2, 0)), (("B", 1, 0),)]
+    for in_turns, pair in ((True, 8), (False, 5)):
+        sizes = StageBytes(saved=(10, 1), waiting=(0, 0), transients=(5, 3), in_turns=in_turns)
+        activations, transients = live_bytes(groups, (1, 2), sizes)
+        assert activations.tolist() == [10, 11, 21, 21, 20]
+        assert transients.tolist() == [5, 3, pair, pair, 5]
 
 
 def test_moments_of_backwards_in_two_parts_by_hand():
     """Saved bytes are live until the gradients of the inputs exist, waiting bytes until those of the weights do."""
     stages = StageBytes(saved=(10, 1), waiting=(7, 2), transients=(5, 3))
     order = [("F", 1, 0), ("F", 2, 0), ("I", 2, 0), ("I", 1, 0), ("W", 2, 0), ("F", 1, 1), ("W", 1, 0), ("B", 1, 1)]
-    activations, transients = live_bytes(order, (1, 2), stages)
+    activations, transients = live_bytes([(action,) for action in order], (1, 2), stages)
     assert activations.tolist() == [10, 11, 12, 12, 9, 17, 17, 10]
     assert transients.tolist() == [5, 3, 3, 5, 3, 5, 5, 5]
 
@@ -51,7 +61,9 @@ def test_split_orders_are_whole_and_leave_nothing(name, chunks, line):
             assert (("B", stage, i) in where) != (("I", stage, i) in where and ("W", stage, i) in where)
             parts = [where[kind, stage, i] for kind in "FBIW" if (kind, stage, i) in where]
             assert parts == sorted(parts)
-        activations, _ = live_bytes(order, own, StageBytes((5,) * chunks, (3,) * chunks, (0,) * chunks))
+        activations, _ = live_bytes(
+            list(device_groups(schedule, rank)), own, StageBytes((5,) * chunks, (3,) * chunks, (0,) * chunks)
+        )
         assert activations[-1] == {"B": 5, "W": 3}[order[-1][0]]  # the last microbatch's, until its end
 
 
@@ -66,7 +78,9 @@ def test_orders_are_whole_and_hold_what_the_search_counts(line, chunks):
         assert {stage for _, stage, _ in order} == set(own)
         where = {action: i for i, action in enumerate(order)}
         assert all(where["F", s, i] < where["B", s, i] for kind, s, i in order if kind == "B")
-        activations, _ = live_bytes(order, own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks))
+        activations, _ = live_bytes(
+            list(device_groups(schedule, rank)), own, StageBytes((1,) * chunks, (0,) * chunks, (0,) * chunks)
+        )
         assert activations.max() == sum(peak_counts(schedule).in_flight[stage] for stage in own)
 
 

@@ -16,7 +16,7 @@ from autopar.pins import OWNERS, PINS, LayerPins, PlanPins
 from autopar.plan import ALLOWED, Plan, Role, Strategy, deviations
 from autopar.plan_schema import check_plan
 from autopar.report.figures import _strategy as figures_of
-from autopar.schedules import SCHEDULES, SPLIT
+from autopar.schedules import PAIRED, SCHEDULES, SPLIT
 from autopar.search import SearchOptions, manual_plan
 from autopar.search.manual import make_mesh
 from autopar.search.numerics import allowed_numerics
@@ -72,8 +72,10 @@ def test_its_words_and_values_are_well_formed(technique: Technique) -> None:
 @every
 def test_a_strategy_and_a_plan_file_hold_every_value(technique: Technique) -> None:
     graph = subject("mlp").graph
-    plan = manual_plan(graph, data=2, zero=3, microbatches=2)
+    paired = {"pipeline": 2, "chunks": 2, "schedule": PAIRED[0], "microbatches": 4}
     for value in samples(technique):
+        more = paired if technique.mode(value).overlaps_pairs else {"microbatches": 2}
+        plan = manual_plan(graph, data=2, zero=3, **more)
         strategy = having(technique, value)
         assert strategy.options[technique] == value and strategy.options is having(technique, value).options
         assert pickle.loads(pickle.dumps(strategy)) == strategy
@@ -160,7 +162,7 @@ def test_a_pin_that_a_split_schedule_would_overwrite_is_refused(technique: Techn
     graph, pipeline = subject("mlp").graph, {"pipeline": 2, "microbatches": 4, "chunks": 2, "schedule": schedule}
     for value in samples(technique) if technique.under_split else ():
         pins = pipeline | {technique.name: value}
-        if value == technique.under_split:
+        if value == technique.under_split or (technique.mode(value).overlaps_pairs and schedule in PAIRED):
             pins_by_layer(graph, SearchOptions(**pins))
             continue
         words = (
@@ -171,7 +173,8 @@ def test_a_pin_that_a_split_schedule_would_overwrite_is_refused(technique: Techn
                 plan(pins)
     plan = manual_plan(graph, **pipeline, compiled=True)
     for layer in plan.layers:
-        assert layer.strategy.options[technique] == (technique.under_split or technique.default)
+        paired = [mode.name for mode in technique.modes if mode.overlaps_pairs and schedule in PAIRED]
+        assert [layer.strategy.options[technique]] == (paired or [technique.under_split or technique.default])
 
 
 def test_every_technique_has_pins_and_cases() -> None:

@@ -15,6 +15,7 @@ import itertools
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,7 +61,10 @@ class Recorder:
         self.groups: list[RecordingGroup] = []
         self._issued = self._batches = self._events = 0
         self._batch = 0
-        self._threads: dict[int, int] = {threading.get_ident(): 0}
+        self._main = self._turn = threading.get_ident()  # threads that take turns count as the main one in their turn
+        self._threads: dict[int, int] = {}
+        self.in_thread: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns the context in which another thread must run ops (``sizes``)."""
         self._lock = threading.Lock()
         self.streams = [0]  # numbers of the entered streams; the last is the current one
 
@@ -85,7 +89,26 @@ class Recorder:
         )
 
     def thread(self) -> int:
-        return self._threads.setdefault(threading.get_ident(), len(self._threads))
+        own = threading.get_ident()
+        return 0 if own == self._turn else self._threads.setdefault(own, len(self._threads) + 1)
+
+    def follow(self, turns: Any) -> None:
+        """Count the two threads of a pair (``turns`` is the runtime's class of their turns) as the main one, each in its turn: what
+        they issue has one order. A thread that issues something out of turn is another thread."""
+        run, wait = turns.run, turns.wait
+
+        def awaited(pair: Any, side: int) -> None:
+            wait(pair, side)
+            self._turn = threading.get_ident()
+
+        def running(pair: Any, side: int, compute: Callable[[], None]) -> None:
+            beside = threading.get_ident() != self._main
+            self._turn = threading.get_ident() if pair.running == side else self._turn
+            with self.in_thread() if beside else nullcontext():
+                run(pair, side, compute)
+            self._turn = self._main if beside else self._turn
+
+        turns.run, turns.wait = running, awaited
 
     def new_event(self) -> int:
         self._events += 1

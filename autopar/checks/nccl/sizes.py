@@ -36,6 +36,7 @@ def sizes_only(recorder: Recorder) -> Iterator[None]:
             return functional.run(op, args, result) if op.namespace == NAMESPACE else result
         return op(*args, **options)
 
+    recorder.in_thread = functools.partial(dispatched, run)
     with dispatched(run), _constants():
         yield
 

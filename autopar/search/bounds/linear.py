@@ -298,7 +298,9 @@ class _Program:
         self.total, self.step = self._variable(), self._variable()
         self.solver.Minimize(self.total + self.step)
         pp, stages, runs = lagrangian.pp, lagrangian.stages, lagrangian.instance.runs
-        self.seconds = [[self._variable() for _ in range(stages)] for _ in lagrangian.send]
+        # the last part of a schedule that pairs passes is negative
+        least = [-self.infinity if part > 2 else 0.0 for part in range(len(lagrangian.send))]
+        self.seconds = [[self._variable(least=low) for _ in range(stages)] for low in least]
         self.spent = [
             [self._row({variable: 1.0}, at_least=float(sent) / scale_s) for variable, sent in zip(*each, strict=True)]
             for each in zip(self.seconds, lagrangian.send, strict=True)
@@ -328,8 +330,8 @@ class _Program:
         if whole is not None:
             self._add_whole(whole)
 
-    def _variable(self, most: float | None = None, cost: float = 0.0) -> pywraplp.Variable:
-        found = self.solver.NumVar(0, self.infinity if most is None else most, "")
+    def _variable(self, most: float | None = None, cost: float = 0.0, least: float = 0.0) -> pywraplp.Variable:
+        found = self.solver.NumVar(least, self.infinity if most is None else most, "")
         if cost:
             self.solver.Objective().SetCoefficient(found, cost)
         return found

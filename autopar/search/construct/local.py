@@ -136,7 +136,7 @@ def _evaluate(instance: Instance, solution: Solution) -> _Evaluated:
         instance,
         solution,
         np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)),
-        parts_of(instance.schedule, found.forward_s, found.backward_s, found.weight_s),
+        parts_of(instance.schedule, found.forward_s, found.backward_s, found.weight_s, found.paired_s),
         np.array(found.per_step_s),
         np.array(instance.placement.limit[: len(live)]) - live,
     )

@@ -1,0 +1,171 @@
+"""Pairs of passes under DualPipeV: they run in turns, all-to-alls of one under the computation of the other, and compute what they compute
+one after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness import subject
+from tiers import slow
+from torch import Tensor
+from workers import WorkerPool
+
+from autopar.checks.nccl.records import Operation, RankTrace, Wait
+from autopar.data_files import MalformedFileError
+from autopar.emit import emit
+from autopar.errors import UsageError
+from autopar.plan_schema import check_plan
+from autopar.program.pairs import BACKWARD, FORWARD, Turns
+from autopar.run.folder import import_runtime, program_modules
+from autopar.search import SearchOptions
+from autopar.search.manual import manual_plan
+from autopar.search.options import pins_by_layer
+from autopar.verify.recording import Workers, record
+
+PINS: dict[str, Any] = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "dualpipev", "expert": 2}
+CUTS = (2, 3, 4)
+"""One mixture in each stage."""
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def in_turns(forward: list[Any], backward: list[Any]) -> tuple[list[str], BaseException | None]:
+    """What two passes log, each of which hands over after each entry; an entry that is an error is raised."""
+    turns, log = Turns(), []
+
+    def logging(side: int, entries: list[Any]) -> None:
+        for entry in entries:
+            time.sleep(0.001)
+            if isinstance(entry, Exception):
+                raise entry
+            log.append(entry)
+            turns.hand_over(side)
+        log.append("end")
+
+    beside = threading.Thread(target=turns.run, args=(BACKWARD, lambda: logging(BACKWARD, backward)))
+    beside.start()
+    turns.run(FORWARD, lambda: logging(FORWARD, forward))
+    beside.join(10)
+    assert not beside.is_alive()
+    return log, turns.error
+
+
+def test_the_backward_begins_and_the_longer_pass_goes_on_alone() -> None:
+    assert in_turns(["f0"], ["b0", "b1", "b2"])[0] == ["b0", "f0", "b1", "end", "b2", "end"]
+    assert in_turns(["f0", "f1"], [])[0] == ["end", "f0", "f1", "end"]
+    assert in_turns([], ["b0", "b1"])[0] == ["b0", "end", "b1", "end"]
+
+
+@pytest.mark.parametrize("side", [FORWARD, BACKWARD])
+def test_a_pass_that_fails_ends_the_other_at_its_next_turn(side: int) -> None:
+    error = ValueError("one rank's fault")
+    passes = [["f0", error, "f2"], ["b0", "b1", "b2"]] if side == FORWARD else [["f0", "f1"], ["b0", error]]
+    log, found = in_turns(*passes)
+    assert found is error and "end" not in log and not {"f2", "b2"} & set(log)
+
+
+def test_a_recomputation_in_the_backward_does_not_hand_over() -> None:
+    turns, log = Turns(), []
+
+    def backward() -> None:
+        turns.hand_over(FORWARD)
+        log.append("backward")
+
+    beside = threading.Thread(target=turns.run, args=(BACKWARD, backward))
+    beside.start()
+    turns.run(FORWARD, lambda: log.append("forward"))
+    beside.join(10)
+    assert log == ["backward", "forward"]
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_need_a_schedule_that_pairs_passes() -> None:
+    graph, pins = subject("mixtral").graph, {**PINS, "overlap": "pairs"}
+    data = manual_plan(graph, **pins).to_json()
+    check_plan(data)
+    with pytest.raises(MalformedFileError, match="overlap pairs under the schedule zbv"):
+        check_plan({**data, "schedule": "zbv"})
+    with pytest.raises(UsageError, match="overlap=pairs, which needs a pinned schedule"):
+        pins_by_layer(graph, SearchOptions(overlap="pairs"))
+    for schedule in ("1f1b", "zbv"):
+        with pytest.raises(UsageError, match=f"overlap=pairs cannot be combined with schedule={schedule}"):
+            manual_plan(graph, **{**pins, "schedule": schedule})
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def gradients(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """In a worker: the loss and the gradients of a second step."""
+    with program_modules(folder):
+        runtime = import_runtime(folder)
+        opened = runtime.load(folder)
+        trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state)
+        trainer.forward_backward(batch)
+        return trainer.forward_backward(batch), trainer.gradients()
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {},
+        {"zero": 3, "activations": "full"},
+        slow({"zero": 2, "reduce": "step"}),
+        slow({"zero": 1, "activations": "selective"}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_bitwise_those_of_one_pass_after_the_other(
+    pins: dict[str, Any], workers4: WorkerPool, tmp_path: Path
+) -> None:
+    """``verify``'s cases compare them with eager PyTorch."""
+    given, found = subject("mixtral"), []
+    for value in ("pairs", "none"):
+        folder = tmp_path / value
+        emit(given.graph, manual_plan(given.graph, overlap=value, cuts=CUTS, **PINS, **pins), folder)
+        assert (folder / "runtime" / "pairs.py").is_file() == (value == "pairs")
+        found.append(
+            workers4.run("test_pairs:gradients", str(folder), dict(given.state), dict(given.batch), timeout_s=120)
+        )
+    for (loss, ours), (other, theirs) in zip(*found, strict=True):
+        assert loss == other and ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def most_in_flight(trace: RankTrace) -> int:
+    """The largest number of all-to-alls between their issue and their wait."""
+    flying: set[int] = set()
+    most = 0
+    for event in trace.events:
+        if isinstance(event, Operation) and event.kind == "all_to_all":
+            flying.add(event.index)
+        elif isinstance(event, Wait):
+            flying.discard(event.index)
+        most = max(most, len(flying))
+    return most
+
+
+@pytest.mark.parametrize(("overlap", "flying"), [("pairs", 2), ("none", 1)])
+def test_ranks_agree_on_an_order_in_which_both_passes_have_an_exchange_in_flight(overlap: str, flying: int) -> None:
+    given = subject("mixtral")
+    with Workers() as workers:
+        found = record(
+            given.graph, manual_plan(given.graph, overlap=overlap, cuts=CUTS, **PINS), given.state, given.batch, workers
+        )
+    assert not found.findings() and not found.failures
+    assert {most_in_flight(trace) for trace in found.late.values()} == {flying}
+
+
+def test_a_program_without_exchanges_runs_pairs_as_torch_does(tmp_path: Path) -> None:
+    given = subject("mixtral")
+    emit(given.graph, manual_plan(given.graph, **{**PINS, "expert": None, "tensor": 2}), tmp_path)
+    assert not (tmp_path / "runtime" / "pairs.py").exists()
+    assert "split_pipeline.SplitPipeline" in (tmp_path / "model.py").read_text()
