@@ -279,14 +279,17 @@ def test_rounding_takes_compute_time_and_sends_less() -> None:
     numbers = 8 * 16 * 2 * 64 / 2  # rows, tokens, choices, width, on one of two devices
     sent, moved = numbers * (1 + 4 / 64), cluster.gpu.bytes_per_s
     rounding_s = (
-        constants.FUSED_DISPATCH_ROUNDING.value * sent / moved + constants.FUSED_DISPATCH_KERNELS.value * cluster.gpu.kernel_s
+        constants.FUSED_DISPATCH_ROUNDING.value * sent / moved
+        + constants.FUSED_DISPATCH_KERNELS.value * cluster.gpu.kernel_s
     )
     for side in ("forward", "backward"):
         before, after = getattr(plain, side), getattr(narrow, side)
         assert after.compute_s - before.compute_s == pytest.approx(rounding_s, rel=1e-6)
         saved_s = (2 * numbers - sent) / 2 / cluster.intra.bytes_per_s  # half the rows stay on the device
         assert before.exchange_s - after.exchange_s == pytest.approx(saved_s, rel=1e-6)
-        assert after.host_s - before.host_s == pytest.approx(constants.FUSED_DISPATCH_KERNELS.value * cluster.gpu.op_floor_s)
+        assert after.host_s - before.host_s == pytest.approx(
+            constants.FUSED_DISPATCH_KERNELS.value * cluster.gpu.op_floor_s
+        )
 
 
 @pytest.mark.slow
