@@ -14,6 +14,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,17 +143,25 @@ def device_buffers(schedule: Schedule, device: int) -> int:
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """Bytes for each stage of one device: a microbatch's saved activations, those of them that stay live between ``I`` and ``W``, and an
-    action's transient memory. ``in_turns``: the actions of a pair run in turns, not one after the other."""
+    action's transient memory. ``in_turns``: the actions of a pair run in turns, not one after the other. ``buffers`` are the bytes of the
+    device's pipeline buffers, which the transients of each stage contain."""
 
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
     transients: tuple[int, ...]
     in_turns: bool = False
+    buffers: int = 0
 
     def running(self, runs: Indices) -> Indices:
         """Return the transient bytes of running stages, from whether each stage runs: ``[action, stage]``."""
         found = runs * np.array(self.transients, dtype=np.int64)
-        return np.asarray(found.sum(axis=1) if self.in_turns else found.max(axis=1))
+        return running_bytes(found, runs, self.buffers) if self.in_turns else np.asarray(found.max(axis=1))
+
+
+def running_bytes(transients: NDArray[Any], runs: Indices, buffers: float) -> NDArray[Any]:
+    """Return the transient bytes of stages that run in turns, from those of each stage that runs, ``[action, stage]``; the device's
+    ``buffers`` count once."""
+    return np.asarray(transients.sum(axis=1) - np.maximum(runs.sum(axis=1) - 1, 0) * buffers)
 
 
 def live_bytes(groups: Sequence[Group], stages: Sequence[int], sizes: StageBytes) -> tuple[Indices, Indices]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedules.memory import device_buffers, peak_moments
+from autopar.schedules.memory import device_buffers, peak_moments, running_bytes
 from autopar.schedules.step_time import lower_bound, simulate, simulate_parts, textbook_paths
 from autopar.search.evaluation import Solution
 from autopar.search.pareto import Array, Indices, undominated
@@ -260,7 +260,12 @@ class _Enumeration:
         stages = np.array(self.labels)[list(self.schedule.stages_of(d)), self.parts + 1 :]
         counts, runs = peak_moments(self.schedule, d)
         each = np.concatenate([stages[:, 1], stages[:, 2]])[: counts.shape[1]]
-        transients = (runs * stages[:, 3]).sum(axis=1) if self.instance.in_turns else (runs * stages[:, 3]).max(axis=1)
+        transients = (runs * stages[:, 3]).max(axis=1)
+        if self.instance.in_turns:
+            # at most the buffers of the largest border are in the transients of every stage
+            border = max(float(table.border.max()) for table in self.instance.kinds)
+            both = running_bytes(runs * stages[:, 3], runs, device_buffers(self.schedule, d) * border)
+            transients = np.maximum(transients, both)
         return float(stages[:, 0].sum() + (counts @ each + transients).max()) <= self.instance.placement.limit[d]
 
     def _offer(self, solution: Solution) -> None:

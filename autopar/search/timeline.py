@@ -64,6 +64,7 @@ class Device:
             tuple([stage.deferred for stage in found]),
             tuple([stage.transients for stage in found]),
             any(price.in_turns for prices in layers for price in prices),
+            buffers * min(int(price.boundary_bytes) for prices in layers for price in prices),
         )
         parameters, gradients, optimizer = zip(*(stage.state for stage in found), strict=True)
         self.state = sum(parameters), sum(gradients), sum(optimizer)
