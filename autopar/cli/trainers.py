@@ -30,7 +30,7 @@ from autopar.search import SearchOptions
 from autopar.search.numerics import is_better
 from autopar.trainers import Exported, Setting, Trainer
 from autopar.trainers.changes import Change, best_changes
-from autopar.trainers.choose import PINS, TrainerPricers, best_setting, check_values, deviating_values
+from autopar.trainers.choose import PINS, TrainerPricers, best_setting, check_values, deviating_values, folds_of
 from autopar.trainers.errors import published_errors
 from autopar.trainers.options import Option, of_words, read_options
 from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
@@ -176,17 +176,16 @@ def pinned(request: PlanRequest, microbatch: int | None, messages: Messages) -> 
     """
     trainer, (cluster, options) = trainer_named(str(request.trainer)), cluster_and_options(request)
     values = _pins(request, trainer)
-    check_values(trainer, values)
     graph = capture_model(load(request, cluster, messages, few_blocks=True), messages)
+    check_values(trainer, graph, values)
     messages("price", trainer.title)
     zero = {"zero": 0 if 0 in trainer.space.zero else max(trainer.space.zero)}
     sizes = {"sequence": trainer.space.sequence} | ({} if microbatch is None else {"microbatch": microbatch})
-    expert = values.get("expert", 1)
-    folds = {name for name in trainer.space.folds[0] if values.get(name, 1) > 1} if expert > 1 else ()
-    facts = trainer.facts_of(values.get("tensor", 1), expert)
+    folds = {"folds": folds_of(trainer, cluster.count, values)}
+    facts = trainer.facts_of(values.get("tensor", 1), values.get("expert", 1))
     pricers, best = TrainerPricers(graph, cluster, trainer), None
     for deviation in deviating_values(trainer, options.allow, graph.dtype):
-        said = {**zero, **sizes, "folds": frozenset(folds), **values, **deviation}
+        said = {**zero, **sizes, **folds, **values, **deviation}
         found = _priced(pricers, cluster, Reading(said, facts | said.pop("facts", frozenset())))
         if best is None or is_better(found.plan, best.plan, True, options.target_gap):
             best = found

@@ -127,8 +127,10 @@ def best_setting(
     return dataclasses.replace(best, families=families, evaluated=evaluated)
 
 
-def check_values(trainer: Trainer, values: Mapping[str, Any]) -> None:
-    """Raise ``UsageError`` if the trainer can't run what ``values`` (fields of ``Setting``) say."""
+def check_values(trainer: Trainer, graph: Graph, values: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` if the trainer can't run what ``values`` (fields of ``Setting``) say, or the model has no experts for them."""
+    if (expert := values.get("expert", 1)) > 1 and not any(cls.experts for cls in graph.classes.values()):
+        raise UsageError(f"expert={expert}: {graph.name} has no mixture of experts", "leave expert out")
     for name in {"zero", "activations"} & set(values):
         has = getattr(trainer.space, name)
         if values[name] not in has:
@@ -141,6 +143,21 @@ def check_values(trainer: Trainer, values: Mapping[str, Any]) -> None:
                 name, f"{name} parallelism"
             )
             raise UsageError(f"{name}={values[name]}: {trainer.title} has no {what}", "leave it out")
+
+
+def folds_of(trainer: Trainer, devices: int, values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the axes over which the trainer folds experts of the degree ``values["expert"]`` (``Setting.folds``): the first of its space
+    whose ranks that degree divides into."""
+    sizes = {name: values.get(name, 1) for name in ("context", "tensor", "pipeline")}
+    expert, data = values.get("expert", 1), devices // math.prod(sizes.values())
+    if expert == 1:
+        return frozenset()
+    possible = [frozenset(name for name in fold if sizes[name] > 1) for fold in trainer.space.folds]
+    for axes in possible:
+        own, odd = divmod(expert, math.prod(sizes[name] for name in axes))
+        if not odd and data % own == 0:
+            return axes
+    return possible[0]
 
 
 def deviating_values(trainer: Trainer, allow: Collection[str], dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -223,7 +240,7 @@ class _Choice:
         self.kinds = Counter(self.layers)
         self.mixtures = {name for name, cls in self.graph.classes.items() if cls.experts}
         assert set(self.pins) <= set(PINS), self.pins
-        check_values(self.trainer, self.pins)
+        check_values(self.trainer, self.graph, self.pins)
 
     @property
     def best_s(self) -> float:

@@ -103,6 +103,7 @@ def test_a_configuration_beside_better_ones(tmp_path: Path):
         (("price", *REQUEST, "--from", "nothing.sh"), "nothing.sh cannot be read"),
         (("price", *REQUEST, "--trainer", "deepspeed", "--pin", "tensor=2"), "DeepSpeed ZeRO has no tensor parallelism"),
         (("price", *REQUEST, "--trainer", "torchtitan", "--pin", "zero=1"), "zero=1: torchtitan does not have it"),
+        (("price", *REQUEST, "--trainer", "megatron", "--pin", "expert=2"), "expert=2: gpt2 has no mixture of experts"),
         (("plan", *REQUEST, "--trainer", "megatron", "--allow", "fp8-blockwise"), "fp8-blockwise: Megatron-Core does not have it"),
         (("compare", "run.sh"), "there is no second plan"),
         (("compare", "a.json", "b.json", "--model", "gpt2"), "two plans need neither"),

@@ -14,7 +14,7 @@ from autopar.graph import Graph
 from autopar.techniques import Options
 from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer, choose
 from autopar.trainers.changes import best_changes
-from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting
+from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting, folds_of
 from autopar.trainers.layout import even_bounds, is_even
 from autopar.validate.architecture import Architecture
 from autopar.validate.models import graph_of
@@ -186,3 +186,19 @@ def test_balanced_bounds_are_optimal():
             for cuts in itertools.combinations(range(1, len(seconds)), stages - 1)
         )
         assert max(sum(seconds[a:b]) for a, b in itertools.pairwise(found)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "devices", "values", "expected"),
+    [
+        (MEGATRON, 8, {"expert": 4, "tensor": 2}, set()),  # by default Megatron's experts are tensor-parallel, too
+        (MEGATRON, 8, {"expert": 8, "tensor": 8}, {"tensor"}),
+        (MEGATRON, 8, {"expert": 4, "context": 2}, {"context"}),
+        (MEGATRON, 8, {"tensor": 2}, set()),
+        (TORCHTITAN, 8, {"expert": 8, "tensor": 2}, {"tensor"}),
+    ],
+)
+def test_experts_lie_over_the_first_axes_that_their_degree_divides_into(
+    trainer: Trainer, devices: int, values: dict[str, int], expected: set[str]
+) -> None:
+    assert folds_of(trainer, devices, values) == expected
