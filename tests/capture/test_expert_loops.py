@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import slow
 from torch import Tensor, nn
 from workers import WorkerPool
 
@@ -191,11 +193,13 @@ def test_bodies_are_exact(run: Run, experts: int) -> None:
     assert max(cls.experts for cls in subject.graph.classes.values()) == experts
 
 
-@pytest.mark.parametrize("chosen", [1, 2])
 @pytest.mark.parametrize(
-    "run",
-    [hit_loop, numbers, capacity, segments, compared, indexed, skipped, skipped_by_mask],
-    ids=lambda run: run.__name__,
+    ("run", "chosen"),
+    [
+        *itertools.product([hit_loop, numbers, capacity, segments, compared, indexed], (1, 2)),
+        *((skipped, 2), (skipped_by_mask, 2)),  # each traced once per bit of an expert's number
+        *(slow(skipped, 1), slow(skipped_by_mask, 1)),
+    ],
 )
 def test_loops_become_mixtures(run: Run, chosen: int) -> None:
     subject = make_subject(model(run, chosen), batch())
@@ -204,7 +208,7 @@ def test_loops_become_mixtures(run: Run, chosen: int) -> None:
     assert COUNT in {cls.experts for cls in subject.graph.classes.values()}
 
 
-@pytest.mark.parametrize("run", [hit_loop, capacity, skipped])
+@pytest.mark.parametrize("run", [hit_loop, slow(capacity), skipped])
 def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
     graph = capture(model(run), batch(), precision="float64")
     parameters = {

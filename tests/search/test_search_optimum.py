@@ -17,7 +17,7 @@ from tiers import slow
 from autopar.errors import InfeasibleError, UsageError
 from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Plan, Strategy
-from autopar.schedules import CHIMERA, MULTI_STAGE
+from autopar.schedules import CHIMERA, DUALPIPE_V, MULTI_STAGE
 from autopar.search import SearchOptions, evaluate, search, steps
 from autopar.search.bounds.bottleneck import bottleneck_bound, whole_bound
 from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
@@ -178,11 +178,20 @@ def test_the_bound_of_whole_layers_on_each_device_holds_and_is_the_higher(seeds:
     assert len(whole) >= 1.5 * len(seeds) and sum(whole) / len(whole) > sum(linear) / len(linear) + 0.01
 
 
-@pytest.mark.parametrize("schedule", [name for name in MULTI_STAGE if name != CHIMERA])
-def test_every_bound_of_configurations_with_several_stages_on_a_device_holds(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "seeds", "least"),
+    [
+        *((name, range(6000, 6040), 10) for name in MULTI_STAGE if name not in (CHIMERA, DUALPIPE_V)),
+        (DUALPIPE_V, range(6000, 6070), 5),  # few of which admit it
+        slow(DUALPIPE_V, range(6070, 6200), 7),
+    ],
+)
+def test_every_bound_of_configurations_with_several_stages_on_a_device_holds(
+    schedule: str, seeds: range, least: int
+) -> None:
     tight: dict[str, list[float]] = {}
     options = SearchOptions(schedule=schedule)
-    for seed in range(6000, 6200 if schedule == "dualpipev" else 6040):
+    for seed in seeds:
         graph, cluster, pricer, _ = problem("chunks", seed)
         prices = Prices(graph, cluster, pricer, options)
         try:
@@ -226,7 +235,7 @@ def test_every_bound_of_configurations_with_several_stages_on_a_device_holds(sch
                     if best < inf:
                         tight.setdefault(name, []).append(bound / best)
     mean = {name: sum(values) / len(values) for name, values in tight.items()}
-    assert len(tight["cheap"]) >= 10 and mean["cheap"] < mean["textbook"] < mean["linear"]
+    assert len(tight["cheap"]) >= least and mean["cheap"] < mean["textbook"] < mean["linear"]
     assert mean["linear"] > 0.75 and mean["constructed"] < 1.05, mean
 
 
