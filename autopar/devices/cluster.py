@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autopar.devices import constants
 from autopar.devices.measured import ATTENTION, GROUPED, CollectiveTimes, Floats, Ops
-from autopar.precision import FP8_PRECISIONS
+from autopar.precision import FLOAT8, FP8_PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,11 @@ class Gpu:
         # product, which is many small ones, do not
         partly_s = np.hypot(arithmetic_s, memory_s)
         return np.asarray(np.where(kinds == GROUPED, arithmetic_s + memory_s, partly_s))
+
+    @property
+    def rounds_in_few_kernels(self) -> bool:
+        """Whether emitted programs round to 8 bits in few kernels: on GPUs with 8-bit tensor cores (``program.kernels_fp8``)."""
+        return self.peak_flops.get(FLOAT8, 0.0) > self.peak_flops.get("bfloat16", 0.0)
 
     def update_s(self, moved: float, tensors: int) -> float:
         """Return the seconds of an optimizer step that moves ``moved`` bytes in total, over ``tensors`` tensors of equal size."""

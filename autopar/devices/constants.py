@@ -50,7 +50,7 @@ FUSED_FP8_ROUNDING = Constant(
 FUSED_FP8_KERNELS = Constant(
     15.0,
     "kernels of one product",
-    "library: program/kernels_fp8.py on GPUs: Inductor generates 8 (one scale per tensor) to 18 (MXFP8) for both operands of a "
+    "library: program/kernels_fp8.py on GPUs: Inductor generates 8 (one scale per tensor) to 14 (blockwise) for both operands of a "
     "forward product, in its code for CPUs; the product is the last",
 )
 DISPATCH_ROUNDING = Constant(

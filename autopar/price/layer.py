@@ -176,9 +176,9 @@ class SizedClass:
     @property
     def _dispatch_constants(self) -> tuple[constants.Constant, constants.Constant]:
         """The bytes that a dispatch in 8 bits moves in memory per byte sent, and its kernels."""
-        if self.cluster.kind == "cpu":
-            return constants.DISPATCH_ROUNDING, constants.DISPATCH_KERNELS
-        return constants.FUSED_DISPATCH_ROUNDING, constants.FUSED_DISPATCH_KERNELS
+        if self.cluster.gpu.rounds_in_few_kernels:
+            return constants.FUSED_DISPATCH_ROUNDING, constants.FUSED_DISPATCH_KERNELS
+        return constants.DISPATCH_ROUNDING, constants.DISPATCH_KERNELS
 
     def group_sizes(self, pairs: Collection[CollectivePair], side: str, overlapped: bool) -> tuple[int, ...]:
         """Return the group sizes of all collectives if ``overlapped``, otherwise of those that don't overlap an op's arithmetic."""

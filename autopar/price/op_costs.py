@@ -80,12 +80,14 @@ class OpCosts:
         return tuple(op.node for op in self.ops)
 
 
-def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: float = 1.0, gpu: bool = False) -> OpCosts:
-    """Return the costs of ``nodes`` in eager PyTorch on CPUs, or on a ``gpu``. ``fp8_passes`` multiplies the bytes that matrix products
-    move for their operands: more than one if they first convert these to 8 bits."""
+def op_costs(
+    nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: float = 1.0, fuses_rounding: bool = False
+) -> OpCosts:
+    """Return the costs of ``nodes`` in eager PyTorch; with ``fuses_rounding``, few kernels round operands to 8 bits. ``fp8_passes``
+    multiplies the bytes that matrix products move for their operands: more than one if they first convert these to 8 bits."""
     parts = ((node, fused_op(node) is not None) for node in nodes)
     ops = tuple(PricedOp(node, rest) for node, fused in parts for rest in ((False, True) if fused else (False,)))
-    work = [_work(op, trace, gpu) for op in ops]
+    work = [_work(op, trace, fuses_rounding) for op in ops]
     costs = OpCosts(
         ops=ops,
         trace=trace,
@@ -102,7 +104,7 @@ def op_costs(nodes: Iterable[fx.Node], trace: Trace, size: Size, fp8_passes: flo
     _add_gradient_sums(costs)
     if fp8_passes != 1.0:
         _add_fp8_conversions(costs, fp8_passes)
-    _set_fp8_bytes(costs, gpu)
+    _set_fp8_bytes(costs, fuses_rounding)
     return costs
 
 
@@ -166,7 +168,7 @@ def _add_fp8_conversions(costs: OpCosts, passes: float) -> None:
             slot.backward *= passes
 
 
-def _set_fp8_bytes(costs: OpCosts, gpu: bool) -> None:
+def _set_fp8_bytes(costs: OpCosts, fuses_rounding: bool) -> None:
     """Set the bytes that products in 8 bits move: both passes round the operands, and the backward rounds the result's gradient, too (for
     each product, if the recipe says so).
 
@@ -180,7 +182,7 @@ def _set_fp8_bytes(costs: OpCosts, gpu: bool) -> None:
             continue
         # reading or writing a tensor in 8 bits with its scales, as a fraction of the bytes that it has in 16
         activation, weight, gradient = ((1 + scales) / 2 for scales in scale_bytes(recipe))
-        rounding = _fp8_constants(node, gpu)[0].value
+        rounding = _fp8_constants(node, fuses_rounding)[0].value
         of_gradient = recipe.gradient_roundings * rounding + 4 * gradient
         if isinstance(node.target, Experts) and slot.operand < FIRST_PARAMETER:
             if slot.operand == 0:
@@ -199,9 +201,9 @@ def _set_fp8_bytes(costs: OpCosts, gpu: bool) -> None:
             slot.backward = (of_gradient if slot.operand == OUTPUT else of_operand) * slot.bytes
 
 
-def _fp8_constants(node: fx.Node, gpu: bool) -> tuple[constants.Constant, constants.Constant]:
+def _fp8_constants(node: fx.Node, fuses_rounding: bool) -> tuple[constants.Constant, constants.Constant]:
     """Return the bytes that rounding an operand moves, and the kernels of a product in 8 bits."""
-    if gpu and fuses(node):
+    if fuses_rounding and fuses(node):
         return constants.FUSED_FP8_ROUNDING, constants.FUSED_FP8_KERNELS
     return constants.FP8_ROUNDING, constants.FP8_KERNELS
 
@@ -218,7 +220,7 @@ class _Work:
     kind: str
 
 
-def _work(op: PricedOp, trace: Trace, gpu: bool) -> _Work:
+def _work(op: PricedOp, trace: Trace, fuses_rounding: bool) -> _Work:
     node, differentiable = op.node, trace.requires_grad[op.node.name]
     if op.memory_bound:
         rest = op.fused.extra_work(node, lambda tensor: tensor.nbytes)  # kernel counts do not depend on precision
@@ -238,7 +240,7 @@ def _work(op: PricedOp, trace: Trace, gpu: bool) -> _Work:
         backward_kernels = (kernels + differentiable) * slices
         return _Work(forward, backward + forward * differentiable, slices, backward_kernels, model + backward, PRODUCT)
     if (recipe := recipe_of(node)) is not None:
-        each, inner = _fp8_constants(node, gpu)[1].value, node.target
+        each, inner = _fp8_constants(node, fuses_rounding)[1].value, node.target
         count = len(products_in_float8(inner)) if isinstance(inner, Experts) else 1
         return _Work(forward, backward, count * each, kernels * each, model + backward, recipe.precision)
     kind = CLASS_LOSS if facts(node).kind is OpKind.CLASS_LOSS else PRODUCT if model else facts(node).short

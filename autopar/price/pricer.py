@@ -71,7 +71,8 @@ class Pricer:
         trainer: TrainerModel = EMITTED,
     ) -> None:
         self.graph, self.cluster = graph, cluster
-        self.trainer = dataclasses.replace(trainer, cpu=True) if cluster.kind == "cpu" else trainer
+        few = cluster.gpu.rounds_in_few_kernels
+        self.trainer = dataclasses.replace(trainer, cpu=cluster.kind == "cpu", fuses_rounding=few)
         self.prefetch, self.sync, self.copies = 1, SYNC.default, 1
         self.compiled = self.trainer.compiles and not self.trainer.cpu
         self.precision = trainer.precision(precision_name, graph.allow)

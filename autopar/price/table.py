@@ -132,7 +132,7 @@ def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED
     names = [n.name for n in nodes if n.op == "placeholder"]
     parameters, activations = tuple(node.name for node in parameter_nodes(cls)), tuple(names[: len(cls.activations)])
     passes = trainer.fp8_passes if precision.name == FLOAT8 else 1.0
-    costs = op_costs(called, run, size, passes, not trainer.cpu)
+    costs = op_costs(called, run, size, passes, trainer.fuses_rounding)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
     weight_share = weight_shares(ops, run, parameters)

@@ -31,10 +31,12 @@ class TrainerModel:
     ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs and results, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
     ``dispatches``: kernels send a token once to each node with any of its experts (``collectives.dispatch_s``), not to each expert.
+    ``fuses_rounding``: few kernels round the operands of a product to 8 bits.
     ``fp8_passes``: how many times the bytes of their operands products move at the precision ``float8``, with the conversion to 8 bits.
     """
 
     cpu: bool = False
+    fuses_rounding: bool = False
     starts_early: bool = True
     fused: bool = False
     compiles: bool = True

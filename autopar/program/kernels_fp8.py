@@ -31,7 +31,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,9 @@ class Scaled(NamedTuple):
 
 def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
     """Return ``x`` in the 8-bit ``dtype``, contiguous. If a value is infinite or NaN, all products with the tensor are NaN."""
-    scale = _largest_scale(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), dtype, torch.float32)
-    return Scaled((x * scale).to(dtype, memory_format=torch.contiguous_format), scale.reciprocal())
+    magnitude = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+    scale = _largest_scale(magnitude, dtype, torch.float32)
+    return Scaled((x * scale).to(dtype, memory_format=torch.contiguous_format), _unit(scale, magnitude))
 
 
 def _largest_scale(magnitude: Tensor, dtype: torch.dtype, unit_dtype: torch.dtype) -> Tensor:
@@ -105,6 +106,11 @@ def _largest_scale(magnitude: Tensor, dtype: torch.dtype, unit_dtype: torch.dtyp
     largest = torch.finfo(dtype).max
     room = largest / magnitude.clamp(min=largest * torch.finfo(unit_dtype).smallest_normal)
     return (room.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+def _unit(scale: Tensor, magnitude: Tensor) -> Tensor:
+    """Return the reciprocal of the scale; NaN if the magnitude is not finite."""
+    return scale.reciprocal() + 0 * magnitude
 
 
 def product(a: Scaled, b: Scaled) -> Tensor:
@@ -154,8 +160,24 @@ def tiled(x: Tensor, height: int, length: int = TILE, unit_dtype: torch.dtype = 
     largest = torch.linalg.vector_norm(tiles, torch.inf, (-3, -1), keepdim=True, dtype=torch.float32)
     scale = _largest_scale(largest, FORWARD, unit_dtype)
     values = (tiles * scale.to(x.dtype)).to(FORWARD, memory_format=torch.contiguous_format)
-    units = scale.reciprocal().squeeze((-3, -1)).to(unit_dtype)
+    units = _unit(scale, largest).squeeze((-3, -1)).to(unit_dtype)
     return Tiled(values.view(padded.shape)[..., :rows, :], units, height, length)
+
+
+# Dynamo counts the compiled variants of each function, and falls back to eager code after eight: weights and columns have their own
+
+
+def _tiled_weight(x: Tensor, height: int, length: int, unit_dtype: torch.dtype) -> Tiled:
+    return tiled(x, height, length, unit_dtype)
+
+
+def _tiled_columns(x: Tensor, height: int, length: int, unit_dtype: torch.dtype) -> Tiled:
+    """Return ``tiled`` of the transposed matrix or matrices."""
+    return tiled(x.transpose(-2, -1), height, length, unit_dtype)
+
+
+def _tiled_weight_columns(x: Tensor, height: int, length: int, unit_dtype: torch.dtype) -> Tiled:
+    return tiled(x.transpose(-2, -1), height, length, unit_dtype)
 
 
 class TiledRows:
@@ -169,11 +191,11 @@ class TiledRows:
 
     @staticmethod
     def pack(rows: Tensor) -> Tensor:
-        return _fused(_pack, rows.device)(rows)
+        return _by_few_kernels(_pack, rows)
 
     @staticmethod
     def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        return _fused(_unpack, packed.device)(packed, width, dtype)
+        return _by_few_kernels(_unpack, packed, width, dtype)
 
 
 TILED_ROWS = TiledRows()
@@ -191,11 +213,19 @@ def _unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return Tiled(values.view(FORWARD), units).dequantized(dtype)[:, :width]
 
 
-def _fused(function: Callable[P, T], device: torch.device) -> Callable[P, T]:
-    """Return the function, compiled into few kernels if the device is a GPU for which Inductor can round to 8 bits. A compiled layer
-    contains it anyway."""
-    fuses = device.type == "cuda" and not torch.compiler.is_compiling() and _has_products(device, 0)
-    return fused(function) if fuses else function
+def _by_few_kernels(function: Callable[Concatenate[Tensor, P], T], x: Tensor, *args: P.args, **options: P.kwargs) -> T:
+    """Return ``function(x, ...)``, without a gradient. On a GPU for which Inductor can round to 8 bits, the function is compiled into few
+    kernels; a compiled layer contains it anyway."""
+    if torch.compiler.is_compiling() or not _fuses(x):
+        return function(x, *args, **options)
+    # compiled code is specialised for what autograd knows of a tensor, which ``data`` has not: few variants are needed
+    return fused(function)(x.data, *args, **options)
+
+
+def _fuses(x: Tensor) -> bool:
+    """Return whether compiled functions round a tensor. Dims of 0 and 1 would need variants of their own, and Dynamo does not trace a norm
+    over no elements."""
+    return x.is_cuda and min(x.shape) > 1 and _has_products(x.device, 0)
 
 
 def tiled_product(a: Tiled, b: Tiled) -> Tensor:
@@ -303,7 +333,7 @@ class Tensorwise:
 
     def rows(self, x: Tensor, operand: str) -> Scaled:
         """Return the matrix ``x [m, k]`` rounded for a product that contracts ``k``."""
-        return _fused(scaled, x.device)(x, BACKWARD if operand == GRADIENT else FORWARD)
+        return _by_few_kernels(scaled, x, BACKWARD if operand == GRADIENT else FORWARD)
 
     def columns(self, x: Tensor, operand: str, rows: Scaled | None = None) -> Scaled:
         """Return ``x [m, k]`` transposed, and rounded for a product that contracts ``m``; ``rows`` is the result of ``rows``, if known."""
@@ -331,11 +361,16 @@ class Tiles:
         return self.unit_dtype == torch.float32  # not all versions of Inductor convert to E8M0
 
     def rows(self, x: Tensor, operand: str) -> Tiled:
-        function = _fused(tiled, x.device) if self.compiles else tiled
-        return function(x, self._height(operand), self.length, self.unit_dtype)
+        return self._rounded(_tiled_weight if operand == WEIGHT else tiled, x, operand)
 
     def columns(self, x: Tensor, operand: str, rows: Tiled | None = None) -> Tiled:
-        return self.rows(x.transpose(-2, -1), operand)
+        return self._rounded(_tiled_weight_columns if operand == WEIGHT else _tiled_columns, x, operand)
+
+    def _rounded(self, function: Callable[[Tensor, int, int, torch.dtype], Tiled], x: Tensor, operand: str) -> Tiled:
+        sizes = self._height(operand), self.length
+        if not self.compiles:
+            return function(x, *sizes, self.unit_dtype)
+        return _by_few_kernels(function, x, *sizes, self.unit_dtype)
 
     def product(self, a: Tiled, b: Tiled) -> Tensor:
         return tiled_product(a, b)

@@ -112,7 +112,12 @@ def test_what_is_not_in_8_bits_is_a_plain_product() -> None:
 def test_values_that_are_not_finite_are_not_hidden(value: float) -> None:
     x, weight = torch.ones(16, 16).bfloat16(), torch.ones(16, 16).bfloat16()
     x[3, 5] = value
-    assert not kernels_fp8.linear(x, weight)[3].isfinite().any()
+    for scaling in kernels_fp8.SCALINGS:
+        found = kernels_fp8.linear(x, weight, scaling)
+        # with one scale per tensor, no row is right
+        assert not (found if scaling == "tensorwise" else found[3]).isfinite().any(), scaling
+        assert scaling == "tensorwise" or torch.equal(found[4:], F.linear(x, weight)[4:])
+        assert not kernels_fp8.linear(weight, x, scaling)[:, 3].isfinite().any()
     assert (kernels_fp8.linear(torch.zeros_like(x), weight) == 0).all()
 
 
