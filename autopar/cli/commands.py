@@ -168,8 +168,8 @@ def capture_request(
     request: PlanRequest, cluster: Cluster, written: Plan | None, messages: Progress | None
 ) -> tuple[Graph, Recapture]:
     """Return the graph of a request, and a function that captures it again with other sizes. Both deviate from exact training in the same
-    way as the plan ``written``."""
-    numerics = Numerics() if written is None else Numerics.of(written)
+    way as the plan ``written``; how other trainers deviate is a part of their cost models."""
+    numerics = Numerics() if written is None or request.trainer else Numerics.of(written)
     exact = recapture(request, cluster)
 
     def again(**sizes: Any) -> Graph:

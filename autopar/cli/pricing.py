@@ -29,7 +29,7 @@ from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.cli.trainers import compared as compare_configuration
 from autopar.cli.trainers import configured, pinned, priced_as, recorded
 from autopar.devices import Cluster
-from autopar.errors import UsageError
+from autopar.errors import AutoparError, UsageError
 from autopar.graph import Graph
 from autopar.pins import OF_PLAN
 from autopar.plan import Plan
@@ -38,9 +38,9 @@ from autopar.planning import write_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search import SearchOptions, memory_timeline, reprice
-from autopar.search.numerics import allowed_numerics, is_better
-from autopar.techniques import LAYER
-from autopar.trainers.choose import TrainerPricers
+from autopar.search.numerics import Numerics, allowed_numerics, is_better
+from autopar.techniques import LAYER, LAYER_DEVIATIONS
+from autopar.trainers.choose import TrainerPricers, with_deviations
 from autopar.trainers.reading import setting_of_plan, trainer_named
 from autopar.units import seconds, size
 from autopar.workload import Recapture, with_numerics
@@ -71,7 +71,7 @@ def price_command(
                 )
             found = configured(request, source, flags, messages)
         elif request.trainer and not request.plan_file:
-            found = pinned(request, microbatch, messages)
+            found = pinned(request, microbatch, sequence, messages)
         else:
             check_pins(request, *own)
             found = None
@@ -112,8 +112,9 @@ def _priced(
     if request.trainer:
         trainer = trainer_named(request.trainer)
         pricers = TrainerPricers(graph, cluster, trainer)
-        cluster, pricer = pricers.cluster, pricers.of(setting_of_plan(trainer, given))
-        plan = price_plan(graph, cluster, plan, pricer)
+        setting = setting_of_plan(trainer, given)
+        cluster, pricer = pricers.cluster, pricers.of(setting)
+        plan = with_deviations(price_plan(graph, cluster, plan, pricer), setting)
         return graph, cluster, dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes)), pricer
     pricer = Pricer(graph, cluster, name_of(graph.dtype))
     return graph, cluster, price_plan(graph, cluster, plan, pricer), pricer
@@ -128,18 +129,40 @@ def _pinned(
     sequence: bool,
 ) -> tuple[Graph, Cluster, Plan, Pricer]:
     """Return the priced plan of the pins, with its graph, devices and pricer. Of the allowed deviations from exact training it has those
-    with which it is faster, or without which it doesn't fit."""
-    best: tuple[Graph, Cluster, Plan, Pricer] | None = None
-    for numerics in allowed_numerics(graph, options):
+    with which it is faster, or without which it doesn't fit; a note says why one of them can't be used."""
+
+    def priced(numerics: Numerics) -> tuple[Graph, Cluster, Plan, Pricer]:
         deviating = with_numerics(graph, exact, numerics)
         plan = write_plan(deviating, cluster, options, microbatch=microbatch, sequence=sequence)
         used = cluster.used_by(plan.device_count)
         pricer = Pricer(deviating, used, name_of(graph.dtype))
-        priced = price_plan(deviating, used, plan, pricer)
-        if best is None or is_better(priced, best[2], True, options.target_gap):
-            best = deviating, used, priced, pricer
-    assert best is not None  # exact training is always among them
-    return best
+        return deviating, used, price_plan(deviating, used, plan, pricer), pricer
+
+    best: tuple[Graph, Cluster, Plan, Pricer] | None = None
+    refused: dict[Numerics, AutoparError] = {}
+    for numerics in _numerics_of_pins(graph, cluster, options, microbatch):
+        try:
+            found = priced(numerics)
+        except AutoparError as error:
+            refused[numerics] = error
+            continue
+        if best is None or is_better(found[2], best[2], True, options.target_gap):
+            best = found
+    if best is None:
+        raise next(iter(refused.values()))
+    deviating, used, plan, pricer = best
+    notes = [f"{each.narrow[0]} is not used: {why.message}" for each, why in refused.items() if len(each.narrow) == 1]
+    return deviating, used, dataclasses.replace(plan, notes=(*plan.notes, *notes)), pricer
+
+
+def _numerics_of_pins(graph: Graph, cluster: Cluster, options: SearchOptions, microbatch: int | None) -> list[Numerics]:
+    """Return the allowed deviations for pins, which fix the number of microbatches and the techniques of layers."""
+    allow = set(options.allow) - (set(LAYER_DEVIATIONS) - set(options.deviations))
+    found = allowed_numerics(graph, dataclasses.replace(options, allow=allow))
+    if len({each.microbatches for each in found}) == 1:
+        return found
+    count = write_plan(graph, cluster, options, microbatch=microbatch).microbatches
+    return [each for each in found if each.microbatches == count]
 
 
 def price_plan(graph: Graph, cluster: Cluster, plan: Plan, pricer: Pricer) -> Plan:

@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar import pins
 from autopar.cli.commands import (
+    allowed,
     check_pins,
     cluster_and_options,
     load,
@@ -153,10 +154,10 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     Raises ``UsageError`` for pins beside it, and for sizes that contradict the request's.
     """
     words = "the flags after --" if source is None else source
-    if request.pins or request.plan_file:
+    decisions = [*["--plan"] * bool(request.plan_file), *(f"--pin {pin}" for pin in request.pins)]
+    if decisions := [*decisions, *(f"--allow {name}" for name in request.allow)]:
         raise UsageError(
-            f"{'--plan' if request.plan_file else f'--pin {request.pins[0]}'} conflicts with {words}, which fixes all decisions",
-            "leave one of the two out",
+            f"{decisions[0]} conflicts with {words}, which fixes all decisions", "leave one of the two out"
         )
     cluster, _ = cluster_and_options(request)
     options = of_words(list(flags)) if source is None else read_options(source)
@@ -168,14 +169,17 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     return _priced(TrainerPricers(graph, cluster, trainer), cluster, reading)
 
 
-def pinned(request: PlanRequest, microbatch: int | None, messages: Messages) -> Configured:
+def pinned(request: PlanRequest, microbatch: int | None, sequence: bool, messages: Messages) -> Configured:
     """Return the priced plan of the pins as ``request.trainer`` runs it; what is not pinned has degree 1, ZeRO 0 where the trainer has it,
-    and no recomputation. Of the allowed deviations from exact training it has those with which it is faster.
+    and no recomputation; tensor parallelism shards the sequence, too, where the trainer has that. Of the allowed deviations from exact
+    training it has those with which it is faster.
 
     Raises ``UsageError`` for pins and deviations that the trainer doesn't have.
     """
     trainer, (cluster, options) = trainer_named(str(request.trainer)), cluster_and_options(request)
-    values = _pins(request, trainer)
+    values = {"pipeline": 1} | _pins(request, trainer)
+    if sequence and not trainer.space.sequence:
+        raise UsageError(f"--sequence: {trainer.title} does not have it", "leave it out")
     graph = capture_model(load(request, cluster, messages, few_blocks=True), messages)
     check_values(trainer, graph, values)
     messages("price", trainer.title)
@@ -231,9 +235,10 @@ class Compared:
 
 def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
     """Compare the configuration in the file ``source`` with the best ones."""
-    own = configured(request, source, (), messages)
+    own = configured(dataclasses.replace(request, allow=()), source, (), messages)
     same = {"precision": own.setting.precision, "facts": own.setting.facts & KEPT}
-    setting, best = choose(own.graph, own.cluster, own.trainer, same, messages)
+    allow = {name for name in allowed(request.allow) if name in own.trainer.space.deviations}
+    setting, best = choose(own.graph, own.cluster, own.trainer, same, messages, SearchOptions(allow=allow))
     exported = own.trainer.export(setting, own.graph, own.cluster)
     messages("price", "single changes")
     changes = best_changes(own.pricers, own.setting, own.plan.prediction.step_time_s)

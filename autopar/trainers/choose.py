@@ -23,7 +23,7 @@ from autopar.devices import Cluster
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
-from autopar.plan import Plan
+from autopar.plan import ALLOWED, Plan
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search.evaluation import by_stage, layer_prices, step_cost
@@ -44,7 +44,7 @@ from autopar.trainers.layout import (
     setting_mesh,
     stage_bounds,
 )
-from autopar.trainers.setting import DEVIATIONS, Setting
+from autopar.trainers.setting import DEVIATIONS, Setting, deviations_of
 from autopar.trainers.trainer import Trainer
 
 MOST_CHUNKS = 12
@@ -129,8 +129,18 @@ def best_setting(
 
 def check_values(trainer: Trainer, graph: Graph, values: Mapping[str, Any]) -> None:
     """Raise ``UsageError`` if the trainer can't run what ``values`` (fields of ``Setting``) say, or the model has no experts for them."""
-    if (expert := values.get("expert", 1)) > 1 and not any(cls.experts for cls in graph.classes.values()):
+    experts = [cls.experts for cls in graph.classes.values() if cls.experts]
+    if (expert := values.get("expert", 1)) > 1 and not experts:
         raise UsageError(f"expert={expert}: {graph.name} has no mixture of experts", "leave expert out")
+    if any(count % expert for count in experts):
+        raise UsageError(
+            f"expert={expert}: {graph.name} has {min(experts)} experts in a layer",
+            "use a divisor of the number of experts",
+        )
+    if values.get("chunks", 1) > 1 and values.get("pipeline") == 1:
+        raise UsageError(
+            f"chunks={values['chunks']}: a pipeline of 1 has one stage", "leave chunks out, or pin pipeline"
+        )
     for name in {"zero", "activations"} & set(values):
         has = getattr(trainer.space, name)
         if values[name] not in has:
@@ -179,6 +189,13 @@ def deviating_values(trainer: Trainer, allow: Collection[str], dtype: torch.dtyp
     return [{key: value for name in each for key, value in DEVIATIONS[name].items()} for each in some]
 
 
+def with_deviations(plan: Plan, s: Setting) -> Plan:
+    """Return the plan of a setting with the deviations from exact training that it has, and a note for each."""
+    names = deviations_of(s)
+    notes = [f"not exact, as {name} allows: {ALLOWED[name]}" for name in names]
+    return dataclasses.replace(plan, allow=names, notes=(*plan.notes, *notes))
+
+
 class TrainerPricers:
     """Prices settings of one trainer, with a cache of pricers: settings with equal cost models share one, and all share types."""
 
@@ -207,7 +224,7 @@ class TrainerPricers:
 
     def plan(self, s: Setting) -> Plan:
         """Return the priced plan of a setting; errors as in ``search.evaluate``."""
-        return self.parts(s).evaluate(self.graph, self.cluster, self.of(s))
+        return with_deviations(self.parts(s).evaluate(self.graph, self.cluster, self.of(s)), s)
 
     def prices(self, parts: PlanParts, s: Setting) -> tuple[list[LayerPrice], list[float], list[float]]:
         """Return the arguments of ``step_cost`` for a setting; errors as in ``search.evaluate``."""

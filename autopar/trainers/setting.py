@@ -104,3 +104,9 @@ class Setting:
     def microbatches(self) -> int:
         """The number of microbatches of a step."""
         return self.global_batch // (self.data * self.microbatch)
+
+
+def deviations_of(s: Setting) -> tuple[str, ...]:
+    """Return the names of the deviations that a setting has."""
+    has = {"precision": lambda value: s.precision == value, "facts": lambda value: value <= s.facts}
+    return tuple(name for name, fields in DEVIATIONS.items() if all(has[key](value) for key, value in fields.items()))

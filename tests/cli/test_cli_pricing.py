@@ -41,6 +41,41 @@ def test_a_hand_written_plan_has_the_price_of_the_same_plan_in_a_file(tmp_path: 
     assert re.search(r"pipeline +2 +1", invoke("compare", str(file), str(other)))
 
 
+COUPLED = """
+import torch
+from torch import nn
+
+
+class Coupled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.last(torch.relu(self.norm(self.first(x)))), y)
+
+
+def model():
+    torch.manual_seed(0)
+    return Coupled(), {"x": torch.randn(16, 8), "y": torch.randint(0, 10, (16,))}
+"""
+
+
+def test_pins_with_statistics_of_microbatches_are_priced(tmp_path: Path):
+    (tmp_path / "coupled.py").write_text(COUPLED)
+    request = ("price", f"{tmp_path}/coupled.py:model", "--devices", "4", "--allow", "microbatch-statistics", "--json")
+    for options, count in (((), 1), (("--microbatch", "2"), 2)):
+        found = json.loads(invoke(*request, *options))
+        assert found["microbatches"] == count
+        assert found["allow"] == (["microbatch_statistics"] if count > 1 else [])
+
+
+def test_a_deviation_that_the_pins_do_not_admit_is_a_note():
+    request = ("price", "llama3-8b", "--devices", "8xB200-180GB-SXM", "--seq", "1000", "--global-batch", "64")
+    found = json.loads(invoke(*request, "--pin", "tensor=8", "--microbatch", "1", "--allow", "mxfp8", "--json"))
+    assert not found["allow"] and any(note.startswith("mxfp8 is not used: ") for note in found["notes"])
+
+
 def _fullest(plan: dict[str, Any]) -> float:
     return max(stage["memory_bytes"] / stage["memory_limit_bytes"] for stage in plan["stages"])
 

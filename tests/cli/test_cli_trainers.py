@@ -71,13 +71,14 @@ def test_pins_are_priced_as_the_trainer_runs_them(allow: tuple[str, ...], flags:
     found = json.loads(printed)
     same = json.loads(invoke("price", *LLAMA, "--json", "--", *FLAGS.split(), *flags))
     assert found["step_time_s"] == same["step_time_s"] and found["stages"] == same["stages"]
-    assert found["precision"] == ("float8" if allow else "bfloat16")
+    assert found["precision"] == ("float8" if allow else "bfloat16") and found["allow"] == (["fp8"] if allow else [])
+    assert any(note.startswith("not exact, as fp8 allows") for note in found["notes"]) == bool(allow)
     own = json.loads(invoke("price", *LLAMA, *PINNED, "--json"))
     assert own["step_time_s"] > 1.01 * found["step_time_s"]  # Megatron's kernels are fused
     file = tmp_path / "plan.json"
     file.write_text(printed)
     again = json.loads(invoke("price", *LLAMA, *PINNED[:4], "--plan", str(file), "--json"))
-    assert again["step_time_s"] == pytest.approx(found["step_time_s"], rel=1e-9)
+    assert again["step_time_s"] == pytest.approx(found["step_time_s"], rel=1e-9) and again["allow"] == found["allow"]
 
 
 def test_a_configuration_beside_better_ones(tmp_path: Path):
@@ -104,6 +105,9 @@ def test_a_configuration_beside_better_ones(tmp_path: Path):
         (("price", *REQUEST, "--trainer", "deepspeed", "--pin", "tensor=2"), "DeepSpeed ZeRO has no tensor parallelism"),
         (("price", *REQUEST, "--trainer", "torchtitan", "--pin", "zero=1"), "zero=1: torchtitan does not have it"),
         (("price", *REQUEST, "--trainer", "megatron", "--pin", "expert=2"), "expert=2: gpt2 has no mixture of experts"),
+        (("price", *REQUEST, "--trainer", "megatron", "--pin", "chunks=2"), "chunks=2: a pipeline of 1 has one stage"),
+        (("price", *REQUEST, "--trainer", "accelerate", "--sequence"), "--sequence: Accelerate with FSDP2 does not have it"),
+        (("price", *REQUEST, "--allow", "fp8", "--", "--bf16"), "--allow fp8 conflicts with the flags"),
         (("plan", *REQUEST, "--trainer", "megatron", "--allow", "fp8-blockwise"), "fp8-blockwise: Megatron-Core does not have it"),
         (("compare", "run.sh"), "there is no second plan"),
         (("compare", "a.json", "b.json", "--model", "gpt2"), "two plans need neither"),
