@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from autopar.data_files import MalformedFileError
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.plan_schema import check_plan
-from autopar.program.pairs import BACKWARD, FORWARD, Turns
+from autopar.program.pairs import BACKWARD, FORWARD, Turns, _Schedule
 from autopar.run.folder import import_runtime, program_modules
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
@@ -82,6 +85,34 @@ def test_a_recomputation_in_the_backward_does_not_hand_over() -> None:
     turns.run(FORWARD, lambda: log.append("forward"))
     beside.join(10)
     assert log == ["backward", "forward"]
+
+
+def test_a_backward_that_cannot_enter_its_mesh_ends_the_pair() -> None:
+    """``set_stream`` may fail in the same place."""
+
+    def in_mesh() -> AbstractContextManager[None]:
+        raise ValueError("no mesh")
+
+    schedule: Any = object.__new__(_Schedule)
+    schedule.__dict__ |= {
+        "fwd_recv_ops": {},
+        "bwd_recv_ops": {},
+        "_stages": [SimpleNamespace(device=torch.device("cpu"))],
+    }
+    schedule.__dict__ |= {"in_mesh": in_mesh, "_thread": ThreadPoolExecutor(1)}
+    one = SimpleNamespace(stage_index=0, microbatch_index=0)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            schedule._run_pair(SimpleNamespace(sub_actions=(one, one)), None)
+        except ValueError as error:
+            errors.append(error)
+
+    beside = threading.Thread(target=run, daemon=True)
+    beside.start()
+    beside.join(10)
+    assert [str(error) for error in errors] == ["no mesh"]
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
