@@ -140,6 +140,7 @@ class _Schedule(ScheduleDualPipeV):
 class PairedPipeline(SplitPipeline):
     """A pipeline under DualPipeV whose paired passes run in turns."""
 
+    threaded = True
     schedules = SplitPipeline.schedules | {"dualpipev": _Schedule}
 
     def _make_schedule(self) -> Any:
