@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ class ScheduledStage(nn.Module):
 
 class Microbatches:
     """Runs the microbatches of each step: forward and backward of one, then of the next. Subclasses follow a pipeline schedule."""
+
+    threaded: ClassVar[bool] = False
+    """Whether some passes run in another thread."""
 
     def __init__(
         self,

@@ -111,9 +111,9 @@ class _Schedule(ScheduleDualPipeV):
             if stream is not None:
                 torch.cuda.set_stream(stream)  # and its device: both belong to a thread
             with self.in_mesh(), torch.autograd.set_multithreading_enabled(False):  # as in the main thread
-                turns.run(BACKWARD, functools.partial(self._backward, backward))
+                self._backward(backward)
 
-        other = self._thread.submit(contextvars.copy_context().run, run_backward)
+        other = self._thread.submit(contextvars.copy_context().run, turns.run, BACKWARD, run_backward)
         turns.run(FORWARD, functools.partial(self._forward, forward, ctx))
         other.result()
         _turns = None
@@ -140,6 +140,7 @@ class _Schedule(ScheduleDualPipeV):
 class PairedPipeline(SplitPipeline):
     """A pipeline under DualPipeV whose paired passes run in turns."""
 
+    threaded = True
     schedules = SplitPipeline.schedules | {"dualpipev": _Schedule}
 
     def _make_schedule(self) -> Any:

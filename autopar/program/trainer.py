@@ -250,7 +250,8 @@ class Trainer:
 
     def traced(self, step: Callable[[], T], path: str | os.PathLike[str]) -> T:
         """Call ``step``, a function that runs a step of this trainer; trace it as ``trace`` does, and return its result."""
-        return traced(step, self.finish_update, path, self.world.mesh.get_local_rank("pipeline"))
+        pipeline_rank = self.world.mesh.get_local_rank("pipeline")
+        return traced(step, self.finish_update, path, pipeline_rank, all_threads=self._schedule.threaded)
 
     def _skip_or_stop(self, batch: Batch, loss: float, on_nan: str) -> None:
         self._forget_buffers()

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import UsageError
-from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, Event, action_name, event, process
+from autopar.program.tracing import COMMUNICATION, COMPUTATION, PAIRED_KEY, WORDS, Event, action_name, event, process
 from autopar.report.step import ONCE, PredictedStep
 
 _MAX_BYTES = 512 * 2**20
@@ -81,17 +81,19 @@ _ACTION = re.compile(f"({'|'.join(WORDS.values())}), stage (\\d+)")
 
 
 def compare_actions(step: PredictedStep, events: Sequence[Event]) -> list[ActionSeconds]:
-    """Return the predicted and measured seconds of the actions that the step and ``events`` have in common, by kind and stage."""
+    """Return the predicted and measured seconds of the actions that the step and ``events`` have in common, by kind and stage. Passes of
+    pairs are left out: the seconds of each include turns of the other one."""
     seen: dict[str, list[float]] = {}
     for one in events:
-        if one["ph"] == "X" and (match := _ACTION.match(one["name"])):
+        if one["ph"] == "X" and (match := _ACTION.match(one["name"])) and not one["args"].get(PAIRED_KEY):
             seen.setdefault(match[0], []).append(one["args"]["seconds"])
     found: dict[str, float] = {}
     for actions in step.actions:
         for a in actions:
             if a.kind != ONCE:
                 sent_s = 0.0 if a.send is None else a.send.seconds
-                found.setdefault(f"{WORDS[a.kind]}, stage {a.stage}", a.stop_s - a.start_s - sent_s)
+                name = f"{WORDS[a.kind]}, stage {a.stage}"  # a pair's backward is shorter by what the pair saves
+                found[name] = max(found.get(name, 0.0), a.stop_s - a.start_s - sent_s)
     return [
         ActionSeconds(name, found[name], sum(seen[name]) / len(seen[name])) for name in sorted(found) if name in seen
     ]

@@ -6,7 +6,8 @@ actions, so it never falls when a stage gets slower. ``textbook_paths`` gives li
 
 ``parts[part, stage]`` are the seconds of the stages: forward and backward; or, if backwards are split, forward, input gradients and weight
 gradients; and, if the schedule pairs passes, minus the seconds that a stage's passes save in pairs. A pair begins when both inputs have
-arrived, and takes the seconds of both passes less what they save: the minimum of what the two stages save.
+arrived, and takes the seconds of both passes less what they save: the minimum of what the two stages save. If a program runs the
+passes of pairs one after the other (overlap=none), the time is only an upper bound: its forward passes don't wait for backward inputs.
 """
 
 from __future__ import annotations
@@ -166,7 +167,11 @@ def longest_paths(schedule: Schedule, parts: Array, least_s: float) -> list[Arra
             slot, previous, received = waits[here]
             counts[slot] += 1
             here = previous if done[previous] >= done[received] else received
-        found.append(counted(schedule, np.array(counts, dtype=np.float64).reshape(len(_ROWS), schedule.stages)))
+        path = counted(schedule, np.array(counts, dtype=np.float64).reshape(len(_ROWS), schedule.stages))
+        if schedule.paired:  # a pair saves what the stage that saves less does, as in ``_seconds``
+            moved = np.where(parts[3][::-1] > parts[3], path[3], 0.0)
+            path[3] += moved[::-1] - moved
+        found.append(path)
     return found
 
 

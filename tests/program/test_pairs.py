@@ -3,9 +3,13 @@ one after the other."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +24,12 @@ from autopar.data_files import MalformedFileError
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.plan_schema import check_plan
-from autopar.program.pairs import BACKWARD, FORWARD, Turns
+from autopar.program.pairs import BACKWARD, FORWARD, Turns, _Schedule
+from autopar.program.tracing import COMMUNICATION, COMPUTATION, PAIRED, PAIRED_KEY, action_name
+from autopar.report.trace import read_trace
 from autopar.run.folder import import_runtime, program_modules
+from autopar.schedules import Schedule
+from autopar.schedules.orders import device_groups
 from autopar.search import SearchOptions
 from autopar.search.manual import manual_plan
 from autopar.search.options import pins_by_layer
@@ -84,6 +92,34 @@ def test_a_recomputation_in_the_backward_does_not_hand_over() -> None:
     assert log == ["backward", "forward"]
 
 
+def test_a_backward_that_cannot_enter_its_mesh_ends_the_pair() -> None:
+    """``set_stream`` may fail in the same place."""
+
+    def in_mesh() -> AbstractContextManager[None]:
+        raise ValueError("no mesh")
+
+    schedule: Any = object.__new__(_Schedule)
+    schedule.__dict__ |= {
+        "fwd_recv_ops": {},
+        "bwd_recv_ops": {},
+        "_stages": [SimpleNamespace(device=torch.device("cpu"))],
+    }
+    schedule.__dict__ |= {"in_mesh": in_mesh, "_thread": ThreadPoolExecutor(1)}
+    one = SimpleNamespace(stage_index=0, microbatch_index=0)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            schedule._run_pair(SimpleNamespace(sub_actions=(one, one)), None)
+        except ValueError as error:
+            errors.append(error)
+
+    beside = threading.Thread(target=run, daemon=True)
+    beside.start()
+    beside.join(10)
+    assert [str(error) for error in errors] == ["no mesh"]
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -104,13 +140,14 @@ def test_pairs_need_a_schedule_that_pairs_passes() -> None:
 
 
 def gradients(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """In a worker: the loss and the gradients of a second step."""
+    """In a worker: the loss and the gradients of a second step, which is traced."""
     with program_modules(folder):
         runtime = import_runtime(folder)
         opened = runtime.load(folder)
         trainer = runtime.Trainer(opened, runtime.start(opened, device="cpu"), state=state)
         trainer.forward_backward(batch)
-        return trainer.forward_backward(batch), trainer.gradients()
+        loss = trainer.traced(lambda: trainer.forward_backward(batch), f"{folder}/trace.json")
+        return loss, trainer.gradients()
 
 
 @pytest.mark.parametrize(
@@ -130,14 +167,34 @@ def test_loss_and_gradients_are_bitwise_those_of_one_pass_after_the_other(
     given, found = subject("mixtral"), []
     for value in ("pairs", "none"):
         folder = tmp_path / value
-        emit(given.graph, manual_plan(given.graph, overlap=value, cuts=CUTS, **PINS, **pins), folder)
+        plan = manual_plan(given.graph, overlap=value, cuts=CUTS, **PINS, **pins)
+        emit(given.graph, plan, folder)
         assert (folder / "runtime" / "pairs.py").is_file() == (value == "pairs")
         found.append(
             workers4.run("test_pairs:gradients", str(folder), dict(given.state), dict(given.batch), timeout_s=120)
         )
+        check_trace(folder / "trace.json", plan.sized_schedule, in_turns=value == "pairs")
     for (loss, ours), (other, theirs) in zip(*found, strict=True):
         assert loss == other and ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def check_trace(path: Path, schedule: Schedule, in_turns: bool) -> None:
+    """A trace has all actions of all ranks: those of pairs that run in turns are marked, and those of one track do not overlap."""
+    actions = [event for event in read_trace(path) if event["ph"] == "X" and event["tid"] != COMMUNICATION]
+    for rank in range(4):
+        mine = sorted((event for event in actions if event["pid"] == 1 + rank), key=lambda event: event["ts"])
+        groups = [*device_groups(schedule, rank // 2)]
+        assert {event["name"] for event in mine} == {action_name(*one) for group in groups for one in group}
+        assert len(mine) == sum(map(len, groups))
+        marked = {event["name"] for event in mine if PAIRED_KEY in event["args"]}
+        assert marked == {action_name(*one) for group in groups for one in group if len(group) > 1 and in_turns}
+        assert {event["name"] for event in mine if event["tid"] == PAIRED} == {
+            name for name in marked if name.startswith("backward")
+        }
+        for track in (COMPUTATION, PAIRED):
+            own = [event for event in mine if event["tid"] == track]
+            assert all(one["ts"] + one["dur"] <= other["ts"] + 0.01 for one, other in itertools.pairwise(own))
 
 
 def most_in_flight(trace: RankTrace) -> int:

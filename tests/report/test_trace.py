@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from autopar.cli.app import cli
 from autopar.emit import emit
 from autopar.errors import UsageError
 from autopar.plan import Plan
-from autopar.program.tracing import COMMUNICATION, COMPUTATION, WORDS, action_name, measured
-from autopar.report.trace import read_trace
+from autopar.program.tracing import COMMUNICATION, COMPUTATION, PAIRED, PAIRED_KEY, WORDS, action_name, measured
+from autopar.report.step import Action
+from autopar.report.trace import compare_actions, read_trace
 from autopar.run.folder import import_runtime, program_modules
 from autopar.schedules.orders import device_order
 from autopar.search import manual_plan
@@ -144,3 +146,27 @@ def test_spans_of_a_gpu_win_over_those_of_launches():
     )  # fmt: skip
     kept = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in found if e["ph"] == "X"]
     assert kept == [(0, name, 50.0, 200.0), (1, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 100.0, 60.0)]
+
+
+def test_paired_passes_have_their_own_track_and_are_not_compared():
+    f, g, b, c = (action_name(kind, 1, i) for kind, i in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
+    found = measured(
+        [
+            ("step", 0.0, 20e6, False),
+            (f, 0.0, 2e6, False),
+            (b, 3e6, 8e6, False),  # paired with ``g``
+            (g, 4e6, 9e6, False),
+            (c, 10e6, 13e6, False),
+        ],
+        rank=0, pipeline_rank=0,
+    )  # fmt: skip
+    tracks = {e["name"]: (e["tid"], PAIRED_KEY in e["args"]) for e in found if e["ph"] == "X"}
+    assert tracks == {f: (COMPUTATION, False), b: (PAIRED, True), g: (COMPUTATION, True), c: (COMPUTATION, False)}
+    assert [e["tid"] for e in found if e["name"] == "thread_name"] == [COMPUTATION, COMMUNICATION, PAIRED]
+    spans = (("F", 0, 0.0, 2.0), ("F", 1, 2.0, 4.0), ("B", 0, 4.0, 6.0), ("B", 1, 6.0, 9.0))  # the pair saves 1 s
+    actions = tuple(Action(kind, 1, i, start, stop, None, None) for kind, i, start, stop in spans)  # type: ignore[arg-type]
+    rows = compare_actions(SimpleNamespace(actions=(actions,)), found)  # type: ignore[arg-type]
+    assert [(row.name, row.predicted_s, row.measured_s) for row in rows] == [
+        ("backward, stage 1", 3.0, 3.0),
+        ("forward, stage 1", 2.0, 2.0),
+    ]
