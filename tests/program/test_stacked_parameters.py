@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 from exactness import subject
 from mixture_styles import COUNT, NanoMixture, language
-from resumed import KIND, emitted
+from plain_loop import plain_loop
+from resumed import KIND, batch_of, eager, emitted
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler
 from workers import WorkerPool
 
 from autopar.capture import capture
@@ -234,3 +236,70 @@ def test_experts_of_one_mixture_are_in_one_group(tmp_path: Path) -> None:
         checked(lambda named_parameters: by_expert(torch.optim.AdamW, list(named_parameters)), program)
     # each full matrix has an update of its own
     checked(lambda named_parameters: by_expert(torch.optim.Muon, list(named_parameters)), program)
+    with pytest.raises(RefusedOptimizerError, match=r"experts\.0.* and .*experts\.1.* are in different optimizers"):
+        checked(by_optimizer, program)
+
+
+def by_optimizer(named_parameters: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW([parameter]) for _, parameter in named_parameters]
+
+
+def one_group_each(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [parameter]} for parameter in params], lr=1e-2)
+
+
+def equal_rates(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LinearLR(optimizer, total_iters=5)
+
+
+def unequal_rates(optimizer: torch.optim.Optimizer, first: int = 0) -> LRScheduler:
+    """The rates of groups differ from step ``first`` on."""
+    factors = [lambda step, i=index: 0.5**i if step >= first else 1.0 for index in range(len(optimizer.param_groups))]
+    return LambdaLR(optimizer, factors)
+
+
+def rates_unequal_late(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return unequal_rates(optimizer, first=2)
+
+
+def stepped(folder: str, scheduler: str, batches: list[Any]) -> tuple[int, str, dict[str, Tensor]]:
+    """In a worker: the number of steps until one is refused, why it is, and the state dict."""
+    options = {
+        "optimizer": one_group_each,
+        "scheduler": globals()[scheduler],
+        "lr": 0,
+        "seed": 0,
+        "max_norm": None,
+        "state": f"{folder}/initial.pt",
+    }
+    trainer, reason = remote.open_trainer(folder, options, device="cpu", timeout_s=60), ""
+    try:
+        for batch in batches:
+            trainer.step(batch)
+    except ValueError as error:
+        reason = str(error)
+    return trainer.steps, reason, trainer.state_dict()
+
+
+def test_groups_with_equal_options_train_as_on_one_device(workers2: WorkerPool, tmp_path: Path) -> None:
+    given, folder = subject(MODEL), tmp_path / "program"
+    program = emitted(MODEL, KIND["expert 2"].plan(given.graph), folder)
+    batches = [batch_of(MODEL, step) for step in range(3)]
+    steps, reason, found = workers2.run("test_stacked_parameters:stepped", program, "equal_rates", batches)[0]
+    assert (steps, reason) == (3, "")
+    model, loss_of = eager(MODEL)
+    plain_loop(model, [functools.partial(loss_of, batch) for batch in batches], one_group_each, equal_rates)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_groups_that_a_scheduler_gives_other_rates_are_refused(workers2: WorkerPool, tmp_path: Path) -> None:
+    """Before the first step, or before the step that would have the wrong rate."""
+    given, folder = subject(MODEL), tmp_path / "program"
+    program, refused = emitted(MODEL, KIND["expert 2"].plan(given.graph), folder), r"with lr .* and .* one tensor"
+    with program_modules(folder), pytest.raises(RefusedOptimizerError, match=refused):
+        checked(one_group_each, import_runtime(folder).load(folder), unequal_rates)
+    batches = [batch_of(MODEL, step) for step in range(3)]
+    for steps, reason, _ in workers2.run("test_stacked_parameters:stepped", program, "rates_unequal_late", batches):
+        assert steps == 2
+        assert "are in different groups of the optimizer, with lr" in reason
