@@ -10,6 +10,7 @@ from typing import Any
 import mixture_styles
 import pytest
 import torch
+import torch.nn.functional as F
 from exactness import subject
 from mixture_styles import COUNT, NanoMixture, language
 from plain_loop import plain_loop
@@ -153,6 +154,24 @@ def test_the_pieces_of_a_stack_are_those_of_its_parameters() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (None, ["*.down", "*.up"]),
+        ("wrapped", ["*.down", "*.up"]),
+        ("renamed", ["*.*", "0.down"]),
+    ],
+)
+def test_each_stack_has_a_name_of_its_own(change: str | None, names: list[str]) -> None:
+    """Of the words that its parameters have in common, or of the first parameter."""
+    model, batch = changed(change and globals()[change])
+    stacks = [parameter for parameter in capture(model, batch).parameters.values() if parameter.stacked]
+    prefix = "blocks.0.mixture.experts."
+    found = [each.original.removeprefix(prefix) for each in stacks if each.original.startswith(prefix)]
+    assert sorted(name.split(",")[0] for name in found) == [f"{n}.{leaf}" for n in names for leaf in ("bias", "weight")]
+    assert len({each.original for each in stacks}) == len({each.name for each in stacks}) == len(stacks)
+
+
 # -- experts that are stored separately -------------------------------------------------------------------------------
 
 
@@ -167,6 +186,23 @@ def partly_frozen(mixture: Any) -> None:
 def frozen(mixture: Any) -> None:
     for expert in mixture.experts:
         expert.up.requires_grad_(False)
+
+
+def wrapped(mixture: Any) -> None:
+    mixture.experts[1] = nn.Sequential(mixture.experts[1])
+
+
+class Renamed(nn.Module):
+    def __init__(self, expert: Any) -> None:
+        super().__init__()
+        self.first, self.second = expert.up, expert.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+def renamed(mixture: Any) -> None:
+    mixture.experts[1] = Renamed(mixture.experts[1])
 
 
 def changed(change: Callable[[Any], None] | None) -> tuple[nn.Module, Any]:
@@ -186,6 +222,8 @@ def changed(change: Callable[[Any], None] | None) -> tuple[nn.Module, Any]:
     [
         (None, ""),
         (frozen, ""),
+        (wrapped, ""),
+        (renamed, ""),
         (tied, "blocks.0.mixture.experts.0.up.weight belongs to several experts"),
         (partly_frozen, "experts.0.up.weight and blocks.0.mixture.experts.1.up.weight is trained"),
     ],
