@@ -341,3 +341,83 @@ def test_groups_that_a_scheduler_gives_other_rates_are_refused(workers2: WorkerP
     for steps, reason, _ in workers2.run("test_stacked_parameters:stepped", program, "rates_unequal_late", batches):
         assert steps == 2
         assert "are in different groups of the optimizer, with lr" in reason
+
+
+# -- optimizer states of experts that were stored separately -----------------------------------------------------------
+
+
+class ReadsOne(NanoMixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts[0].up.weight.sum()
+
+
+def read_elsewhere(mixture: Any) -> None:
+    mixture.__class__ = ReadsOne
+
+
+def first_frozen(mixture: Any) -> None:
+    mixture.experts[0].up.weight.requires_grad_(False)
+
+
+def saved(folder: str, batch: dict[str, Tensor], target: str, steps_of_expert_1: int = 1) -> None:
+    """In a worker: a step, and a checkpoint in which expert 1 has made ``steps_of_expert_1``."""
+    trainer = opened(folder)
+    trainer.step(batch)
+    for master in (master for group in trainer._groups for master in group.masters):
+        if master.layout.original == "blocks.0.mixture.experts.1.up.weight":
+            trainer.optimizer.state[master.tensor]["step"].fill_(steps_of_expert_1)
+    trainer.save(target)
+
+
+def opened(folder: str) -> Any:
+    options = {"optimizer": None, "lr": 0.1, "seed": 0, "max_norm": None, "state": None}
+    return remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+
+
+def loading(folder: str, source: str) -> tuple[str, bool, list[float]]:
+    """In a worker: why a checkpoint isn't loaded, whether the state is as before, and the steps of the experts' optimizer states."""
+    trainer, reason = opened(folder), ""
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    try:
+        trainer.load(source)
+    except RuntimeError as error:
+        reason = str(error)
+    masters = [master for group in trainer._groups for master in group.masters if master.layout.stacked]
+    steps = [float(trainer.optimizer.state[m.tensor]["step"]) for m in masters if m.tensor in trainer.optimizer.state]
+    after = trainer.state_dict()
+    return reason, all(torch.equal(after[name], before[name]) for name in before), steps
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "reason"),
+    [
+        (read_elsewhere, 1, ""),
+        (
+            read_elsewhere,
+            4,
+            "the checkpoint has optimizer.blocks.0.mixture.experts.0.up.weight.step 1.0 and "
+            "optimizer.blocks.0.mixture.experts.1.up.weight.step 4.0, and the program updates both parameters as one tensor",
+        ),
+        (
+            first_frozen,
+            1,
+            "of blocks.0.mixture.experts.1.up.weight, and none of blocks.0.mixture.experts.0.up.weight: the program updates them",
+        ),
+    ],
+    ids=["equal steps", "unequal steps", "no state of one"],
+)
+def test_states_of_experts_become_a_stack_if_they_are_of_one_step(
+    change: Callable[[Any], None], steps: int, reason: str, workers2: WorkerPool, tmp_path: Path
+) -> None:
+    batch: dict[str, Tensor] = {}
+    for name, made in (("separate", change), ("stacked", None)):
+        graph = capture(*changed(made))
+        emit(graph, manual_plan(graph, expert=2), tmp_path / name)
+        batch = {value.name: torch.zeros(value.shape, dtype=value.dtype) for value in graph.inputs}
+    target = str(tmp_path / "checkpoints")
+    workers2.run("test_stacked_parameters:saved", str(tmp_path / "separate"), batch, target, steps)
+    ranks = workers2.run("test_stacked_parameters:loading", str(tmp_path / "stacked"), target)
+    assert ranks[0][1] is bool(reason)  # the other ranks' state dicts are empty
+    for found, _, numbers in ranks:
+        assert (reason in found) if reason else found == ""
+        assert set(numbers) == (set() if reason else {1.0})
