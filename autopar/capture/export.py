@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from autopar.capture.loops import RefuseLongLoops
 from autopar.capture.opaque import observe, opaque_note
 from autopar.capture.repeat import Lifted, Repeats, expand, members, record, traced_once
 from autopar.capture.segments import TraceSegments, lower_segments
-from autopar.capture.skipped import Decision, TraceBranches, lower_branches
+from autopar.capture.skipped import Decision, TraceBranches, Traced, lower_branches
 from autopar.capture.specialise import RecordedReads, ReplayReads, keep_guards, record_reads
 from autopar.capture.state import State, StateAfterForward, buffers, buffers_kept, check_again, state
 from autopar.capture.storage import computed, identity, refuse_overlaps
@@ -292,24 +291,13 @@ def _export_and_label(
     return gm, values
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """An exported ``program``, its placeholders, and the fake ``copied`` model that it is of. ``assumed`` is ``Graph.assumed``."""
-
-    program: Any
-    lifted: Sequence[Lifted]
-    copied: FakeModel
-    notes: list[str]
-    assumed: list[tuple[str, str]]
-
-
 def _trace(
     model: nn.Module,
     structure: BatchStructure,
     fake_copy: Callable[..., FakeModel],
     reads: RecordedReads | None = None,
     chosen: Decision | None = None,
-) -> _Traced:
+) -> Traced:
     """Export the model. ``chosen`` is that of ``TraceBranches``, if branches on masks are traced."""
     repeats = None if reads is not None or has_hooks(model) else _find_repeats(model, structure, fake_copy, chosen)
     copied = fake_copy(without=repeats.unread(model) if repeats is not None else ())
@@ -327,10 +315,10 @@ def _trace(
         copied = fake_copy()
         program, _ = _export(model, copied, structure, chosen=chosen)
         expanded = _lifted(program)
-    return _Traced(program, expanded, copied, notes, assumed)
+    return Traced(program, expanded, copied, notes, assumed)
 
 
-def _lower(traced: _Traced, model: nn.Module) -> dict[int, dict[fx.Node, fx.Node]]:
+def _lower(traced: Traced, model: nn.Module) -> dict[int, dict[fx.Node, fx.Node]]:
     """Lower the loops over experts, and return ``LoweredLoops.branched``."""
     names = _parameter_names(model)
     parameters = {n: names[t.removeprefix("module.")][0] for kind, t, n in traced.lifted if kind == "PARAMETER"}
@@ -340,13 +328,13 @@ def _lower(traced: _Traced, model: nn.Module) -> dict[int, dict[fx.Node, fx.Node
     return branched
 
 
-def _trace_branches(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> _Traced | None:
+def _trace_branches(model: nn.Module, structure: BatchStructure, fake_copy: Callable[..., FakeModel]) -> Traced | None:
     """Return the lowered trace of a model that skips experts without tokens; ``None`` if this isn't proved (see ``skipped``)."""
     trace = functools.partial(_trace, model, structure, fake_copy)
     try:
         traced = trace(chosen=lambda number: True)
-        gm, lower = traced.program.graph_module, functools.partial(_lower, traced, model)
-        proved = lower_branches(gm, lower, lambda chosen: trace(chosen=chosen).program.graph_module)
+        lower = functools.partial(_lower, traced, model)
+        proved = lower_branches(traced, lower, lambda chosen: trace(chosen=chosen))
     except CaptureError:
         return None
     return traced if proved else None

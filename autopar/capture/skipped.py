@@ -4,15 +4,19 @@ or ``if mask.any():``.
 Whether a mask has true values depends on the data. So the model is traced as if each such mask had true values. This is the graph of the
 model if (1) the masks are those of a loop over experts that was lowered to a mixture, in which an expert without tokens adds nothing, and
 (2) a skipped iteration does nothing else. For (2) the model is traced again with some of the experts skipped: each graph has to equal the
-first one without the additions of these experts, and to have the same branches. The experts are all of them, and for each bit those whose
-number has it: the graphs tell which branch skips which expert with few traces.
+first one without the additions of these experts, and to have the same branches and constants. For any two experts, a trace skips the one
+and not the other: the graphs tell which branch skips which expert with few traces.
 
-That forward doesn't count its iterations is left to the comparison with the model (``Graph.assumed``).
+A forward that counts its iterations differs in these traces if it reads the count, or compares it with 0, 1, or all experts but one. That
+it doesn't compare the count with another number is left to the comparison with the model (``Graph.assumed``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +25,12 @@ from torch.fx.node import has_side_effect, map_arg
 from torch.overrides import TorchFunctionMode
 
 from autopar.capture.backward import caller
+from autopar.capture.clone import FakeModel
+from autopar.capture.evaluate import same_bits
+from autopar.capture.repeat import Lifted
 from autopar.ops.facts import op_name
 from autopar.ops.meta import meta
-from autopar.torch_private import assume
+from autopar.torch_private import assume, is_fake
 from passes.clean.expert_builder import is_check, is_mutable
 from passes.clean.expert_loops import BRANCH, branches, use_index_add
 
@@ -86,45 +93,77 @@ class TraceBranches(TorchFunctionMode):
         return self._decide(self._numbers[id(mask)][1])
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """An exported ``program``, its placeholders, and the fake ``copied`` model that it is of. ``assumed`` is ``Graph.assumed``."""
+
+    program: Any
+    lifted: Sequence[Lifted]
+    copied: FakeModel
+    notes: list[str]
+    assumed: list[tuple[str, str]]
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        gm: fx.GraphModule = self.program.graph_module
+        return gm
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """The values of the tensors that forward made of Python numbers, by the name of their placeholder."""
+        values = {n.name: self.program.constants.get(t) for kind, t, n in self.lifted if kind == "CONSTANT_TENSOR"}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor) and not is_fake(value)}
+
+
 def lower_branches(
-    gm: fx.GraphModule,
-    lower: Callable[[], Mapping[int, Mapping[fx.Node, fx.Node]]],
-    trace: Callable[[Decision], fx.GraphModule],
+    traced: Traced, lower: Callable[[], Mapping[int, Mapping[fx.Node, fx.Node]]], trace: Callable[[Decision], Traced]
 ) -> bool:
-    """Lower the loops over experts in ``gm``, which was traced with all experts, by ``lower`` (it returns ``LoweredLoops.branched``), and
+    """Lower the loops over experts in ``traced``, a trace with all experts, by ``lower`` (it returns ``LoweredLoops.branched``), and
     return whether skipped iterations do nothing else: by the graphs that ``trace`` returns. Markers are erased."""
-    use_index_add(gm)
-    unlowered, branched = _UnloweredGraph(gm), lower()
-    for chosen in _decisions(branched):
-        other = trace(chosen)
-        use_index_add(other)
-        if not unlowered.equals(other, [nodes for number, nodes in branched.items() if not chosen(number)]):
+    use_index_add(traced.gm)
+    unlowered, branched = _UnloweredTrace(traced), lower()
+    for skipped in _skipped(branched):
+        other = trace(lambda number, skipped=skipped: number not in skipped)  # type: ignore[misc]
+        use_index_add(other.gm)
+        if not unlowered.equals(other, [nodes for number, nodes in branched.items() if number in skipped]):
             return False
-    for marker in branches(gm):
+    for marker in branches(traced.gm):
         marker.graph.erase_node(marker)
     return bool(branched)
 
 
-def _decisions(numbers: Collection[int]) -> Iterator[Decision]:
-    """Yield the decisions of the traces in which some of the experts ``numbers`` are skipped."""
-    yield lambda number: False
-    for bit in range(max(numbers, default=0).bit_length()):
-        yield lambda number, bit=bit: not number >> bit & 1  # type: ignore[misc]
+def _skipped(numbers: Collection[int]) -> list[frozenset[int]]:
+    """Return the experts that each of the traces skips: all, only the first, all but the last, and others such that for any two experts a
+    trace skips the one and not the other."""
+    experts = sorted(numbers)
+    sets, between = [experts, experts[:1], experts[:-1]], experts[1:-1]
+    width = next(width for width in itertools.count(2) if math.comb(width, width // 2) >= len(between))
+    # no code has all bits of another one; the traces of the bits skip the last expert and not the first
+    codes = dict(zip(between, itertools.combinations(range(width), width // 2), strict=False))
+    sets += [[*experts[-1:], *(n for n in between if bit in codes[n])] for bit in range(width)]
+    return [each for each in dict.fromkeys(map(frozenset, sets)) if each]
 
 
-class _UnloweredGraph:
-    """A copy of the graph of ``gm`` before its loops are lowered."""
+class _UnloweredTrace:
+    """A copy of a trace before its loops are lowered."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, trace: Traced) -> None:
         self._graph, self._copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        self._graph.output(self._graph.graph_copy(gm.graph, self._copies))
-        self._inner = _inner_graphs(gm)
+        self._graph.output(self._graph.graph_copy(trace.gm.graph, self._copies))
+        self._inner, self._constants = _inner_graphs(trace.gm), trace.constants
 
-    def equals(self, other: fx.GraphModule, left_out: Collection[Mapping[fx.Node, fx.Node]]) -> bool:
-        """Return whether the graph without the nodes ``left_out``, each with the node that is read instead, equals that of ``other``."""
+    def equals(self, other: Traced, left_out: Collection[Mapping[fx.Node, fx.Node]]) -> bool:
+        """Return whether the trace without the nodes ``left_out``, each with the node that is read instead, equals ``other``."""
         replaced = {self._copies[node]: self._copies[before] for nodes in left_out for node, before in nodes.items()}
-        equal = _computation(self._graph, replaced) == _computation(other.graph, {})
-        return equal and self._inner == _inner_graphs(other)
+        equal = _computation(self._graph, replaced) == _computation(other.gm.graph, {})
+        return equal and self._inner == _inner_graphs(other.gm) and _equal_values(self._constants, other.constants)
+
+
+def _equal_values(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    pairs = [(one, others[name]) for name, one in ones.items() if name in others]
+    return len(pairs) == len(ones) == len(others) and all(
+        (one.dtype, one.shape) == (other.dtype, other.shape) and same_bits(one, other) for one, other in pairs
+    )
 
 
 def _inner_graphs(gm: fx.GraphModule) -> dict[str, list[Any]]:

@@ -283,6 +283,9 @@ def load(training: TrainingTensors, folder: str | os.PathLike[str]) -> Mapping[s
         stored = _stored(checkpoint.metadata, prefix)
         state = Restored(updates, training.world, checkpoint.facts["optimizer"], stored)
         check_scheduler(updates.scheduler, checkpoint.facts.get("scheduler"))
+        numbers = [number for stack in state.numbers for number in stack]
+        read_values(plan_reads(list(_under(prefix, numbers)), checkpoint), checkpoint, partially_loaded=False)
+        state.check_numbers()
         reads.append(plan_reads(list(_under(prefix, (*training.all_pieces(), *state.pieces))), checkpoint))
         opened.append(checkpoint)
         restored.append(state)

@@ -156,11 +156,12 @@ def _verified(name: str, reads: Sequence[Read], checkpoint: StoredCheckpoint, sa
     return verified
 
 
-def read_values(reads: Reads, checkpoint: StoredCheckpoint) -> None:
-    """Execute the reads of ``plan_reads``: fill this rank's pieces. Raises ``CheckpointError`` if a checksum differs (not in format 1)."""
+def read_values(reads: Reads, checkpoint: StoredCheckpoint, partially_loaded: bool = True) -> None:
+    """Execute the reads of ``plan_reads``: fill this rank's pieces. Raises ``CheckpointError`` if a checksum differs (not in format 1);
+    ``partially_loaded``: some state may have changed then."""
     for name, file_reads in reads.items():
         with (
-            explained_damage(checkpoint.path, partially_loaded=True),
+            explained_damage(checkpoint.path, partially_loaded),
             (checkpoint.path / name).open("rb", buffering=0) as file,
         ):
             box: tuple[MetadataIndex, Tensor] | None = None

@@ -23,6 +23,7 @@ from .boxes import Piece, full_piece
 from .checkpoint_files import CheckpointError
 from .optimizers import Updates, class_name
 from .parameters import Master
+from .state import sentence
 from .world import LoadedProgram, World
 
 TENSOR, NUMBER = "tensor", "number"
@@ -133,10 +134,11 @@ def _unsharded_pieces(master: Master, key: str, value: Any) -> list[Piece]:
 
 
 class Restored:
-    """A checkpoint's optimizer state for this rank's masters: created empty, filled by reading ``pieces``, then installed.
+    """A checkpoint's optimizer state for this rank's masters: created empty, filled by reading ``pieces`` and ``numbers``, then installed.
 
-    ``facts`` describe the optimizer that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises
-    ``CheckpointError`` if the checkpoint has another optimizer's state, or none.
+    ``numbers`` has those of each stacked parameter, such as the steps, which ``check_numbers`` compares. ``facts`` describe the optimizer
+    that was saved, ``stored`` has the metadata of the checkpoint's tensors by name. Raises ``CheckpointError`` if the checkpoint has
+    another optimizer's state, none, or that of only some of the parameters of a stack.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Restored:
         self._optimizer, self._facts = optimizer, facts
         self._states: dict[Tensor, dict[str, Tensor]] = {}
         self.pieces: list[Piece] = []
+        self.numbers: list[list[Piece]] = []
         if facts is None:
             raise CheckpointError(
                 f"the checkpoint has no optimizer state, but the program trains with {type(optimizer).__qualname__}",
@@ -160,8 +163,8 @@ class Restored:
         for master in updates.masters:
             state = self._states.setdefault(master.tensor, {})
             for key, kind in facts["keys"].items():
-                first = master.layout.originals[0]  # the states of stacked parameters have the same keys and dtypes
-                there = stored.get(f"optimizer.{first}.{key}")
+                first = master.layout.originals[0]
+                there = _metadata(master.layout.originals, key, stored)
                 if there is None:
                     continue
                 shape, dtype = tuple(there.size), there.properties.dtype
@@ -184,8 +187,23 @@ class Restored:
                     state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 if _is_like(master, state[key]):
                     self.pieces += MasterValues(_path(master, key), master, state[key]).pieces(world)
+                elif not master.layout.stacked:
+                    self.pieces += _unsharded_pieces(master, key, state[key])
                 else:
-                    self.pieces.append(_unsharded_pieces(master, key, state[key])[0])
+                    others = [torch.zeros_like(state[key]) for _ in master.layout.stacked[1:]]
+                    values = zip(master.layout.stacked, [state[key], *others], strict=True)
+                    self.numbers.append([full_piece(("optimizer", name, key), value) for name, value in values])
+
+    def check_numbers(self) -> None:
+        """Raise ``CheckpointError`` if a number of the state isn't the same for all parameters of a stack."""
+        for first, *others in self.numbers:
+            for other in others:
+                if not torch.equal(first.values, other.values):
+                    raise CheckpointError(
+                        f"the checkpoint has {first.name} {first.values.tolist()} and {other.name} {other.values.tolist()}, and the "
+                        "program updates both parameters as one tensor",
+                        "load only the checkpoint's parameters",
+                    )
 
     def install(self) -> None:
         """Set the optimizer's state, and the options of its groups."""
@@ -209,6 +227,23 @@ def without_state(
     """Return the trained parameters that have no state in the checkpoint although others do: they had no gradient yet, or were frozen."""
     trained = {name for layout in program.layouts if layout.trainable and facts["keys"] for name in layout.originals}
     return sorted(name for name in trained if not any(f"optimizer.{name}.{key}" in stored for key in facts["keys"]))
+
+
+def _metadata(
+    names: Sequence[str], key: str, stored: Mapping[str, TensorStorageMetadata]
+) -> TensorStorageMetadata | None:
+    """Return the metadata of a state of the first of the parameters that are updated as one tensor; ``None`` if none of them has the state.
+
+    Raises ``CheckpointError`` if only some of them have it: the optimizer would start the others with other numbers of steps.
+    """
+    without = [name for name in names if f"optimizer.{name}.{key}" not in stored]
+    if without and len(without) < len(names):
+        has = next(name for name in names if name not in without)
+        raise CheckpointError(
+            f"{sentence(f'the checkpoint has the state {key} of {has}, and none of', without)}: the program updates them as one tensor",
+            "load only the checkpoint's parameters",
+        )
+    return None if without else stored[f"optimizer.{names[0]}.{key}"]
 
 
 def _check_same_optimizer(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any]) -> None:

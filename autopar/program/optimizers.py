@@ -69,7 +69,7 @@ class Updates:
 
     ``masters`` are the optimizer's parameters: this rank's own masters, or full tensors that it updates for several ranks, for which
     ``gatherer`` moves gradients and values between the ranks. ``offloaded`` runs the optimizer if some masters are not on the device,
-    ``chunked`` if gradients or moments are in bfloat16.
+    ``chunked`` if gradients or moments are in bfloat16. ``shared_groups`` are those of ``_shared_groups``.
     """
 
     def __init__(
@@ -80,12 +80,17 @@ class Updates:
         gatherer: TensorGatherer | None,
         offloaded: Any = None,
         chunked: Any = None,
+        shared_groups: Sequence[Mapping[int, str]] = (),
     ) -> None:
         self.optimizer, self.scheduler, self.masters, self._gatherer = optimizer, scheduler, masters, gatherer
-        self._offloaded, self._chunked = offloaded, chunked
+        self._offloaded, self._chunked, self._shared_groups = offloaded, chunked, shared_groups
 
     def step(self) -> None:
-        """Update the masters by their gradients, then set the next step's learning rates; all ranks call this."""
+        """Update the masters by their gradients, then set the next step's learning rates; all ranks call this.
+
+        Raises ``RefusedOptimizerError`` before the update if the scheduler gave other options to the group of another expert.
+        """
+        _check_same_options(self._shared_groups, self.optimizer)
         if self._gatherer is not None:
             self._gatherer.gather_gradients()
         (self._offloaded or self._chunked or self.optimizer).step()
@@ -149,7 +154,7 @@ def make(
     chunked = program.spec.chunked_updates and program.spec.chunked_updates(made, masters, program, world)
     offloaded = world.places and world.places.updates(chunked or made, masters, world.device, single_chunk)
     made_scheduler = None if scheduler is None else scheduled(scheduler, made)
-    return Updates(made, made_scheduler, masters, gatherer, offloaded, chunked)
+    return Updates(made, made_scheduler, masters, gatherer, offloaded, chunked, _shared_groups(user, program))
 
 
 @dataclass(frozen=True)
@@ -206,11 +211,11 @@ def checked(optimizer: Optimizer, program: LoadedProgram, scheduler: Scheduler |
         taken |= {id(param) for param in own}
         _check_compatible(part, [names[id(param)] for param in own], program)
         _rebuilt(part, names, {})  # try to construct it without parameters: a rank may have none
-    _check_stacked(user, program)
     # try on the meta tensors whether the classes can be constructed again
     again = user.again()
     if scheduler is not None:
         scheduled(scheduler, again)
+    _check_same_options(_shared_groups(user, program), again)
     return user
 
 
@@ -243,14 +248,19 @@ def difference(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> s
     for own, other in zip(first.param_groups, second.param_groups, strict=True):
         if list(map(id, own["params"])) != list(map(id, other["params"])):
             return "order of parameters"
-        for key in (own.keys() | other.keys()) - {"params", "param_names"}:
-            if not same(own.get(key), other.get(key)):
-                return f"value of {key}"
+        if option := _different_option(own, other):
+            return f"value of {option}"
     for name in vars(first).keys() | vars(second).keys():
         a, b = vars(first).get(name), vars(second).get(name)
         if name not in ("param_groups", "state") and not callable(a) and _plain(a) and not same(a, b):
             return f"attribute {name}"
     return ""
+
+
+def _different_option(group: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first option by name whose value differs in two parameter groups, or an empty string."""
+    options = sorted((group.keys() | other.keys()) - {"params", "param_names"})
+    return next((option for option in options if not same(group.get(option), other.get(option))), "")
 
 
 def _joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -353,21 +363,54 @@ def _check_compatible(optimizer: torch.optim.Optimizer, names: Iterable[str], pr
         )
 
 
-def _check_stacked(user: CheckedRecipe, program: LoadedProgram) -> None:
-    """Raise ``RefusedOptimizerError`` if parameters that are updated as one stacked tensor have different groups."""
-    groups: dict[str, tuple[int, int]] = {}
-    for number, part in enumerate(user.optimizers):
-        for group, options in enumerate(part.param_groups):
-            groups |= {user.names[id(param)]: (number, group) for param in options["params"]}
+def _shared_groups(user: CheckedRecipe, program: LoadedProgram) -> list[dict[int, str]]:
+    """Return the groups of each stacked parameter that is updated as one tensor although its parameters are in several groups: the groups'
+    indices, each with the name of a parameter. The first group's options are those of the update.
+
+    Raises ``RefusedOptimizerError`` if the parameters are in different optimizers.
+    """
+    all_groups = [(part, group) for part in user.optimizers for group in part.param_groups]
+    owners: dict[str, torch.optim.Optimizer] = {}
+    indices: dict[str, int] = {}
+    all_names = user.names
+    for index, (owner, group) in enumerate(all_groups):
+        names = [all_names[id(param)] for param in group["params"]]
+        owners |= dict.fromkeys(names, owner)
+        indices |= dict.fromkeys(names, index)
+    shared = []
     for layout in (layout for layout in program.layouts if layout.stacked and layout.trainable):
-        first, found = layout.stacked[0], {name: groups.get(name) for name in layout.stacked}
-        other = next((name for name, group in found.items() if group != found[first]), None)
-        full = all(group is not None and not _is_elementwise(user.optimizers[group[0]]) for group in found.values())
-        if other is not None and not full:
+        first, parts = layout.stacked[0], [owners.get(name) for name in layout.stacked]
+        if all(part is not None and not _is_elementwise(part) for part in parts):
+            continue  # each parameter is updated as a full tensor
+        if other := next((n for n, part in zip(layout.stacked, parts, strict=True) if part is not parts[0]), None):
             raise RefusedOptimizerError(
-                f"{first} and {other} are in different groups of the optimizer, and the program stores them as one tensor",
-                "put the parameters of all experts of a mixture into one group",
+                f"{first} and {other} are in different optimizers, or only one of them is in an optimizer, and the program stores them as "
+                "one tensor",
+                "give the parameters of all experts of a mixture to one optimizer",
             )
+        groups = dict[int, str]()
+        for name in (name for name in layout.stacked if name in indices):
+            groups.setdefault(indices[name], name)
+        shared += [groups] if len(groups) > 1 else []
+    return shared
+
+
+def _check_same_options(shared: Iterable[Mapping[int, str]], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``RefusedOptimizerError`` if groups that update one stacked parameter (see ``_shared_groups``) have different options."""
+    for names in shared:
+        (first, name), *others = names.items()
+        for index, other in others:
+            group, second = optimizer.param_groups[first], optimizer.param_groups[index]
+            if option := _different_option(group, second):
+                raise RefusedOptimizerError(
+                    f"{name} and {other} are in different groups of the optimizer, with {option} {_shown(group.get(option))} and "
+                    f"{_shown(second.get(option))}, and the program stores them as one tensor",
+                    "give the groups of all experts of a mixture the same options in all steps",
+                )
+
+
+def _shown(option: Any) -> Any:
+    return option.tolist() if isinstance(option, Tensor) else option
 
 
 def cut(layout: Layout, program: LoadedProgram) -> str | None:

@@ -7,6 +7,8 @@ names count (weights, checkpoints, the optimizer's groups), it is the parameters
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from passes.clean.nodes import aten, calls, copy_origin, like
 def stacked_parameters_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace every stack of parameters that allows it by a new parameter (see ``not_stackable_reason``)."""
     parameters = [node for node in gm.graph.nodes if node.op == "placeholder" and "parameter" in meta(node)]
-    taken = {meta(node)["parameter"].name for node in parameters}
+    taken = {name for node in parameters for name in (meta(node)["parameter"].name, meta(node)["parameter"].original)}
     made: dict[tuple[fx.Node, ...], fx.Node] = {}
     for node in calls(gm, aten.stack.default):
         operands = stacked_parameters(node)
@@ -69,18 +71,19 @@ def _stacked(operands: tuple[fx.Node, ...], taken: set[str]) -> fx.Node:
     """Return a new placeholder for the parameters stacked."""
     found: list[Parameter] = [meta(each)["parameter"] for each in operands]
     first, shape = found[0], (len(found), *found[0].shape)
-    parts = list(zip(*(parameter.name.split(".") for parameter in found), strict=False))
-    words = [words[0] if len(set(words)) == 1 else "*" for words in parts]
-    name = ".".join(word for word in words if word != "*")
+    original = _pattern([parameter.name for parameter in found])
+    name = ".".join(word for word in original.split(".") if word != "*")
+    if original.endswith("*") or name in taken or original in taken:  # unlike experts
+        name, original = f"{first.name}_stacked", f"{first.original}, ..."
     while name in taken:
         name += "_stacked"
-    taken.add(name)
+    taken |= {name, original}
     with operands[0].graph.inserting_before(operands[0]):
         node = operands[0].graph.placeholder(f"{operands[0].name}_stacked")
     copy_origin(operands[0], node)
     meta(node)["parameter"] = Parameter(
         name=name,
-        original=".".join(words),
+        original=original,
         original_shape=first.original_shape,
         shape=shape,
         dtype=first.dtype,
@@ -90,3 +93,20 @@ def _stacked(operands: tuple[fx.Node, ...], taken: set[str]) -> fx.Node:
     val = meta(operands[0])["val"]
     meta(node)["val"] = like(torch.stack([val] * len(found)))
     return node
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """Return the names' common words, with ``*`` for a word that differs; between names of different lengths, one ``*`` for all words from
+    the first to the last that differ."""
+    parts = [name.split(".") for name in names]
+    if len({len(words) for words in parts}) > 1:
+        first = _common(parts)
+        last = _common([words[len(first) :][::-1] for words in parts])[::-1]
+        return ".".join([*first, "*", *last])
+    return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*parts, strict=True))
+
+
+def _common(parts: Sequence[Sequence[str]]) -> list[str]:
+    """Return the first words that all have in common."""
+    columns = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*parts, strict=False))
+    return [words[0] for words in columns]

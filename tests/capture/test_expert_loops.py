@@ -197,7 +197,7 @@ def test_bodies_are_exact(run: Run, experts: int) -> None:
     ("run", "chosen"),
     [
         *itertools.product([hit_loop, numbers, capacity, segments, compared, indexed], (1, 2)),
-        *((skipped, 2), (skipped_by_mask, 2)),  # each traced once per bit of an expert's number
+        *((skipped, 2), (skipped_by_mask, 2)),  # each traced six times
         *(slow(skipped, 1), slow(skipped_by_mask, 1)),
     ],
 )
@@ -456,8 +456,19 @@ def skips_all_later(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor
     return out
 
 
+def skips_the_last(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The last expert is also skipped if expert 1 has no tokens."""
+    out, rows = torch.zeros_like(x), [torch.where(index == number) for number in range(COUNT)]
+    skipped = [token.numel() == 0 for token, _ in rows]
+    for number, (token, choice) in enumerate(rows):
+        if not (skipped[number] or number == 3 and skipped[1]):
+            out.index_add_(0, token, m.experts[number](x[token]) * weights[token, choice, None])
+    return out
+
+
 SKIPPING = {
     "skips all later experts": skips_all_later,
+    "skips the last expert": skips_the_last,
     "leaves the loop": skipping(without=lambda out: None),
     "adds without tokens": skipping(without=lambda out: out + 1),
     "adds in place": skipping(without=lambda out: out.add_(1)),
@@ -465,6 +476,9 @@ SKIPPING = {
     "skips experts with tokens": skipping(branch=lambda token, _: token.numel() > 0),
     "another expert's tokens": skipping(branch=lambda _, other: not other.any()),
     "counts": skipping(after=lambda out, hits: out / max(hits, 1)),
+    "counts as a tensor": skipping(after=lambda out, hits: out / torch.tensor(float(max(hits, 1)), dtype=out.dtype)),
+    "one is skipped": skipping(after=lambda out, hits: out * 2 if hits == COUNT - 1 else out),
+    "one is chosen": skipping(after=lambda out, hits: out * 2 if hits == 1 else out),
 }
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import mixture_styles
 import pytest
 import torch
+import torch.nn.functional as F
 from exactness import subject
 from mixture_styles import COUNT, NanoMixture, language
-from resumed import KIND, emitted
+from plain_loop import plain_loop
+from resumed import KIND, batch_of, eager, emitted
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, LRScheduler
 from workers import WorkerPool
 
 from autopar.capture import capture
@@ -151,6 +154,24 @@ def test_the_pieces_of_a_stack_are_those_of_its_parameters() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (None, ["*.down", "*.up"]),
+        ("wrapped", ["*.down", "*.up"]),
+        ("renamed", ["*.*", "0.down"]),
+    ],
+)
+def test_each_stack_has_a_name_of_its_own(change: str | None, names: list[str]) -> None:
+    """Of the words that its parameters have in common, or of the first parameter."""
+    model, batch = changed(change and globals()[change])
+    stacks = [parameter for parameter in capture(model, batch).parameters.values() if parameter.stacked]
+    prefix = "blocks.0.mixture.experts."
+    found = [each.original.removeprefix(prefix) for each in stacks if each.original.startswith(prefix)]
+    assert sorted(name.split(",")[0] for name in found) == [f"{n}.{leaf}" for n in names for leaf in ("bias", "weight")]
+    assert len({each.original for each in stacks}) == len({each.name for each in stacks}) == len(stacks)
+
+
 # -- experts that are stored separately -------------------------------------------------------------------------------
 
 
@@ -165,6 +186,23 @@ def partly_frozen(mixture: Any) -> None:
 def frozen(mixture: Any) -> None:
     for expert in mixture.experts:
         expert.up.requires_grad_(False)
+
+
+def wrapped(mixture: Any) -> None:
+    mixture.experts[1] = nn.Sequential(mixture.experts[1])
+
+
+class Renamed(nn.Module):
+    def __init__(self, expert: Any) -> None:
+        super().__init__()
+        self.first, self.second = expert.up, expert.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+def renamed(mixture: Any) -> None:
+    mixture.experts[1] = Renamed(mixture.experts[1])
 
 
 def changed(change: Callable[[Any], None] | None) -> tuple[nn.Module, Any]:
@@ -184,6 +222,8 @@ def changed(change: Callable[[Any], None] | None) -> tuple[nn.Module, Any]:
     [
         (None, ""),
         (frozen, ""),
+        (wrapped, ""),
+        (renamed, ""),
         (tied, "blocks.0.mixture.experts.0.up.weight belongs to several experts"),
         (partly_frozen, "experts.0.up.weight and blocks.0.mixture.experts.1.up.weight is trained"),
     ],
@@ -234,3 +274,150 @@ def test_experts_of_one_mixture_are_in_one_group(tmp_path: Path) -> None:
         checked(lambda named_parameters: by_expert(torch.optim.AdamW, list(named_parameters)), program)
     # each full matrix has an update of its own
     checked(lambda named_parameters: by_expert(torch.optim.Muon, list(named_parameters)), program)
+    with pytest.raises(RefusedOptimizerError, match=r"experts\.0.* and .*experts\.1.* are in different optimizers"):
+        checked(by_optimizer, program)
+
+
+def by_optimizer(named_parameters: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW([parameter]) for _, parameter in named_parameters]
+
+
+def one_group_each(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [parameter]} for parameter in params], lr=1e-2)
+
+
+def equal_rates(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LinearLR(optimizer, total_iters=5)
+
+
+def unequal_rates(optimizer: torch.optim.Optimizer, first: int = 0) -> LRScheduler:
+    """The rates of groups differ from step ``first`` on."""
+    factors = [lambda step, i=index: 0.5**i if step >= first else 1.0 for index in range(len(optimizer.param_groups))]
+    return LambdaLR(optimizer, factors)
+
+
+def rates_unequal_late(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return unequal_rates(optimizer, first=2)
+
+
+def stepped(folder: str, scheduler: str, batches: list[Any]) -> tuple[int, str, dict[str, Tensor]]:
+    """In a worker: the number of steps until one is refused, why it is, and the state dict."""
+    options = {
+        "optimizer": one_group_each,
+        "scheduler": globals()[scheduler],
+        "lr": 0,
+        "seed": 0,
+        "max_norm": None,
+        "state": f"{folder}/initial.pt",
+    }
+    trainer, reason = remote.open_trainer(folder, options, device="cpu", timeout_s=60), ""
+    try:
+        for batch in batches:
+            trainer.step(batch)
+    except ValueError as error:
+        reason = str(error)
+    return trainer.steps, reason, trainer.state_dict()
+
+
+def test_groups_with_equal_options_train_as_on_one_device(workers2: WorkerPool, tmp_path: Path) -> None:
+    given, folder = subject(MODEL), tmp_path / "program"
+    program = emitted(MODEL, KIND["expert 2"].plan(given.graph), folder)
+    batches = [batch_of(MODEL, step) for step in range(3)]
+    steps, reason, found = workers2.run("test_stacked_parameters:stepped", program, "equal_rates", batches)[0]
+    assert (steps, reason) == (3, "")
+    model, loss_of = eager(MODEL)
+    plain_loop(model, [functools.partial(loss_of, batch) for batch in batches], one_group_each, equal_rates)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_groups_that_a_scheduler_gives_other_rates_are_refused(workers2: WorkerPool, tmp_path: Path) -> None:
+    """Before the first step, or before the step that would have the wrong rate."""
+    given, folder = subject(MODEL), tmp_path / "program"
+    program, refused = emitted(MODEL, KIND["expert 2"].plan(given.graph), folder), r"with lr .* and .* one tensor"
+    with program_modules(folder), pytest.raises(RefusedOptimizerError, match=refused):
+        checked(one_group_each, import_runtime(folder).load(folder), unequal_rates)
+    batches = [batch_of(MODEL, step) for step in range(3)]
+    for steps, reason, _ in workers2.run("test_stacked_parameters:stepped", program, "rates_unequal_late", batches):
+        assert steps == 2
+        assert "are in different groups of the optimizer, with lr" in reason
+
+
+# -- optimizer states of experts that were stored separately -----------------------------------------------------------
+
+
+class ReadsOne(NanoMixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.experts[0].up.weight.sum()
+
+
+def read_elsewhere(mixture: Any) -> None:
+    mixture.__class__ = ReadsOne
+
+
+def first_frozen(mixture: Any) -> None:
+    mixture.experts[0].up.weight.requires_grad_(False)
+
+
+def saved(folder: str, batch: dict[str, Tensor], target: str, steps_of_expert_1: int = 1) -> None:
+    """In a worker: a step, and a checkpoint in which expert 1 has made ``steps_of_expert_1``."""
+    trainer = opened(folder)
+    trainer.step(batch)
+    for master in (master for group in trainer._groups for master in group.masters):
+        if master.layout.original == "blocks.0.mixture.experts.1.up.weight":
+            trainer.optimizer.state[master.tensor]["step"].fill_(steps_of_expert_1)
+    trainer.save(target)
+
+
+def opened(folder: str) -> Any:
+    options = {"optimizer": None, "lr": 0.1, "seed": 0, "max_norm": None, "state": None}
+    return remote.open_trainer(folder, options, device="cpu", timeout_s=60)
+
+
+def loading(folder: str, source: str) -> tuple[str, bool, list[float]]:
+    """In a worker: why a checkpoint isn't loaded, whether the state is as before, and the steps of the experts' optimizer states."""
+    trainer, reason = opened(folder), ""
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    try:
+        trainer.load(source)
+    except RuntimeError as error:
+        reason = str(error)
+    masters = [master for group in trainer._groups for master in group.masters if master.layout.stacked]
+    steps = [float(trainer.optimizer.state[m.tensor]["step"]) for m in masters if m.tensor in trainer.optimizer.state]
+    after = trainer.state_dict()
+    return reason, all(torch.equal(after[name], before[name]) for name in before), steps
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "reason"),
+    [
+        (read_elsewhere, 1, ""),
+        (
+            read_elsewhere,
+            4,
+            "the checkpoint has optimizer.blocks.0.mixture.experts.0.up.weight.step 1.0 and "
+            "optimizer.blocks.0.mixture.experts.1.up.weight.step 4.0, and the program updates both parameters as one tensor",
+        ),
+        (
+            first_frozen,
+            1,
+            "of blocks.0.mixture.experts.1.up.weight, and none of blocks.0.mixture.experts.0.up.weight: the program updates them",
+        ),
+    ],
+    ids=["equal steps", "unequal steps", "no state of one"],
+)
+def test_states_of_experts_become_a_stack_if_they_are_of_one_step(
+    change: Callable[[Any], None], steps: int, reason: str, workers2: WorkerPool, tmp_path: Path
+) -> None:
+    batch: dict[str, Tensor] = {}
+    for name, made in (("separate", change), ("stacked", None)):
+        graph = capture(*changed(made))
+        emit(graph, manual_plan(graph, expert=2), tmp_path / name)
+        batch = {value.name: torch.zeros(value.shape, dtype=value.dtype) for value in graph.inputs}
+    target = str(tmp_path / "checkpoints")
+    workers2.run("test_stacked_parameters:saved", str(tmp_path / "separate"), batch, target, steps)
+    ranks = workers2.run("test_stacked_parameters:loading", str(tmp_path / "stacked"), target)
+    assert ranks[0][1] is bool(reason)  # the other ranks' state dicts are empty
+    for found, _, numbers in ranks:
+        assert (reason in found) if reason else found == ""
+        assert set(numbers) == (set() if reason else {1.0})
