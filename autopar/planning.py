@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.capture import check_capture, without_check
-from autopar.devices import Cluster, Gpu
+from autopar.devices import Cluster
 from autopar.errors import InfeasibleError, UsageError
 from autopar.expert_loads import EVEN, UNEVEN
 from autopar.explain import Study, suggest
@@ -238,14 +238,10 @@ def _formats_without_gain(cluster: Cluster, options: SearchOptions) -> dict[str,
     """Return a note for each allowed format of matmuls in which no device is faster than in bfloat16: rounding would only take time."""
     gpus = [part.gpu for part in cluster.parts or (cluster,)]
     kinds = " and ".join(dict.fromkeys(gpu.name for gpu in gpus))
-
-    def gains(gpu: Gpu, precision: str) -> bool:
-        return gpu.measured is not None or gpu.peak_flops.get(precision, 0.0) > gpu.peak_flops.get("bfloat16", 0.0)
-
     return {
         name: f"{name} is allowed, but not used: on {kinds}, matmuls in it are not faster than in bfloat16"
         for name, recipe in FP8_RECIPES.items()
-        if name in options.allow and not any(gains(gpu, recipe.precision) for gpu in gpus)
+        if name in options.allow and not any(gpu.measured or gpu.is_faster_in(recipe.precision) for gpu in gpus)
     }
 
 

@@ -38,7 +38,7 @@ from autopar.planning import write_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search import SearchOptions, memory_timeline, reprice
-from autopar.search.numerics import Numerics, allowed_numerics, is_better
+from autopar.search.numerics import Numerics, allowed_numerics, preferred
 from autopar.techniques import LAYER, LAYER_DEVIATIONS
 from autopar.trainers.choose import TrainerPricers, with_deviations
 from autopar.trainers.reading import setting_of_plan, trainer_named
@@ -138,16 +138,14 @@ def _pinned(
         pricer = Pricer(deviating, used, name_of(graph.dtype))
         return deviating, used, price_plan(deviating, used, plan, pricer), pricer
 
-    best: tuple[Graph, Cluster, Plan, Pricer] | None = None
+    found: list[tuple[Graph, Cluster, Plan, Pricer]] = []
     refused: dict[Numerics, AutoparError] = {}
     for numerics in _numerics_of_pins(graph, cluster, options, microbatch):
         try:
-            found = priced(numerics)
+            found.append(priced(numerics))
         except AutoparError as error:
             refused[numerics] = error
-            continue
-        if best is None or is_better(found[2], best[2], True, options.target_gap):
-            best = found
+    best = preferred(found, operator.itemgetter(2), options.target_gap)
     if best is None:
         raise next(iter(refused.values()))
     deviating, used, plan, pricer = best

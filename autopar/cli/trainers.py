@@ -28,7 +28,7 @@ from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
 from autopar.precision import FLOAT8, name_of, normalise
 from autopar.search import SearchOptions
-from autopar.search.numerics import is_better
+from autopar.search.numerics import preferred
 from autopar.trainers import Exported, Setting, Trainer
 from autopar.trainers.changes import Change, best_changes
 from autopar.trainers.choose import PINS, TrainerPricers, best_setting, check_values, deviating_values, folds_of
@@ -187,12 +187,11 @@ def pinned(request: PlanRequest, microbatch: int | None, sequence: bool, message
     sizes = {"sequence": trainer.space.sequence} | ({} if microbatch is None else {"microbatch": microbatch})
     folds = {"folds": folds_of(trainer, cluster.count, values)}
     facts = trainer.facts_of(values.get("tensor", 1), values.get("expert", 1))
-    pricers, best = TrainerPricers(graph, cluster, trainer), None
+    pricers, found = TrainerPricers(graph, cluster, trainer), list[Configured]()
     for deviation in deviating_values(trainer, options.allow, graph.dtype):
         said = {**zero, **sizes, **folds, **values, **deviation}
-        found = _priced(pricers, cluster, Reading(said, facts | said.pop("facts", frozenset())))
-        if best is None or is_better(found.plan, best.plan, True, options.target_gap):
-            best = found
+        found.append(_priced(pricers, cluster, Reading(said, facts | said.pop("facts", frozenset()))))
+    best = preferred(found, lambda each: each.plan, options.target_gap)
     assert best is not None  # exact training is always among them
     return best
 

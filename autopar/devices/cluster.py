@@ -132,7 +132,11 @@ class Gpu:
     @property
     def rounds_in_few_kernels(self) -> bool:
         """Whether emitted programs round to 8 bits in few kernels: on GPUs with 8-bit tensor cores (``program.kernels_fp8``)."""
-        return self.peak_flops.get(FLOAT8, 0.0) > self.peak_flops.get("bfloat16", 0.0)
+        return self.is_faster_in(FLOAT8)
+
+    def is_faster_in(self, precision: str) -> bool:
+        """Return whether matrix products have a higher peak in this precision than in bfloat16."""
+        return self.peak_flops.get(precision, 0.0) > self.peak_flops.get("bfloat16", 0.0)
 
     def update_s(self, moved: float, tensors: int) -> float:
         """Return the seconds of an optimizer step that moves ``moved`` bytes in total, over ``tensors`` tensors of equal size."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from autopar.precision import FP8_RECIPES, TF32
 from autopar.search.options import SearchOptions, check_allowed
 from autopar.techniques import LAYER_DEVIATIONS
 from autopar.techniques.technique import ANY
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,15 @@ def is_better(plan: Plan, other: Plan, less_exact: bool, target_gap: float) -> b
     if bool(plan.too_full) != bool(other.too_full):
         return not plan.too_full
     return plan.fastest_s < other.fastest_s * (1 - target_gap * less_exact)
+
+
+def preferred(candidates: Iterable[T], plan_of: Callable[[T], Plan], target_gap: float) -> T | None:
+    """Return the candidate whose plan ``is_better`` than the others', the most exact candidates first; ``None`` if there are none."""
+    best: T | None = None
+    for each in candidates:
+        if best is None or is_better(plan_of(each), plan_of(best), True, target_gap):
+            best = each
+    return best
 
 
 def best_plan(

@@ -27,7 +27,7 @@ from autopar.plan import ALLOWED, Plan
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.search.evaluation import by_stage, layer_prices, step_cost
-from autopar.search.numerics import is_better
+from autopar.search.numerics import preferred
 from autopar.search.options import SearchOptions
 from autopar.search.problem import Configuration, divisors
 from autopar.search.shared_parameters import duplicated_state_bytes
@@ -117,12 +117,10 @@ def best_setting(
             found.append(_Choice(graph, cluster, trainer, {**(pins or {}), **values}).run(report))
         except InfeasibleError as error:
             why = error
-    if not found:
+    best = preferred(found, lambda each: each.plan, options.target_gap)
+    if best is None:
         assert why is not None
         raise why
-    best = found[0]
-    for each in found[1:]:
-        best = each if is_better(each.plan, best.plan, True, options.target_gap) else best
     families, evaluated = sum(each.families for each in found), sum(each.evaluated for each in found)
     return dataclasses.replace(best, families=families, evaluated=evaluated)
 

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from experts import read
 from limited_nodes import limited_nodes
 from limited_processors import compute_here
 from mixture import MODEL, config
@@ -151,10 +152,6 @@ def _table(measured: list[Line]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def read(path: Path = RESULTS) -> list[Line]:
-    return [json.loads(text) for text in path.read_text().splitlines()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=11, metavar="N")
@@ -180,7 +177,7 @@ def main() -> None:
             times = {name: round(1e3 * statistics.median(each)) for name, each in found[-1]["rounds_s"].items()}
             print(f"{link['rate']}: ms {times}, priced {found[-1]['priced_s']}", file=sys.stderr)
     if asked.results == RESULTS:
-        PAGE.write_text(page(read()))
+        PAGE.write_text(page(read(RESULTS)))
 
 
 if __name__ == "__main__":
