@@ -423,17 +423,22 @@ class Pricer:
         self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int, sized: SizedClass, cluster: Cluster
     ) -> ReplicaCosts:
         """Return the costs of the collectives between the layer's replicas."""
-        key = (cls_name, self._mesh_index(mesh), strategy.roles, microbatches, strategy.replicate)
+        mesh_index, roles, copies = self._mesh_index(mesh), strategy.roles, strategy.replicate
+        key = (cls_name, mesh_index, roles, microbatches, copies)
         if key not in self._replica_costs:
+            # the seconds of these collectives do not depend on the number of microbatches
+            alike = (mesh_index, roles, copies, sized.counts, sized.dense, sized.experts)
+            if alike not in self._replica_costs:
+                found = []
+                for part in self._replicas(mesh, strategy, sized, cluster):
+                    same = part.tensors, part.axes, cluster is self.cluster
+                    if same not in self._replica_costs:
+                        self._replica_costs[same] = part.costs()
+                    found.append(self._replica_costs[same])
+                self._replica_costs[alike] = layer_costs(found)
             # if microbatches count as separate batches (Graph.accumulated), the graph has the FLOPs of one microbatch
             flops = self._table(cls_name)[0].model_flops / self.graph.parts(microbatches)
-            per_copy, found = microbatches // self.copies, []
-            for part in self._replicas(mesh, strategy, sized, cluster):
-                same = part.tensors, part.axes, per_copy, flops, cluster is self.cluster
-                if same not in self._replica_costs:
-                    self._replica_costs[same] = part.costs(per_copy, flops)
-                found.append(self._replica_costs[same])
-            self._replica_costs[key] = layer_costs(found)
+            self._replica_costs[key] = self._replica_costs[alike].of_step(microbatches // self.copies, flops)
         return self._replica_costs[key]
 
     def _replicas(self, mesh: Mesh, strategy: Strategy, sized: SizedClass, cluster: Cluster) -> list[Replicas]:

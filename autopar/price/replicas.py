@@ -79,12 +79,16 @@ class ReplicaCosts:
     """
 
     shares: tuple[Share, ...]
-    microbatches: int
-    flops: float
     seconds: tuple[PerKind, ...]
     copies_s: tuple[float, float]
     staleness: int = 0
     has_copies: bool = False
+    microbatches: int = 1
+    flops: float = 0.0
+
+    def of_step(self, microbatches: int, flops: float) -> ReplicaCosts:
+        """Return these costs for a step of so many ``microbatches`` of ``flops`` each."""
+        return dataclasses.replace(self, microbatches=microbatches, flops=flops)
 
     @property
     def size(self) -> int:
@@ -175,8 +179,8 @@ class Replicas:
         """The number of devices over which ZeRO shards the parameters."""
         return group(self.axes[1], self.cluster).size
 
-    def costs(self, microbatches: int, flops: float) -> ReplicaCosts:
-        """Return the costs of all collectives, for ``microbatches`` per step of ``flops`` each."""
+    def costs(self) -> ReplicaCosts:
+        """Return the costs of all collectives, without the facts of a step (``ReplicaCosts.of_step``)."""
 
         def seconds(collectives: tuple[ReplicaCollective, ...]) -> PerKind:
             by_kind: dict[str, float] = {}
@@ -188,8 +192,6 @@ class Replicas:
         gathered, gradients = self.tensors.parameters * precision.width, trainable * precision.width
         return ReplicaCosts(
             shares=(Share(self.tensors, self.size),),
-            microbatches=microbatches,
-            flops=flops,
             seconds=tuple(map(seconds, self.collectives)),
             copies_s=self.trainer.sharded_copies_s(gathered, gradients, trainable * precision.reduced, self.cluster),
             staleness=SYNC.staleness(self.sync) if self.collectives[0] else 0,

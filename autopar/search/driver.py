@@ -10,12 +10,15 @@ incumbent's step time.
 When all configurations under 1F1B and GPipe are closed, or have used up their time (``SCHEDULES_SHARE``), every pipeline is also tried with
 the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these configurations by their first
 bounds. Whether or not the schedule is pinned, the next number of chunks is priced only when the previous one has the lowest bound, because
-the cheap bound rises with the number of chunks.
+the cheap bound rises with the number of chunks. If there are too many configurations to price (``State.is_behind``), the other schedules
+come earlier: each priced configuration is opened with them, and takes its first step, before the next one is priced.
 
 Then, once little is left to improve (``State.nearly_closed``), every configuration is also tried with sequence parallelism in all layers
 (``SearchOptions.sequences``). These are too many to open: each is deferred, with its arithmetic as bound, until an estimate of its first
 bound is lower than all bounds. The other schedules with uneven stages come last: many have low bounds, and few are fast. If data
 parallelism can use all devices (``sequences_last``), sequence parallelism comes even later, and only if a gap is left, or a note names it.
+
+When time runs out, early solutions are improved (``LAST_SHARE``); in the end bounds alone are raised (``BOUNDS_SHARE``).
 """
 
 from __future__ import annotations
@@ -49,7 +52,6 @@ from autopar.search.problem import (
     in_every_order,
     meshes,
     no_copies_error,
-    under_other_schedules,
 )
 from autopar.search.robustness import hardened
 from autopar.search.simplicity import Simplest, simplest
@@ -72,8 +74,8 @@ uneven stages at the third."""
 ALTERNATIVES = 2
 """The number of alternatives that a plan names."""
 
-LAST_SHARE = 0.1
-"""The last share of the time limit, in which early solutions close to the incumbent are improved first (``improve_early``)."""
+LAST_SHARE = 0.35
+"""When less than this share of the time limit is left, early solutions close to the incumbent are improved first (``improve_early``)."""
 
 
 def search(
@@ -188,6 +190,8 @@ def explore(
             waiting.pop(0).open()
         if state.left_s() < LAST_SHARE * state.options.time_limit_s and improve_early(state, CLOSE):
             continue
+        if state.prepare():
+            continue
         if (node := state.pop()) is not None:
             advance(state, node)
         elif _try_segments(state) or _try_segments_where_infeasible(state):
@@ -224,7 +228,7 @@ class Further:
 
 def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) -> list[Further]:
     """Return the configurations to open after those under 1F1B and GPipe, in this order, as far as pins allow them."""
-    schedules, sequences = _leaves_schedules(state.options), bool(_sequences(state))
+    schedules, sequences = state.options.leaves_schedules, bool(_sequences(state))
     early = sequences and not state.options.sequences_last
     first = SCHEDULES_BEFORE_SEQUENCES_SHARE if early else SCHEDULES_SHARE
     even = Further(first, early, False, lambda: _open_schedules(state, opened, even=True))
@@ -235,11 +239,6 @@ def _further(graph: Graph, cluster: Devices, state: State, opened: list[Group]) 
     elif sequences:
         further.append(Further(0.0, False, False, lambda: _open_sequences_to_close_gap(graph, cluster, state, opened)))
     return further
-
-
-def _leaves_schedules(options: SearchOptions) -> bool:
-    """Return whether pins leave the schedule and the number of chunks to the search."""
-    return options.schedule is None and options.chunks is None
 
 
 def _sequences(state: State) -> tuple[SequencePin, ...]:
@@ -270,7 +269,7 @@ def _open_sequences(graph: Graph, cluster: Devices, state: State, opened: list[G
     state.arithmetic, state.sequences = _arithmetic(graph, cluster, state, opened), True
     groups = _chunk_groups(cluster, configurations(graph, cluster.count, state.options, state.prices.pins))
     others = [
-        [more for even in (True, False) for more in _with_other_schedules(state, group[0], even)] for group in groups
+        [more for even in (True, False) for more in state.with_other_schedules(group[0], even)] for group in groups
     ]
     for pin in state.options.sequences:
         try:
@@ -381,27 +380,10 @@ def _try_segments_where_infeasible(state: State) -> bool:
 
 
 def _open_schedules(state: State, opened: list[Group], even: bool) -> None:
-    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or with uneven ones
-    (``under_other_schedules``).
-
-    Schedules that split backward passes don't compile layers: they are tried if layers are eager in any case, or in models of at most
-    ``SMALL_LAYERS`` layers (``state``), provided that activations stay on the device.
-    """
-    state.schedules, state.uneven = state.schedules or {}, not even
+    """Open every pipeline with the schedules that have smaller bubbles, with ``even`` stages or with uneven ones."""
     for plain, *_ in opened:
-        for group in _with_other_schedules(state, plain, even):
-            if state.open(*group):
-                state.schedules[group[0].schedule.name] = None
-
-
-def _with_other_schedules(state: State, config: Configuration, even: bool) -> list[Group]:
-    """Return ``under_other_schedules`` of a configuration; nothing if a pin decides the schedule or the chunks."""
-    if not _leaves_schedules(state.options):
-        return []
-    return [
-        tuple(group)
-        for group in under_other_schedules(config, len(state.prices.pins), state.tries_split_schedules, even)
-    ]
+        state.open_schedules(plain, even)
+    state.even, state.uneven = state.even or even, state.uneven or not even
 
 
 @dataclass(order=True)
@@ -523,10 +505,10 @@ def _left_out(graph: Graph, cluster: Devices, state: State, priced: PricedPlan) 
         notes.append(
             "ring attention and Ulysses were not searched: data parallelism can use all devices; pin ring or ulysses to search one"
         )
-    if not state.uneven and _leaves_schedules(state.options) and (state.options.pipeline or cluster.count) > 1:
+    if not state.uneven and state.options.leaves_schedules and (state.options.pipeline or cluster.count) > 1:
         missing = (
             "schedules other than 1f1b and gpipe"
-            if state.schedules is None
+            if not state.even
             else "numbers of chunks that do not divide the layers"
         )
         notes.append(f"time ran out before {missing} were searched; pin schedule to search one")

@@ -119,6 +119,11 @@ class SearchOptions(PlanPins):
         """Whether a pin or ``roles`` decides on the sequence parallelism of every layer."""
         return self.roles is not None or self.ring is not None or self.ulysses is not None
 
+    @property
+    def leaves_schedules(self) -> bool:
+        """Whether pins leave the schedule and the number of chunks to the search."""
+        return self.schedule is None and self.chunks is None
+
     def with_sequence(self, sequence: SequencePin) -> SearchOptions:
         """Return the options with the sequence parallelism of every layer pinned. Experts are folded over it only if a pin says so, because
         that would multiply the candidates."""

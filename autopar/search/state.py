@@ -16,14 +16,14 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.schedules import Schedule
+from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
 from autopar.search.bounds.cheap import cheap_bound, least_pipelined_s
 from autopar.search.evaluation import Solution, all_regrouped, cost, fits
 from autopar.search.minimum_memory import least_share
 from autopar.search.options import SearchOptions
 from autopar.search.pareto import Array
 from autopar.search.prices import Prices
-from autopar.search.problem import Configuration, PriceSource, SequencePin
+from autopar.search.problem import Configuration, PriceSource, SequencePin, under_other_schedules
 from autopar.search.strategies import context_of, may_split
 from autopar.search.tables import Instance
 
@@ -35,6 +35,13 @@ KEPT = 0.1
 
 OPENING_SHARE = 0.15
 """The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
+
+BOUNDS_SHARE = 0.25
+"""When less than this share of the time limit is left, bounds are raised, and no more solutions are searched, if there is one."""
+
+BEHIND, FEW_PRICED = 2, 5
+"""If pricing all configurations would take more than this many times as long as is left, estimated from at least so many prices, each
+priced one is opened with other schedules and takes its first step at once."""
 
 SMALL_LAYERS = 16
 """Schedules that split backwards leave layers eager: for models with compiled layers they are tried up to this number of layers."""
@@ -93,13 +100,16 @@ class State:
     to_improve: list[tuple[float, int, Instance]] = field(default_factory=list)
     """A heap of early solutions (``steps``) that can be improved: seconds, number, and configuration."""
     opened: int = 0
+    pricing_s: float = 0.0  # seconds spent on prices
     solvers: set[str] = field(default_factory=set)
     unpriced: int = 0  # the number of configurations that were not priced when time ran out
     priced: list[Instance] = field(default_factory=list)
     tried: set[Configuration] = field(default_factory=set)  # that ``_try_segments_where_infeasible`` has checked
     segments_tried_in: Configuration | None = None  # the latest best configuration in which segments were tried
-    schedules: dict[str, None] | None = None  # opened schedules besides 1F1B and GPipe; ``None``: not opened yet
-    uneven: bool = False  # whether these were also opened with uneven stages
+    schedules: dict[str, None] = field(default_factory=dict)  # opened schedules besides 1F1B and GPipe
+    under_others: set[tuple[Configuration, bool]] = field(default_factory=set)  # that ``open_schedules`` has opened
+    even: bool = False  # whether all configurations were opened with these schedules and even stages
+    uneven: bool = False  # and with uneven stages
     sequences: bool = False  # whether sequence parallelism in all layers was opened
     wasted_s: float = 0.0  # seconds spent on early solutions since the last one that improved the incumbent
     early_s: dict[Configuration, dict[int, float]] = field(default_factory=dict)
@@ -132,6 +142,11 @@ class State:
         """Whether open configurations can improve the incumbent by at most ``NEARLY_CLOSED``."""
         return self.bound_s >= self.step_s * (1 - NEARLY_CLOSED)
 
+    @property
+    def raises_bounds_only(self) -> bool:
+        """Whether it is too late for another solution (``BOUNDS_SHARE``)."""
+        return self.best is not None and self.left_s() < BOUNDS_SHARE * self.options.time_limit_s
+
     def push(self, instance: Instance, bound_s: float, done: int = 0) -> None:
         heapq.heappush(self.heap, SearchNode(bound_s, next(self.counter), instance, done))
 
@@ -146,6 +161,28 @@ class State:
         bound_s = first_bound_s(schedule, least)
         heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), (config, *more)))
         return True
+
+    def open_schedules(self, config: Configuration, even: bool) -> None:
+        """Open a configuration under 1F1B or GPipe with the schedules that have smaller bubbles, unless it already was
+        (``under_other_schedules``)."""
+        if (config, even) in self.under_others:
+            return
+        self.under_others.add((config, even))
+        for group in self.with_other_schedules(config, even):
+            if self.open(*group):
+                self.schedules[group[0].schedule.name] = None
+
+    def with_other_schedules(self, config: Configuration, even: bool) -> list[tuple[Configuration, ...]]:
+        """Return ``under_other_schedules`` of a configuration, each group with ascending chunks; nothing if a pin decides the schedule or
+        the chunks.
+
+        Schedules that split backward passes don't compile layers: they are tried if layers are eager in any case, or in models of at most
+        ``SMALL_LAYERS`` layers, provided that activations stay on the device.
+        """
+        if not self.options.leaves_schedules:
+            return []
+        found = under_other_schedules(config, len(self.prices.pins), self.tries_split_schedules, even)
+        return [tuple(group) for group in found]
 
     def defer(self, groups: tuple[tuple[Configuration, ...], ...], sequence: SequencePin) -> None:
         """Defer configurations with this sequence parallelism. All have the mesh of the first; its schedule determines the others'."""
@@ -179,9 +216,10 @@ class State:
 
     def price(self) -> None:
         """Price the configuration with the lowest bound among those without prices."""
-        node = heapq.heappop(self.to_price)
+        node, started = heapq.heappop(self.to_price), time.thread_time()
         config, *more = node.configurations
         instance = self.prices.instance(config)
+        self.pricing_s += time.thread_time() - started
         if instance is None:  # a layer has no candidate, whatever the number of chunks
             return
         self.priced.append(instance)
@@ -190,18 +228,33 @@ class State:
             self.push(instance, bound_s)
         if more:
             heapq.heappush(self.to_price, UnpricedNode(bound_s, next(self.counter), tuple(more)))
+        if self.is_behind and not self.sequences:
+            for priced in self.priced:  # they have the same tables
+                if priced.schedule.name in (GPIPE, ONE_F_ONE_B):
+                    self.open_schedules(priced.config, even=True)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether most of the opened configurations will not be priced in time, if they take as long as those so far."""
+        needed_s = self.pricing_s / max(len(self.priced), 1) * len(self.to_price)
+        return len(self.priced) >= FEW_PRICED and needed_s > BEHIND * self.left_s()
+
+    def prepare(self) -> bool:
+        """Open or price the next configuration, unless another step has the lowest bound; return whether there was one."""
+        worth_s = min(self.cutoff_s, self._lowest_s(), self._unpriced_s())
+        late = worth_s == self.cutoff_s or self.left_s() < OPENING_SHARE * self.options.time_limit_s
+        if self.is_behind and self._lowest_s() < self.cutoff_s and not self.heap[0].done:
+            return False
+        if self.deferred and (late or self.deferred[0].estimate_s < worth_s):
+            self._open_next()
+        elif self._unpriced_s() < min(self.cutoff_s, self._lowest_s()):
+            self.price()
+        else:
+            return False
+        return True
 
     def pop(self) -> SearchNode | None:
-        """Open and price configurations as needed and as time permits; return the one with the lowest bound, if below ``cutoff_s``."""
-        while self.left_s() > 0:
-            worth_s = min(self.cutoff_s, self._lowest_s(), self._unpriced_s())
-            late = worth_s == self.cutoff_s or self.left_s() < OPENING_SHARE * self.options.time_limit_s
-            if self.deferred and (late or self.deferred[0].estimate_s < worth_s):
-                self._open_next()
-            elif self._unpriced_s() < min(self.cutoff_s, self._lowest_s()):
-                self.price()
-            else:
-                break
+        """Return the configuration with the lowest bound, if below ``cutoff_s``."""
         return heapq.heappop(self.heap) if self._lowest_s() < self.cutoff_s else None
 
     def _unpriced_s(self) -> float:

@@ -151,7 +151,8 @@ def _textbook(state: State, node: SearchNode) -> None:
     improved nothing (``WASTE_LIMIT``)."""
     bound_s, known_s = textbook_bound(node.instance, node.bound_s), state.step_s
     config = node.instance.config
-    if _is_promising(state, config, bound_s) and state.wasted_s < WASTE_LIMIT * state.options.time_limit_s:
+    may_waste = state.wasted_s < WASTE_LIMIT * state.options.time_limit_s and not state.raises_bounds_only
+    if may_waste and _is_promising(state, config, bound_s):
         started = time.thread_time()
         step_s = _find_solution(state, node.instance, early=True)
         state.early_s.setdefault(config.without_chunks, {})[config.schedule.chunks] = step_s
@@ -174,7 +175,7 @@ def _is_promising(state: State, config: Configuration, bound_s: float) -> bool:
 def _construct(state: State, node: SearchNode) -> None:
     """Search for a solution of a configuration."""
     instance = node.instance
-    can_improve = node.bound_s < state.cutoff_s
+    can_improve = node.bound_s < state.cutoff_s and not state.raises_bounds_only
     found_none = can_improve and np.isinf(_find_solution(state, instance))
     if found_none and may_segment(instance) and least_memory(instance)[0] > 1:
         return retry_in_segments(state, node)
@@ -200,10 +201,13 @@ def _find_solution(state: State, instance: Instance, early: bool = False) -> flo
 
 def improve_early(state: State, close: float = 0.0) -> bool:
     """Search again in the configuration of the fastest early solution that is at most ``close`` (relative) slower than the incumbent, now
-    with moves of layers; return whether there is one. Each is improved once."""
-    if not state.to_improve or state.to_improve[0][0] > (1 + close) * state.step_s:
+    with moves of layers and the linear program's cuts; return whether there is one. Each is improved once."""
+    if state.raises_bounds_only or not state.to_improve or state.to_improve[0][0] > (1 + close) * state.step_s:
         return False
-    _find_solution(state, heapq.heappop(state.to_improve)[2])
+    instance = heapq.heappop(state.to_improve)[2]
+    if not instance.cuts:
+        linear_bound(instance, 0.0, state.cutoff_s)  # stores its cuts
+    _find_solution(state, instance)
     return True
 
 

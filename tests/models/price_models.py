@@ -256,5 +256,5 @@ def price_layer(
     microbatch = Microbatch(sized, passes, saved_activations(sized, passes, strategy.options))
     flops = table.model_flops / microbatches
     replicas = Replicas(sized.counts, strategy.data_axes(mesh), cluster, precision, trainer, ALL_REDUCE)
-    around = replicas.costs(microbatches, flops)
+    around = replicas.costs().of_step(microbatches, flops)
     return assemble(Candidate(strategy, microbatch, around, context, trainer), cluster, precision)
