@@ -124,8 +124,9 @@ class OtherTrainer(TrainerModel):
             unfuse_attention(costs)
         if self.loss_copies:
             self._add_loss_copies(costs)
-        if self.fused and not self.fused_experts:
-            price_experts(costs, self.dispatches, self.gradient_bytes if self.accumulation_fusion else 0)
+        if self.fused:
+            summed = self.gradient_bytes if self.accumulation_fusion else 0
+            price_experts(costs, self.dispatches, self.fused_experts, summed)
         TrainerModel.adapt(self, costs)
 
     def _add_loss_copies(self, costs: OpCosts) -> None:

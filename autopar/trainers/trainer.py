@@ -101,6 +101,8 @@ class TrainerCosts:
             overlap_tensor=self.overlap_tensor(s),
             overlap_experts=self.overlap_experts(s),
             dispatches="token dispatch kernels" in s.facts,
+            permutation_passes=figures.PERMUTATION_PASSES.value,
+            consecutive_experts="consecutive experts" in s.facts,
             fused_experts=self.fuses_experts(s, cluster),
             **self.terms(s),
         )
