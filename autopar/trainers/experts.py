@@ -77,7 +77,10 @@ def _row_bytes(costs: OpCosts, op: Experts, fused: bool) -> tuple[float, float]:
     activation = sum(costs.size(val(node)) for node in inputs if node.op != "placeholder")
     before, results = sum(costs.size(val(node)) for node in products[:-1]), costs.size(val(products[-1]))
     if fused:
-        return 2.5 * rows + before + 1.5 * activation + results, 3 * results + 3 * before + 0.5 * activation + 1.5 * rows
+        return (
+            2.5 * rows + before + 1.5 * activation + results,
+            3 * results + 3 * before + 0.5 * activation + 1.5 * rows,
+        )
     forward = float(rows + 2 * before + 2 * activation + results)
     return forward, 2 * forward
 

@@ -48,6 +48,7 @@ _FACTS = {
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
+_SWITCHED_OFF = r"\boverlap\w*\s?[=:]\s?(false|off|none|null)\b"
 _MICROBATCHES = (1, 2, 4, 8)  # the sizes that trainers choose from
 _PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
 
@@ -89,7 +90,7 @@ _HOST = "host"
 
 def facts_of(data: Mapping[str, Any]) -> frozenset[str]:
     """Return the facts of the run (keys of ``_FACTS``) that the row's prose states."""
-    prose = _prose(data)
+    prose = re.sub(_SWITCHED_OFF, "", _prose(data), flags=re.IGNORECASE)
     return frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
 
 
