@@ -223,7 +223,7 @@ def _not_overlapped(values: Mapping[str, Any], facts: Collection[str], blocks: i
         "is off, but delay_wgrad_compute needs it": _OVERLAP not in facts,
         "needs expert_model_parallel_size of 2 or more": values.get("expert", 1) == 1,
         "needs the dispatcher alltoall or flex": values.get("dispatcher", "flex") not in ("alltoall", "flex"),
-        "excludes full recomputation": values.get("granularity") == _WHOLE,
+        f"excludes recompute_granularity {_WHOLE}": values.get("granularity") == _WHOLE,
         f"needs virtual stages on {values.get('pipeline', 1)} pipeline ranks": values.get("pipeline", 1) > 1
         and not virtual,
     }

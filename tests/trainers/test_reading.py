@@ -300,7 +300,7 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ),
         ("x.sh", "--recompute-granularity half", "recompute_granularity is 'half'"),
         ("x.sh", f"{OVERLAPPED} --pipeline-model-parallel-size 4", "needs virtual stages on 4 pipeline ranks"),
-        ("x.sh", f"{OVERLAPPED} --recompute-granularity full", "excludes full recomputation"),
+        ("x.sh", f"{OVERLAPPED} --recompute-granularity full", "excludes recompute_granularity full"),
         ("x.sh", f"{OVERLAPPED} --moe-token-dispatcher-type allgather", "needs the dispatcher alltoall or flex"),
         ("x.sh", "--bf16 --overlap-moe-expert-parallel-comm", "needs expert_model_parallel_size of 2 or more"),
         ("x.sh", "--expert-model-parallel-size 8 --delay-wgrad-compute", "delay_wgrad_compute needs it"),
