@@ -30,6 +30,7 @@ _, _PART, _WHOLE = GRANULARITIES
 _MODULES = frozenset({"layernorm", "mla_up_proj", "moe_act"})  # see ``selective.select_modules``
 _DISPATCH, _OVERLAP = "token dispatch kernels", "overlapped experts"
 _OVERLAP_FLAG = "overlap_moe_expert_parallel_comm"
+_SHARES = 16
 
 
 def _precision(text: str) -> str:
@@ -151,8 +152,8 @@ class Megatron(Trainer):
         # alone, context parallelism exchanges keys and values while attention computes (cp_comm_type p2p)
         return 1.0 if s.tensor == 1 and s.context > 1 and s.precision != "float16" else super().overlap_tensor(s)
 
-    def overlap_experts(self, s: Setting) -> bool:
-        return overlaps_experts(s)
+    def overlap_experts(self, s: Setting) -> float:
+        return paired_passes(s)
 
     def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
         # Transformer Engine's grouped MLP in MXFP8 (NVTE_CUTEDSL_FUSED_GROUPED_MLP), which Megatron-Bridge's recipes use on Blackwell alone
@@ -359,6 +360,16 @@ def overlaps_experts(s: Setting) -> bool:
     """Return whether Megatron can run exchanges of one microbatch under the computation of another, and does."""
     others = s.microbatches > 1 and (s.pipeline == 1 or s.chunks > 1)
     return _OVERLAP in s.facts and s.expert > 1 and others and s.activations.split(":")[0] != FULL
+
+
+def paired_passes(s: Setting) -> float:
+    """Return the fraction of forward passes that run with a backward pass, rounded to few values, for which prices are computed: not those
+    of the first rank's warm-up (``get_pp_rank_microbatches``), or without a pipeline the first one."""
+    if not overlaps_experts(s):
+        return 0.0
+    warmup = 2 * (s.pipeline - 1) + (s.chunks - 1) * s.pipeline + 1 if s.pipeline > 1 else 1
+    every = s.microbatches * (s.chunks if s.pipeline > 1 else 1)
+    return round(_SHARES * max(0.0, 1 - warmup / every)) / _SHARES
 
 
 def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:

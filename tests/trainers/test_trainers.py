@@ -26,7 +26,7 @@ from autopar.search.manual import make_mesh
 from autopar.sharding import Sharding
 from autopar.trainers import MEGATRON, OtherTrainer
 from autopar.trainers.choose import TrainerPricers
-from autopar.trainers.megatron import overlaps_experts
+from autopar.trainers.megatron import overlaps_experts, paired_passes
 from autopar.trainers.reading import setting_of
 from autopar.trainers.trainer import Reading
 from autopar.types import Collective
@@ -190,6 +190,20 @@ def test_experts_of_any_number_of_products_are_priced_and_exchanges_need_another
     one = setting_of(MEGATRON, Reading(values, MEGATRON.facts_of(1, 4), ()), 8, 8, "bfloat16")
     assert one.microbatches == 1 and not overlaps_experts(one)
     assert overlaps_experts(dataclasses.replace(one, global_batch=16))
+    interleaved = dataclasses.replace(one, pipeline=4, chunks=2, data=2, expert=2, global_batch=88)
+    shares = {n: paired_passes(dataclasses.replace(one, global_batch=8 * n)) for n in (1, 2, 4, 16)}
+    assert shares == {1: 0, 2: 1 / 2, 4: 3 / 4, 16: 15 / 16}
+    # Megatron warms up with 2 * 3 + 4 + 1 of 88 chunks' passes, here with all
+    assert (
+        paired_passes(interleaved) == 14 / 16 and paired_passes(dataclasses.replace(interleaved, global_batch=8)) == 0
+    )
+
+
+def test_exchanges_hide_in_pairs_only():
+    none, half, all_pairs = (
+        OtherTrainer(overlap_experts=share).exposed_exchange_s(2.0, 3.0, 0.1) for share in (0, 0.5, 1)
+    )
+    assert (none, half, all_pairs) == pytest.approx((2.0, 1.1, 0.2))
 
 
 def test_rows_of_experts_by_hand():
