@@ -22,7 +22,8 @@ class CollectivePair:
     ``sharded`` are the other axes that shard the value.
 
     With ``per_rank``, ``bytes`` are each rank's contribution to a gather; with ``routing``, each row is sent to all ranks that it reaches.
-    ``router`` is that of rows that are sent to their experts or back, if ``dispatched`` by kernels that send a token once to each node.
+    ``router`` is that of rows that are sent to their experts or back, if ``dispatched`` by kernels that send a token once to each node. A
+    rank then copies each row that it received to its experts' rows, or sums these; a byte counts ``permutation_passes`` times.
     ``rounded`` values are rounded to 8 bits before they are sent.
     ``overlapped_op`` is the op whose arithmetic overlaps the collectives, as in ring attention; empty if the layer waits for it. ``op`` is
     the op whose kernel runs the collectives; empty for a conversion between ops. ``overlapped_products`` are the products whose weight
@@ -40,6 +41,7 @@ class CollectivePair:
     routing: Routing | None = None
     router: Routing | None = None
     dispatched: bool = False
+    permutation_passes: float = 0.0
     rounded: bool = False
     overlapped_op: str = ""
     op: str = ""

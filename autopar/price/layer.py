@@ -152,8 +152,9 @@ class SizedClass:
         launches = len(self.group_sizes(pairs, side, True))
         rounded = [moved for pair in pairs if (moved := self._rounding_bytes(pair, side))]
         kernels = float(chosen[1].sum()) + len(rounded) * self._dispatch_constants[1].value
+        permuted = sum(self._permuted_bytes(pair, side) for pair in pairs)
         return Pass(
-            compute_s=float(chosen[0].sum()) + self._rounding_s(rounded),
+            compute_s=float(chosen[0].sum()) + self._rounding_s(rounded) + permuted / gpu.bytes_per_s,
             wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not (pair.overlapped_op or pair.router)),
             exchange_s=sum(self.seconds_of(pair, side) for pair in pairs if pair.router),
             exposed_s=self._kernel_exposed_s(pairs, side, arithmetic_s),
@@ -168,6 +169,15 @@ class SizedClass:
             return 0.0
         sent = self.imbalance_of(pair) * pair.bytes_of_group(sizes.parts, sizes.members.size) / sizes.members.size
         return self._dispatch_constants[0].value * sent
+
+    def _permuted_bytes(self, pair: CollectivePair, side: str) -> float:
+        """Return the bytes that the device moves to copy each row that it received to its experts' rows, or to sum these."""
+        sizes, router = self.pair_sizes[pair.axes, pair.sharded], pair.router
+        if router is None or not (pair.permutation_passes and getattr(pair, side).sends):
+            return 0.0
+        n = sizes.members.size
+        tokens = self.imbalance_of(pair) * pair.bytes_of_group(sizes.parts, n) / n / router.choices
+        return pair.permutation_passes * (router.reached(n) + router.choices) * tokens
 
     def _rounding_s(self, rounded: Collection[float]) -> float:
         gpu = self.cluster.gpu
@@ -240,13 +250,21 @@ def bind(
     """Combine a class table with the types of all runs of axes, the microbatch run first."""
     pairs = pairs_of_layer(table.cls, types, table.value_bytes, table.value_gradient, trainer.conversions)
     if trainer.dispatches:
-        pairs = tuple(replace(pair, dispatched=pair.router is not None) for pair in pairs)
+        pairs = tuple(_dispatched(pair, trainer) for pair in pairs)
     different = {id(f): f for f in axis_flags}
     numbers = {key: k for k, key in enumerate(different)}
     over = dict.fromkeys((pair.axes, pair.sharded) for pair in pairs)
     flag = tuple(numbers[id(f)] for f in axis_flags)
     plain = distinct(table, axis_flags, table.plain)
     return BoundClass(table, rows, types, tuple(different.values()), flag, pairs, tuple(over), plain)
+
+
+def _dispatched(pair: CollectivePair, trainer: TrainerModel) -> CollectivePair:
+    """Return the pair as kernels that dispatch tokens exchange it."""
+    if pair.router is None:
+        return pair
+    router = replace(pair.router, consecutive=trainer.consecutive_experts)
+    return replace(pair, dispatched=True, router=router, permutation_passes=trainer.permutation_passes)
 
 
 def distinct(table: ClassTable, flags: Collection[AxisFlags], which: Flags) -> tuple[int, ...]:

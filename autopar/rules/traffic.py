@@ -31,14 +31,17 @@ DISPATCHES = ("expert_exchange", "expert_relay")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A router that chooses ``choices`` of ``experts`` for each token."""
+    """A router that chooses ``choices`` of ``experts`` for each token; ``consecutive`` ones, as benchmarks do that force equal loads."""
 
     experts: int
     choices: int
+    consecutive: bool = False
 
     def reached(self, ranks: int) -> float:
         """Return the expected number of ranks with any of a token's experts, if each of ``ranks`` has equally many experts and all choices
         are equally likely: a router that is limited to a few nodes reaches fewer."""
+        if self.consecutive:
+            return min(max(1.0, self.choices * ranks / self.experts), float(self.choices))
         missed = 1.0
         for i in range(self.choices):
             missed *= max(0.0, self.experts - self.experts / ranks - i) / (self.experts - i)

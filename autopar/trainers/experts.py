@@ -17,9 +17,9 @@ from autopar.price.trace import INTERNAL, Trace
 from autopar.trainers import figures
 
 
-def price_experts(costs: OpCosts, dispatches: bool, summed_bytes: int) -> None:
+def price_experts(costs: OpCosts, dispatches: bool, fused: bool, summed_bytes: int) -> None:
     """Price the products of every mixture as grouped ones, with what else moves rows: kernels between the products, and permutations unless
-    the kernels that dispatch tokens sort them, too.
+    kernels dispatch the tokens (``CollectivePair.permutation_passes``). ``fused`` products round what the next one reads.
 
     The products add weight gradients to sums of ``summed_bytes`` per element; 0 if they only write them.
     """
@@ -29,9 +29,10 @@ def price_experts(costs: OpCosts, dispatches: bool, summed_bytes: int) -> None:
             continue
         costs.kinds[slot.op] = GROUPED
         if slot.operand == 0:
-            rows_bytes, permuted = _row_bytes(costs, node.target), 0.0 if dispatches else _permuted_bytes(costs, node)
-            slot.forward += rows_bytes + permuted
-            slot.backward += (2 * rows_bytes + permuted) * bool(slot.backward)
+            permuted = 0.0 if dispatches else _permuted_bytes(costs, node)
+            forward, backward = _row_bytes(costs, node.target, fused)
+            slot.forward += forward + permuted
+            slot.backward += (backward + permuted) * bool(slot.backward)
         elif slot.operand >= FIRST_PARAMETER and slot.backward and summed_bytes:
             slot.backward += 2 * summed_bytes * slot.numel - slot.bytes  # the sum is read and written, not a gradient
 
@@ -64,16 +65,24 @@ def in_float8(run: Trace, nodes: Sequence[fx.Node]) -> Trace:
     return dataclasses.replace(run, saved=tuple(saved))
 
 
-def _row_bytes(costs: OpCosts, op: Experts) -> float:
-    """Return the bytes of rows that a forward's products and the fused kernel between them read and write."""
+def _row_bytes(costs: OpCosts, op: Experts, fused: bool) -> tuple[float, float]:
+    """Return the bytes of rows that the products and the kernel between them read and write, in the forward and in the backward pass.
+
+    ``fused`` products in 8 bits are Transformer Engine's (pytorch/ops/fused/grouped_mlp.py). A kernel rounds the rows, and one the
+    gradients of results, in both of MXFP8's layouts; products round the activation, and the gradients before it, themselves.
+    """
     products = [node for node in op.body.graph.nodes if cost.model_flops(node)]
-    read = {operands(product)[0] for product in products}
-    last = products[-1]
-    by_products = sum(costs.size(val(node)) for node in (*read, *products))
-    by_pointwise = sum(
-        costs.size(val(node)) for node in (*products, *read) if node is not last and node.op != "placeholder"
-    )
-    return float(by_products + by_pointwise)
+    inputs = {operands(product)[0] for product in products}
+    rows = sum(costs.size(val(node)) for node in inputs if node.op == "placeholder")
+    activation = sum(costs.size(val(node)) for node in inputs if node.op != "placeholder")
+    before, results = sum(costs.size(val(node)) for node in products[:-1]), costs.size(val(products[-1]))
+    if fused:
+        return (
+            2.5 * rows + before + 1.5 * activation + results,
+            3 * results + 3 * before + 0.5 * activation + 1.5 * rows,
+        )
+    forward = float(rows + 2 * before + 2 * activation + results)
+    return forward, 2 * forward
 
 
 def _permuted_bytes(costs: OpCosts, node: fx.Node) -> float:

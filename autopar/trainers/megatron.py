@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,7 +28,9 @@ _GRANULARITY, _METHOD, _BLOCKS = (
 )
 _, _PART, _WHOLE = GRANULARITIES
 _MODULES = frozenset({"layernorm", "mla_up_proj", "moe_act"})  # see ``selective.select_modules``
-_DISPATCH = "token dispatch kernels"
+_DISPATCH, _OVERLAP = "token dispatch kernels", "overlapped experts"
+_OVERLAP_FLAG = "overlap_moe_expert_parallel_comm"
+_SHARES = 16
 
 
 def _precision(text: str) -> str:
@@ -50,7 +52,8 @@ FLAGS = {
     "moe_token_dispatcher_type": Flag("dispatcher", str),
     "moe_flex_dispatcher_backend": Flag("backend", str),
     "moe_enable_deepep": Flag("dispatcher", "flex"),
-    "overlap_moe_expert_parallel_comm": Flag(FACT, "overlapped experts"),
+    "overlap_moe_expert_parallel_comm": Flag(FACT, _OVERLAP),
+    "delay_wgrad_compute": Flag("delays_weights", True),  # assumed beside overlapped exchanges
     "micro_batch_size": Flag("microbatch", whole_number),
     "global_batch_size": Flag("global_batch", whole_number),
     "seq_length": Flag("seq", whole_number),
@@ -110,6 +113,7 @@ _RESOLVED = (
     "recompute_method",
     "attention",
     "overlap_gather",
+    "delays_weights",
     "fp8",
 )
 
@@ -135,7 +139,7 @@ class Megatron(Trainer):
     facts = frozenset({"Megatron", "flash attention", "overlapped gradients", "fused loss"})
 
     def facts_of(self, tensor: int, expert: int) -> frozenset[str]:
-        of_experts = {_DISPATCH, "overlapped experts"} if expert > 1 else set()
+        of_experts = {_DISPATCH, _OVERLAP} if expert > 1 else set()
         return self.facts | of_experts | ({"overlapped tensor"} if tensor > 1 else set())
 
     def devices(self, cluster: Cluster) -> Cluster:
@@ -148,8 +152,8 @@ class Megatron(Trainer):
         # alone, context parallelism exchanges keys and values while attention computes (cp_comm_type p2p)
         return 1.0 if s.tensor == 1 and s.context > 1 and s.precision != "float16" else super().overlap_tensor(s)
 
-    def overlap_experts(self, s: Setting) -> bool:
-        return overlaps_experts(s)
+    def overlap_experts(self, s: Setting) -> float:
+        return paired_passes(s)
 
     def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
         # Transformer Engine's grouped MLP in MXFP8 (NVTE_CUTEDSL_FUSED_GROUPED_MLP), which Megatron-Bridge's recipes use on Blackwell alone
@@ -207,8 +211,24 @@ class Megatron(Trainer):
             values |= _recomputed(kind, values, notes)
         else:
             values.pop("recomputed", None)
+        if (_OVERLAP in facts or "delays_weights" in values) and (reason := _not_overlapped(values, facts, blocks)):
+            raise UsageError(f"{_OVERLAP_FLAG} {reason}", "Megatron refuses it, too: change the flags, or leave it out")
         read = {name: value for name, value in values.items() if name not in _RESOLVED}
         return Reading(read, frozenset(facts), tuple(notes))
+
+
+def _not_overlapped(values: Mapping[str, Any], facts: Collection[str], blocks: int) -> str:
+    """Return why Megatron refuses to overlap the exchanges of experts (``TransformerConfig.__post_init__``), or an empty string."""
+    virtual = values.get("chunks", 1) > 1 or (not blocks and ("chunk_layers" in values or "layout" in values))
+    refused = {
+        "is off, but delay_wgrad_compute needs it": _OVERLAP not in facts,
+        "needs expert_model_parallel_size of 2 or more": values.get("expert", 1) == 1,
+        "needs the dispatcher alltoall or flex": values.get("dispatcher", "flex") not in ("alltoall", "flex"),
+        f"excludes recompute_granularity {_WHOLE}": values.get("granularity") == _WHOLE,
+        f"needs virtual stages on {values.get('pipeline', 1)} pipeline ranks": values.get("pipeline", 1) > 1
+        and not virtual,
+    }
+    return next((reason for reason, holds in refused.items() if holds), "")
 
 
 def _fold(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,13 +353,23 @@ def _exchange(s: Setting) -> list[tuple[str, ...]]:
         ("moe_flex_dispatcher_backend", "hybridep"),
         ("moe_permute_fusion",),
     ]
-    return words + ([("overlap_moe_expert_parallel_comm",)] if overlaps_experts(s) else [])
+    return words + ([(_OVERLAP_FLAG,)] if overlaps_experts(s) else [])
 
 
 def overlaps_experts(s: Setting) -> bool:
     """Return whether Megatron can run exchanges of one microbatch under the computation of another, and does."""
     others = s.microbatches > 1 and (s.pipeline == 1 or s.chunks > 1)
-    return "overlapped experts" in s.facts and s.expert > 1 and others and s.activations.split(":")[0] != FULL
+    return _OVERLAP in s.facts and s.expert > 1 and others and s.activations.split(":")[0] != FULL
+
+
+def paired_passes(s: Setting) -> float:
+    """Return the fraction of forward passes that run with a backward pass, rounded to few values, for which prices are computed: not those
+    of the first rank's warm-up (``get_pp_rank_microbatches``), or without a pipeline the first one."""
+    if not overlaps_experts(s):
+        return 0.0
+    warmup = 2 * (s.pipeline - 1) + (s.chunks - 1) * s.pipeline + 1 if s.pipeline > 1 else 1
+    every = s.microbatches * (s.chunks if s.pipeline > 1 else 1)
+    return round(_SHARES * max(0.0, 1 - warmup / every)) / _SHARES
 
 
 def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:

@@ -58,7 +58,8 @@ class OtherTrainer(TrainerModel):
     ``recomputes_modules``    selective recomputation is Megatron-Core's, of modules
     ``saves_float8``          products save their operands as they read them, in 8 bits
     ``fused_experts``         an expert's products, what is between them and the rounding of their operands are one kernel
-    ``overlap_experts``       exchanges of one microbatch's tokens with their experts run under the other pass of another microbatch
+    ``overlap_experts``       the fraction of passes that run as pairs: exchanges of one microbatch's tokens with their experts run under
+                              the other pass of another microbatch
     ========================  =========================================================================================
     """
 
@@ -75,7 +76,7 @@ class OtherTrainer(TrainerModel):
     gathers_by_parameter: bool = False
     overlap_data: int = 0
     overlap_tensor: float = 0.0
-    overlap_experts: bool = False
+    overlap_experts: float = 0.0
     fused_experts: bool = False
     recomputes_modules: bool = False
     saves_float8: bool = False
@@ -124,8 +125,9 @@ class OtherTrainer(TrainerModel):
             unfuse_attention(costs)
         if self.loss_copies:
             self._add_loss_copies(costs)
-        if self.fused and not self.fused_experts:
-            price_experts(costs, self.dispatches, self.gradient_bytes if self.accumulation_fusion else 0)
+        if self.fused:
+            summed = self.gradient_bytes if self.accumulation_fusion else 0
+            price_experts(costs, self.dispatches, self.fused_experts, summed)
         TrainerModel.adapt(self, costs)
 
     def _add_loss_copies(self, costs: OpCosts) -> None:
@@ -172,7 +174,8 @@ class OtherTrainer(TrainerModel):
         return (1.0 - self.overlap_tensor) * communication_s
 
     def exposed_exchange_s(self, communication_s: float, compute_s: float, slowdown: float) -> float:
-        return overlapped_s(self.overlap_experts * compute_s, communication_s, slowdown)
+        exposed_s = overlapped_s(compute_s, communication_s, slowdown)
+        return communication_s - self.overlap_experts * (communication_s - exposed_s)
 
     def exposed_reduction_s(self, communication_s: float, backward_s: float, slowdown: float) -> float:
         return overlapped_s(self.overlap_data * backward_s, communication_s, slowdown)

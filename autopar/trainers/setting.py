@@ -28,13 +28,14 @@ FACTS = (
     "overlapped experts",
     "token dispatch kernels",
     "natural routing",
+    "consecutive experts",
     "fused loss",
     "unfused attention",
     "flash attention",
 )
 """What may be known of a run besides its degrees; cost models of trainers read these."""
 
-KEPT = frozenset({"16-bit gradients", "16-bit moments", "natural routing", "overlapped tensor"})
+KEPT = frozenset({"16-bit gradients", "16-bit moments", "natural routing", "consecutive experts", "overlapped tensor"})
 """The facts of a run that a faster setting for the same training keeps."""
 
 DEVIATIONS: Mapping[str, Mapping[str, Any]] = {

@@ -101,6 +101,8 @@ class TrainerCosts:
             overlap_tensor=self.overlap_tensor(s),
             overlap_experts=self.overlap_experts(s),
             dispatches="token dispatch kernels" in s.facts,
+            permutation_passes=figures.PERMUTATION_PASSES.value,
+            consecutive_experts="consecutive experts" in s.facts,
             fused_experts=self.fuses_experts(s, cluster),
             **self.terms(s),
         )
@@ -127,9 +129,9 @@ class TrainerCosts:
             return 0.0
         return 1.0 if "overlapped tensor" in s.facts else float(figures.TENSOR_OVERLAP.value)
 
-    def overlap_experts(self, s: Setting) -> bool:
-        """Return whether exchanges of tokens with their experts run under another microbatch's computation."""
-        return False
+    def overlap_experts(self, s: Setting) -> float:
+        """Return the fraction of passes whose exchanges of tokens with their experts run under another microbatch's computation."""
+        return 0.0
 
     def fuses_experts(self, s: Setting, cluster: Cluster) -> bool:
         """Return whether an expert is one kernel."""

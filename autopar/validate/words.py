@@ -35,17 +35,20 @@ _FACTS = {
     "reserved memory": r"\breserved\b|nvidia-smi",
     "Megatron": r"\bmegatron|\bnemo\b|\bmcore\b|distributed.?(fused.?adam|optimizer)|transformer.?engine|(?-i:\bTE\b)",
     "InternEvo": r"\binternevo\b",
-    "16-bit gradients": r"distributed_fused_adam|grad_(sync|reduce)_dtype\W{1,3}bf16|(bf16|bfloat16) grad",
+    "16-bit gradients": r"distributed_fused_adam|grad_(sync|reduce)_dtype\W{1,3}bf16|(bf16|bfloat16) grad"
+    r"|grad_reduce_in_fp32\W{1,3}false",
     "16-bit moments": r"(bf16|bfloat16|16-bit) (adam('s)? )?moments|moments in (bf16|16 bits)|exp_avg\w*\W{1,3}(bf16|bfloat16)",
     "overlapped gradients": r"overlap(ped|ping)?[ _-]?grad|gradient.{0,12}overlap",
     "overlapped tensor": r"(ub_)?tp_comm_overlap|async.?tp|async tensor",
     "overlapped experts": r"overlap_moe|(?<!no )\b(ep|experts?)[ -](parallel[ -])?(comm\w*[ -])?overlap|overlap\w* (ep|expert|moe)\b",
     "token dispatch kernels": r"deep.?ep\b|hybrid.?ep\b|flex(ible)? dispatcher|megatron.?bridge",
     "natural routing": r"natural rout",
+    "consecutive experts": r"fake_balanced_gate\W{1,3}true|(?<!no )fake balanced gate",
     "fused loss": r"fused (ce\b|cross|loss)|liger",
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
+_SWITCHED_OFF = r"\boverlap\w*\s?[=:]\s?(false|off|none|null)\b"
 _MICROBATCHES = (1, 2, 4, 8)  # the sizes that trainers choose from
 _PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
 
@@ -87,7 +90,7 @@ _HOST = "host"
 
 def facts_of(data: Mapping[str, Any]) -> frozenset[str]:
     """Return the facts of the run (keys of ``_FACTS``) that the row's prose states."""
-    prose = _prose(data)
+    prose = re.sub(_SWITCHED_OFF, "", _prose(data), flags=re.IGNORECASE)
     return frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
 
 

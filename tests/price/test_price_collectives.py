@@ -189,3 +189,15 @@ def test_dispatch_kernels_send_a_token_once_to_each_node():
     choices = 8 * rows * 8  # an all-to-all sends a row for each choice
     assert dispatch_s(rows, router, together, TOY) < group_time_s(Collective.ALL_TO_ALL, choices, together, TOY)
     assert dispatch_s(rows, router, RankGroup(1, 1, 1), TOY) == 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "choices", "ranks"), [(128, 8, 8), (256, 8, 64), (128, 4, 64), (8, 2, 1), (64, 8, 64)]
+)
+def test_consecutive_experts_are_on_few_ranks(experts: int, choices: int, ranks: int):
+    """AutoModel's forced balance: token t chooses the experts t * choices, t * choices + 1, ..."""
+    owners = [
+        {(token * choices + i) % experts // (experts // ranks) for i in range(choices)} for token in range(experts)
+    ]
+    router = Routing(experts, choices, consecutive=True)
+    assert router.reached(ranks) == sum(map(len, owners)) / len(owners) <= Routing(experts, choices).reached(ranks)

@@ -14,6 +14,7 @@ from autopar.trainers.options import Option, of_words, read_options, shell_words
 from autopar.trainers.reading import read, recognised, setting_of
 
 BLOCKS, DEVICES, BATCH = 32, 64, 512
+OVERLAPPED = "--expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm"
 
 SCRIPT = """#!/bin/bash
 # a comment with --tensor-model-parallel-size 7
@@ -136,6 +137,14 @@ def test_torchtitan_keeps_parameters_gathered_in_a_pipeline_by_default():
         assert reading.values["zero"] == stage
         # the pipeline splits the local batch into microbatches of one
         assert reading.values["microbatch"] == 1 and reading.values["global_batch"] == 32 * 32
+
+
+def test_megatron_overlaps_exchanges_of_experts_with_virtual_stages_only():
+    words = f"{OVERLAPPED} --delay-wgrad-compute --pipeline-model-parallel-size 2"
+    for stages in ("--num-virtual-stages-per-pipeline-rank 4", "--num-layers-per-virtual-pipeline-stage 4"):
+        for blocks in (BLOCKS, 0):
+            reading = read(MEGATRON, of_words(f"{words} {stages}".split()), blocks, DEVICES, "flags")
+            assert "overlapped experts" in reading.facts and reading.values["expert"] == 8, reading
 
 
 def test_an_uneven_layout_of_megatron():
@@ -290,6 +299,11 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
             "an expert degree of 2",
         ),
         ("x.sh", "--recompute-granularity half", "recompute_granularity is 'half'"),
+        ("x.sh", f"{OVERLAPPED} --pipeline-model-parallel-size 4", "needs virtual stages on 4 pipeline ranks"),
+        ("x.sh", f"{OVERLAPPED} --recompute-granularity full", "excludes recompute_granularity full"),
+        ("x.sh", f"{OVERLAPPED} --moe-token-dispatcher-type allgather", "needs the dispatcher alltoall or flex"),
+        ("x.sh", "--bf16 --overlap-moe-expert-parallel-comm", "needs expert_model_parallel_size of 2 or more"),
+        ("x.sh", "--expert-model-parallel-size 8 --delay-wgrad-compute", "delay_wgrad_compute needs it"),
     ],
 )
 def test_bad_configurations_get_a_sentence(tmp_path: Path, name: str, text: str, message: str):

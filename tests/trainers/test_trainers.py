@@ -7,20 +7,26 @@ import dataclasses
 
 import pytest
 import torch
+from exactness import subject
 from price_models import Builder, aten, gpt_block, llama_block, mlp, mlp_types, price_layer, time_s
 from torch import nn
 
 from autopar.capture import capture
 from autopar.devices import parse
 from autopar.layer_price import LayerPrice
+from autopar.ops.experts import Experts
+from autopar.ops.operands import operands
 from autopar.plan import Axis, Role, Strategy
+from autopar.price import Pricer
 from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.price.trainer import EMITTED, TrainerModel
+from autopar.rules.traffic import Routing
+from autopar.search.manual import make_mesh
 from autopar.sharding import Sharding
 from autopar.trainers import MEGATRON, OtherTrainer
 from autopar.trainers.choose import TrainerPricers
-from autopar.trainers.megatron import overlaps_experts
+from autopar.trainers.megatron import overlaps_experts, paired_passes
 from autopar.trainers.reading import setting_of
 from autopar.trainers.trainer import Reading
 from autopar.types import Collective
@@ -184,3 +190,61 @@ def test_experts_of_any_number_of_products_are_priced_and_exchanges_need_another
     one = setting_of(MEGATRON, Reading(values, MEGATRON.facts_of(1, 4), ()), 8, 8, "bfloat16")
     assert one.microbatches == 1 and not overlaps_experts(one)
     assert overlaps_experts(dataclasses.replace(one, global_batch=16))
+    interleaved = dataclasses.replace(one, pipeline=4, chunks=2, data=2, expert=2, global_batch=88)
+    shares = {n: paired_passes(dataclasses.replace(one, global_batch=8 * n)) for n in (1, 2, 4, 16)}
+    assert shares == {1: 0, 2: 1 / 2, 4: 3 / 4, 16: 15 / 16}
+    # Megatron warms up with 2 * 3 + 4 + 1 of 88 chunks' passes, here with all
+    assert (
+        paired_passes(interleaved) == 14 / 16 and paired_passes(dataclasses.replace(interleaved, global_batch=8)) == 0
+    )
+
+
+def test_exchanges_hide_in_pairs_only():
+    none, half, all_pairs = (
+        OtherTrainer(overlap_experts=share).exposed_exchange_s(2.0, 3.0, 0.1) for share in (0, 0.5, 1)
+    )
+    assert (none, half, all_pairs) == pytest.approx((2.0, 1.1, 0.2))
+
+
+def test_rows_of_experts_by_hand():
+    """Two products and an activation, all of one width: what a kernel reads and writes, as multiples of the rows' bytes."""
+    graph = capture(Routed(2), torch.randn(8, 6, 4))
+    cls = next(cls for cls in graph.classes.values() if cls.mixtures)
+    rows = 8 * 6 * 2 * 64 * 2  # tokens, choices, width, bytes
+    moved = {}
+    for name, fused, experts in (("plain", False, False), ("grouped", True, False), ("rounding", True, True)):
+        trainer = OtherTrainer(fused=fused, fused_experts=experts, dispatches=True)
+        table, _ = build(cls, precision("bfloat16"), trainer)
+        mixture = [
+            table.index[name] == op and i == 0
+            for op, i in zip(table.slot_op, table.slot_operand, strict=True)
+            for name in table.mixtures
+        ]
+        moved[name] = table.slot_forward[mixture].item(), table.slot_backward[mixture].item()
+    more = {name: tuple((n - m) / rows for n, m in zip(moved[name], moved["plain"], strict=True)) for name in moved}
+    # two products and the activation between them each read and write; the backward pass computes two gradients of each
+    assert more["grouped"] == (6, 12)
+    # forward: the rows are read, written and read in 8 bits, results written; twice the rows are written in 16 bits or two times 8
+    assert more["rounding"] == (6, 8)
+
+
+def test_rows_are_permuted_around_dispatch_kernels():
+    graph, mesh, passes = subject("mixtral").graph, make_mesh(("expert", 4)), 3.0
+    layer = next(layer for layer in graph.layers if graph.classes[layer.cls].experts)
+    node = next(node for node in graph.classes[layer.cls].graph.graph.nodes if isinstance(node.target, Experts))
+    tokens, choices = (operand.meta["val"] for operand in operands(node)[:2])
+    router = Routing(node.target.count, choices.shape[-1])
+    cluster = parse("2x2xH100-80GB")
+    cluster = dataclasses.replace(cluster, host_s=0.0, gpu=dataclasses.replace(cluster.gpu, op_floor_s=0.0))
+
+    def compute_s(consecutive: bool, **terms: float) -> float:
+        trainer = OtherTrainer(fused=True, dispatches=True, consecutive_experts=consecutive, **terms)
+        found = Pricer(graph, cluster, "float32", None, trainer).layer(layer.cls, mesh, Strategy((Role.EXPERT,)), 1)
+        assert found is not None
+        return found.forward_s + found.backward_s - found.communication_s
+
+    for consecutive in (False, True):
+        copied = dataclasses.replace(router, consecutive=consecutive).reached(4) + router.choices
+        more = compute_s(consecutive, permutation_passes=passes) - compute_s(consecutive)
+        # before and after the experts, in both passes; each of 4 devices has a quarter of the tokens, of 4 bytes each
+        assert more == pytest.approx(4 * passes * copied * tokens.numel() / cluster.gpu.bytes_per_s)

@@ -324,6 +324,24 @@ def test_words_of_the_trainer():
     assert (recipe.gradient_bytes, recipe.overlap_data, recipe.overlap_tensor) == (2, 1, 1.0)
 
 
+def test_words_of_mixtures():
+    model = SMALL["model"] | {"n_experts": 8, "experts_per_token": 2, "moe_ffn_hidden": 512}
+    few = {"model": model, "ep": 4, "dp": 16, "tp": 1, "pp": 1, "micro_batch": 1, "global_batch": 64}
+    recipe = "Megatron-Bridge: overlap_moe_expert_parallel_comm={}, grad_reduce_in_fp32={}"
+    found = [
+        changed_model(**few, notes=recipe.format(overlaps, wide)) for overlaps, wide in ((True, False), (False, True))
+    ]
+    assert [(m.overlap_experts, m.gradient_bytes, m.dispatches) for m in found] == [
+        (0.875, 2, True),
+        (0.0, 4, True),
+    ]  # 7 of 8 forward passes
+    even = {
+        word: changed_model(**few, notes=f"TE, DeepEP, {word}", zero_stage=3)
+        for word in ("fake_balanced_gate: true", "")
+    }
+    assert [m.consecutive_experts for m in even.values()] == [True, False]
+
+
 # -- constants -------------------------------------------------------------------------------------------------------
 
 
