@@ -23,9 +23,10 @@ from typing import Any
 import click
 
 from autopar.cli.app import cli
-from autopar.cli.commands import cluster_and_options, load, recapture, recorded_options
+from autopar.cli.commands import cluster_and_options, load, recapture
 from autopar.cli.load import config_file
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import command_line, recorded_options
 from autopar.compile import emit_program
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
@@ -73,11 +74,13 @@ class Planner:
         own_dtype = request.precision is None
         again = recapture(request, cluster)
         graph, plan = plan_graph(graph, cluster, options, again, progress=self._tell, own_dtype=own_dtype)
-        plan = dataclasses.replace(plan, request=recorded_options(request))
+        plan = dataclasses.replace(plan, request=recorded_options(_without_folder(request, folder)))
         self._tell("report", "")
         cluster = cluster.used_by(plan.device_count)
         step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
-        subject = PlanFigures(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
+        subject = PlanFigures(
+            Path(request.model).name, plan, step, provenance=cluster_figures(cluster), command=command_line(plan)
+        )
         drawn = figures(subject)
         (folder / "figures.json").write_text(json.dumps(drawn, allow_nan=False), "utf-8")
         (folder / "report.html").write_text(page_of([drawn]), "utf-8")
@@ -112,6 +115,14 @@ class Planner:
             workload = load(request, cluster)
             self._graph, self._key = compared_graph(workload, progress=self._tell), key
         return request, cluster, options, self._graph
+
+
+def _without_folder(request: PlanRequest, folder: Path) -> PlanRequest:
+    """Return the request with the names of files that are in the job's ``folder``, which is deleted with the job."""
+    model, devices = (
+        Path(text).name if Path(text).parent == folder else text for text in (request.model, request.devices)
+    )
+    return dataclasses.replace(request, model=model, devices=devices)
 
 
 def _content(model: str) -> str:

@@ -18,9 +18,7 @@ from rich.text import Text
 
 from autopar.cli.commands import (
     capture_request,
-    check_pins,
     cluster_and_options,
-    with_recorded_options,
 )
 from autopar.cli.console import Messages, output_file, plain_table, show
 from autopar.cli.options import PlanRequest
@@ -31,7 +29,7 @@ from autopar.cli.trainers import configured, pinned, priced_as, recorded
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_PLAN
+from autopar.pins import OF_PLAN, refuse_pins
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import write_plan
@@ -64,16 +62,12 @@ def price_command(
     own = [*["--microbatch"] * (microbatch is not None), *["--sequence"] * sequence]
     with Messages() as messages:
         if source is not None or flags:
-            if own or (source is not None and flags):
-                raise UsageError(
-                    f"{own[0] if own else 'flags after --'} conflicts with the configuration, which fixes all decisions",
-                    "leave one out",
-                )
+            refuse_pins([*own, *["the flags after --"] * bool(source and flags)], source or "the flags after --")
             found = configured(request, source, flags, messages)
         elif request.trainer and not request.plan_file:
             found = pinned(request, microbatch, sequence, messages)
         else:
-            check_pins(request, *own)
+            refuse_pins(own if request.plan_file else (), "--plan")
             found = None
             graph, cluster, plan, pricer = _priced(request, microbatch, sequence, messages)
         if found is not None:
@@ -102,7 +96,6 @@ def _priced(
     """Return the priced plan of pins or of a plan's file, with its graph, devices and pricer. A file of a plan for another trainer is
     priced as that trainer runs it."""
     given = read_plan(request.plan_file) if request.plan_file else None
-    request = with_recorded_options(given, request)
     cluster, options = cluster_and_options(request)
     graph, again = capture_request(request, cluster, given, messages)
     messages("price")

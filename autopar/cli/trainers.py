@@ -12,14 +12,13 @@ from typing import Any
 from autopar import pins
 from autopar.cli.commands import (
     allowed,
-    check_pins,
     cluster_and_options,
     load,
     recapture,
-    recorded_options,
 )
 from autopar.cli.console import Messages
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import recorded_options
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -55,9 +54,6 @@ class Configured:
 
 def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Exported]:
     """Return the fastest plan that ``request.trainer`` can run, and its configuration."""
-    check_pins(request)
-    if request.plan_file:
-        raise UsageError("--trainer makes a plan, and --plan gives one", "leave one of the two out")
     start_s = time.perf_counter()
     trainer, (cluster, options) = trainer_named(str(request.trainer)), cluster_and_options(request)
     workload = load(request, cluster, messages, few_blocks=True)
@@ -155,10 +151,7 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     """
     words = "the flags after --" if source is None else source
     decisions = [*["--plan"] * bool(request.plan_file), *(f"--pin {pin}" for pin in request.pins)]
-    if decisions := [*decisions, *(f"--allow {name}" for name in request.allow)]:
-        raise UsageError(
-            f"{decisions[0]} conflicts with {words}, which fixes all decisions", "leave one of the two out"
-        )
+    pins.refuse_pins([*decisions, *(f"--allow {name}" for name in request.allow)], words)
     cluster, _ = cluster_and_options(request)
     options = of_words(list(flags)) if source is None else read_options(source)
     trainer = trainer_named(request.trainer) if request.trainer else recognised(options, words)

@@ -91,7 +91,7 @@ async function plan(request, moves = false) {
     const job = await follow('api/plans', asked, 'Planning');
     if (!job) return;
     const figures = await ask(`api/plans/${job.id}/figures`);
-    plans.push({ ...job, asked, figures: Object.assign(figures, { command: job.command, name: `plan ${plans.length + 1}` }) });
+    plans.push({ ...job, asked, figures: Object.assign(figures, { name: `plan ${plans.length + 1}` }) });
     if (plans.length > 1) other = other && view === 'Compare' ? other : shown;
     show(plans[plans.length - 1]);
     form.sync();
