@@ -25,7 +25,7 @@ from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.cli.trainers import compared as compare_configuration
-from autopar.cli.trainers import configured, pinned, priced_as, recorded
+from autopar.cli.trainers import configured, pinned, priced_as, pricer_of, recorded
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, UsageError
 from autopar.graph import Graph
@@ -38,7 +38,7 @@ from autopar.price import Pricer
 from autopar.search import SearchOptions, memory_timeline, reprice
 from autopar.search.numerics import Numerics, allowed_numerics, preferred
 from autopar.techniques import LAYER, LAYER_DEVIATIONS
-from autopar.trainers.choose import TrainerPricers, with_deviations
+from autopar.trainers.choose import with_deviations
 from autopar.trainers.reading import setting_of_plan, trainer_named
 from autopar.units import seconds, size
 from autopar.workload import Recapture, with_numerics
@@ -101,16 +101,13 @@ def _priced(
     messages("price")
     if given is None:
         return _pinned(graph, again, cluster, options, microbatch, sequence)
-    plan, cluster = given, cluster.used_by(given.device_count)
+    cluster, pricer = pricer_of(request, graph, cluster.used_by(given.device_count), given)
+    plan = price_plan(graph, cluster, given, pricer)
     if request.trainer:
         trainer = trainer_named(request.trainer)
-        pricers = TrainerPricers(graph, cluster, trainer)
-        setting = setting_of_plan(trainer, given)
-        cluster, pricer = pricers.cluster, pricers.of(setting)
-        plan = with_deviations(price_plan(graph, cluster, plan, pricer), setting)
-        return graph, cluster, dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes)), pricer
-    pricer = Pricer(graph, cluster, name_of(graph.dtype))
-    return graph, cluster, price_plan(graph, cluster, plan, pricer), pricer
+        plan = with_deviations(plan, setting_of_plan(trainer, given))
+        plan = dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes))
+    return graph, cluster, plan, pricer
 
 
 def _pinned(

@@ -13,13 +13,12 @@ from autopar.cli.console import Messages, console, output_file, plain_table
 from autopar.cli.explain import explained, same_prices
 from autopar.cli.options import PlanRequest
 from autopar.cli.recorded import command_line, missing_options, require, with_recorded_options
+from autopar.cli.trainers import pricer_of
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
 from autopar.errors import UsageError
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
-from autopar.precision import name_of
-from autopar.price import Pricer
 from autopar.program import tracing
 from autopar.report import PlanFigures, PredictedStep, page, predict_step
 from autopar.report.picture import plot
@@ -112,4 +111,5 @@ def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster
         check_model(plan, graph)
         check_devices(plan, cluster, may_be_idle=True)
         messages("price")
-        return predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan), cluster
+        cluster, pricer = pricer_of(request, graph, cluster, plan)
+        return predict_step(graph, cluster, pricer, plan), cluster

@@ -14,6 +14,7 @@ from autopar.cli.options import check_file
 from autopar.devices import hardware
 from autopar.pins import PINS
 from autopar.techniques.technique import ANY
+from autopar.trainers import TRAINERS
 from autopar.ui import Choices, Server
 from autopar.zoo import CATALOGUE
 
@@ -51,4 +52,5 @@ def choices(own: tuple[str, ...] = ()) -> Choices:
         for pin in PINS.values()
         if not pin.former
     ]
-    return Choices(models, devices, pins, autopar.__version__)
+    trainers = [{"name": each.name, "title": each.title} for each in TRAINERS.values()]
+    return Choices(models, devices, trainers, pins, autopar.__version__)

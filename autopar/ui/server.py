@@ -63,10 +63,12 @@ _RESULTS = {  # part of a plan -> file, type
 
 @dataclass(frozen=True)
 class Choices:
-    """The page's choices: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
+    """The page's choices: ``models``, ``devices`` and ``trainers`` as JSON objects with a ``name``, the table of pins, and autopar's
+    version."""
 
     models: Sequence[dict[str, Any]]
     devices: Sequence[dict[str, Any]]
+    trainers: Sequence[dict[str, Any]]
     pins: Sequence[dict[str, Any]]
     version: str
 

@@ -314,6 +314,28 @@ def test_pins_that_contradict_each_other_are_refused_before_the_model_is_capture
     assert told == []
 
 
+def test_the_plan_of_a_trainer_has_the_files_and_the_prices_of_the_command_line(tmp_path: Path):
+    words = ["gpt2", "--devices=8xH100-80GB", "--seq=64", "--global-batch=16", "--trainer=torchtitan"]
+    folder, exported = tmp_path / "job", tmp_path / "exported"
+    folder.mkdir()
+    Planner(lambda stage, text: None).plan(words, folder)
+    CliRunner().invoke(cli, ["plan", *words, f"--export={exported}"], catch_exceptions=False)
+    found = json.loads((folder / "figures.json").read_text())
+    files = found["configuration"]["files"]
+    assert sorted(files) == ["torchtitan_args.sh", "torchtitan_plan.py"]
+    assert files == {name: (exported / name).read_text() for name in files}
+    assert found["configuration"]["notes"] and found["command"].endswith("--trainer torchtitan")
+    printed = json.loads((exported / "plan.json").read_text())
+    assert found["step"]["end_s"] == printed["step_time_s"]
+    assert json.loads((folder / "plan.json").read_text())["request"] == printed["request"]
+
+    page = tmp_path / "page.html"
+    CliRunner().invoke(cli, ["report", str(exported / "plan.json"), "-o", str(page)], catch_exceptions=False)
+    (data,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
+    (drawn,) = json.loads(data)["plans"]
+    assert drawn["step"]["end_s"] == printed["step_time_s"] and drawn["missing"] == []
+
+
 def test_a_model_that_was_edited_is_captured_again(tmp_path: Path):
     file, told = tmp_path / "edited.py", []
     text = (

@@ -26,7 +26,7 @@ MODELS = [{"name": "gpt2"}]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server(Choices(MODELS, [], [], "0"), SILENT)
+    found = Server(Choices(MODELS, [], [], [], "0"), SILENT)
     found.start()
     yield found
     found.close()

@@ -158,6 +158,7 @@ function tabs(one, sections) {
     JSON: () => [h('section', {}, h('p', {}, h('a', { href: `api/plans/${one.id}/plan.json`, download: 'plan.json' }, 'plan.json'), ', as autopar plan --json prints it'), h('pre', { tabindex: 0, 'aria-label': 'The plan as JSON' }, JSON.stringify(one.plan, null, 1)))],
   };
   const panel = h('div', { role: 'tabpanel', id: 'panel', 'aria-labelledby': 'tab-Report' });
+  if (one.figures.configuration) delete panels.Program; // the trainer runs the plan
   const names = Object.keys(panels);
   const open = (name) => {
     view = name;
@@ -174,7 +175,7 @@ function tabs(one, sections) {
     open(names[next]);
     buttons[next].focus();
   } } }, buttons);
-  open(view);
+  open(view in panels ? view : 'Report');
   return [bar, panel];
 }
 
