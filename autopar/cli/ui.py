@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import autopar
-from autopar.cli.options import check_file
+from autopar.cli.load import check_factory
 from autopar.devices import hardware
 from autopar.pins import PINS
 from autopar.techniques.technique import ANY
@@ -24,7 +24,7 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     """Print the address of the page, and serve the page until an interrupt."""
     for name in model:
-        check_file(name)
+        check_factory(name)
     for number in (signal.SIGINT, signal.SIGTERM):  # raise KeyboardInterrupt, so that ``finally`` runs
         signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)
