@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autopar.errors import UsageError
-from autopar.pins import PINS
+from autopar.pins import PINS, SHORT
 
 if TYPE_CHECKING:
     import torch
@@ -70,13 +70,19 @@ def read_keywords(given: Mapping[str, Any]) -> tuple[Request, Training, dict[str
     known = keywords()
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = [SHORT[name]] if name in SHORT else difflib.get_close_matches(name, known, n=1)
             raise TypeError(
                 f"compile() got an unexpected keyword argument {name!r}"
                 + (f"; did you mean {near[0]}?" if near else "")
             )
         if isinstance(value, bool) and "bool" not in str(known[name][0]) and name not in PINS:
             raise UsageError(f"{name} is {value}, but its type is {known[name][0]}", f"{known[name][1]} is the default")
+        if name in ("optimizer", "scheduler") and not (value is None or isinstance(value, str) or callable(value)):
+            of = "the list of parameters" if name == "optimizer" else "the optimizer"
+            raise UsageError(
+                f"{name} is an object of type {type(value).__name__}, not a function",
+                f"give a function of {of} that returns it",
+            )
     return _record(Request, given), _record(Training, given), {k: given[k] for k in given if k in PINS}
 
 

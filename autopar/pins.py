@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -246,3 +246,12 @@ def read_pins(texts: Sequence[str]) -> dict[str, Value]:
         if pins.setdefault(key, value) != value:
             raise UsageError(f"{key} is pinned to {pins[key]} and to {value}", "pin it once")
     return pins
+
+
+def refuse_pins(decisions: Collection[str], source: str) -> None:
+    """Raise ``UsageError`` if there are ``decisions`` (pins and options, as the user writes them) besides ``source``, which makes all."""
+    if decisions:
+        raise UsageError(
+            f"{next(iter(decisions))} conflicts with {source}, which fixes all decisions",
+            f"leave {source} out, or {' and '.join(decisions)}",
+        )

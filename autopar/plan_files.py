@@ -25,6 +25,11 @@ def read_plan(path: str | Path) -> Plan:
 
     Raises ``UsageError`` if the file can't be read, or isn't a valid plan (``plan_schema``).
     """
+    if not isinstance(path, str | Path):
+        raise UsageError(
+            f"plan is an object of type {type(path).__name__}, not a Plan or the path of its file",
+            "Plan.from_json(data) reads a JSON object",
+        )
     try:
         data = read_json(path)
         check_plan(data)

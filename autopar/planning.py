@@ -20,6 +20,7 @@ from autopar.graph import Graph
 from autopar.measure import peak_memory_bytes
 from autopar.ops.compilation import stays_eager
 from autopar.ops.cost import is_attention
+from autopar.pins import refuse_pins
 from autopar.plan import DEGREES, Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.precision import FP8_RECIPES, name_of
@@ -64,12 +65,8 @@ def plan_model(
     the plan treats microbatches as separate batches, the graph is that of one microbatch.
     """
     start_s = time.perf_counter()
-    if plan is not None and options.pins:
-        key, value = next(iter(options.pins.items()))
-        raise UsageError(
-            f"the pin {key}={value} conflicts with the given plan, which fixes all decisions",
-            "give only one of the two",
-        )
+    if plan is not None:
+        refuse_pins([f"{key}={value}" for key, value in options.pins.items()], "plan")
     check_schedule(options)
     given = plan if isinstance(plan, Plan | None) else read_plan(plan)
     if given is not None:

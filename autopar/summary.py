@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from autopar.plan import (
     BATCHES,
@@ -12,6 +13,7 @@ from autopar.plan import (
     NARROW,
     REPLICATING,
     Axis,
+    LayerPlan,
     Plan,
     Role,
     Strategy,
@@ -81,14 +83,23 @@ def parallelism(plan: Plan) -> str:
 def degrees(plan: Plan, strategy: Strategy | None = None) -> str:
     """Return the degrees of most layers, or of ``strategy``, in Megatron's words: "PP 2 x DP 16 x TP 2 with sequence parallelism, ZeRO 3,
     microbatch size 1"."""
-    common, mesh = strategy or most_common_strategy(plan), plan.mesh
-    words = {name: f"{name} {degree}" for name, degree in _degrees(plan, common).items()}
-    if common.degree(mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
+    common = strategy or most_common_strategy(plan)
+    rows = plan.global_batch // (plan.microbatches * common.degree(plan.mesh, *BATCHES))
+    return f"{_in_words(plan, common, _degrees(plan, common))}, microbatch size {rows}"
+
+
+def layer_degrees(plan: Plan, strategy: Strategy) -> str:
+    """Return the degrees and techniques of a layer, such as "DP 16 x TP 2, ZeRO 3, recomputed"."""
+    return _in_words(plan, strategy, _degrees_in_stage(plan, strategy))
+
+
+def _in_words(plan: Plan, strategy: Strategy, of: Mapping[str, int]) -> str:
+    words = {name: f"{name} {degree}" for name, degree in of.items()}
+    if strategy.degree(plan.mesh, *(role for role in DEGREES["tensor"] if role.shards_sequence)) > 1:
         words["TP"] += " with sequence parallelism"
-    rows = plan.global_batch // (plan.microbatches * common.degree(mesh, *BATCHES))
-    details = [f"ZeRO {common.zero}"] if common.degree(mesh, *REPLICATING) > 1 else []
-    details += [phrase for technique in LAYER if (phrase := technique.phrase(common.options[technique]))]
-    return ", ".join([" x ".join(words.values()) or "none", *details, f"microbatch size {rows}"])
+    details = [f"ZeRO {strategy.zero}"] if strategy.degree(plan.mesh, *REPLICATING) > 1 else []
+    details += [phrase for technique in LAYER if (phrase := technique.phrase(strategy.options[technique]))]
+    return ", ".join([" x ".join(words.values()) or "none", *details])
 
 
 def abbreviations(plan: Plan) -> tuple[str, ...]:
@@ -104,9 +115,9 @@ def legend(plan: Plan) -> list[str]:
     return [f"{name} {meaning}" for name, meaning in _MEANINGS.items() if name in used]
 
 
-def most_common_strategy(plan: Plan) -> Strategy:
-    """Return the strategy that most layers have."""
-    return Counter(layer.strategy for layer in plan.layers).most_common(1)[0][0]
+def most_common_strategy(plan: Plan, layers: Sequence[LayerPlan] | None = None) -> Strategy:
+    """Return the strategy that most of the ``layers`` have, by default of all layers."""
+    return Counter(layer.strategy for layer in layers or plan.layers).most_common(1)[0][0]
 
 
 _GROUPS = {
@@ -129,9 +140,12 @@ def groups(plan: Plan, strategy: Strategy) -> dict[str, tuple[Axis, ...]]:
 
 def _degrees(plan: Plan, strategy: Strategy) -> dict[str, int]:
     """Return the degrees above 1 by their abbreviation."""
-    inside = {name: math.prod(axis.size for axis in axes) for name, axes in groups(plan, strategy).items()}
-    found = {"PP": plan.pipeline, "VPP": plan.chunks} | inside
+    found = {"PP": plan.pipeline, "VPP": plan.chunks} | _degrees_in_stage(plan, strategy)
     return {name: degree for name, degree in found.items() if degree > 1}
+
+
+def _degrees_in_stage(plan: Plan, strategy: Strategy) -> dict[str, int]:
+    return {name: math.prod(axis.size for axis in axes) for name, axes in groups(plan, strategy).items()}
 
 
 def _techniques(plan: Plan) -> list[str]:

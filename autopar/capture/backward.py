@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.blocks import stack
 from autopar.capture.functions import applied, apply_of_torch
+from autopar.capture.opaque import Opaque
 from autopar.errors import OPAQUE_HINT, CaptureError
 from autopar.ops.facts import facts, op_name
 from autopar.ops.operands import arguments
@@ -50,7 +51,7 @@ def custom_gradients_refused(engine: Callable[..., Any]) -> Iterator[None]:
     def refuse_hooks(self: Any) -> Any:
         if type(self) is hooks or not type(self).__module__.startswith("torch."):
             raise CaptureError(
-                f"{caller()} changes what is saved for the backward pass: torch.export loses the hooks",
+                f"{caller()} sets hooks for saved tensors (saved_tensors_hooks, save_on_cpu), which torch.export drops",
                 hint="leave them out: a plan recomputes if memory is short, or, with --pin activations=any, uses the host's memory",
             )
         return enter(self)
@@ -91,11 +92,13 @@ def refuse_scripts(model: nn.Module) -> None:
 
 def refuse_optimized_modules(model: nn.Module) -> None:
     """Raise ``CaptureError`` for modules that ``torch.compile`` made: what they run is no longer the model's Python code."""
+    opaque = {f"{path}.module": path for path, module in model.named_modules() if isinstance(module, Opaque)}
     for path, module in model.named_modules():
         if is_optimized_module(module):
+            original = f"autopar.opaque(module) as {opaque[path]}" if path in opaque else "the module itself"
             raise CaptureError(
-                f"{path or 'the model'} is compiled by torch.compile, and autopar traces a model's own code",
-                hint="give the module itself, before torch.compile; --pin compile=layers (compile='layers') compiles layers",
+                f"{path or 'the model'} is compiled by torch.compile, and a program contains the model's own code",
+                hint=f"use {original}, before torch.compile; --pin compile=layers (compile='layers') compiles layers",
             )
 
 
@@ -150,7 +153,7 @@ def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     if (result := applied(function, *args, **kwargs)) is not None:
         return result
     raise NotTraceableError(
-        f"{caller()} calls the autograd.Function {function.__name__}: torch.export keeps its forward and loses its backward",
+        f"{caller()} calls the autograd.Function {function.__name__}: torch.export traces its forward and drops its backward",
         hint=OP_HINT,
         function=function,
     )

@@ -34,9 +34,7 @@ from autopar.torch_private import (
     without_function_modes,
 )
 
-_RANDOM_HINT = (
-    "draw with torch (torch.rand, nn.Dropout): these are drawn in every step, and equal on one device and on many"
-)
+_RANDOM_HINT = "draw with torch (torch.rand, nn.Dropout): a program draws new numbers in every step, the same numbers under every plan"
 
 
 @contextmanager
@@ -180,7 +178,7 @@ class _RedirectToFakeModel(TorchFunctionMode):
         """Replace ``tensor.register_hook(hook)`` in forward: scale the gradient if that is all that the hook does, else refuse it."""
         if id(tensor) in self.read or not scales(hook):
             raise NotTraceableError(
-                f"{caller()} hooks a function into a gradient: torch.export keeps the tensor and loses the hook",
+                f"{caller()} registers a hook on a tensor's gradient, which torch.export drops",
                 OP_HINT,
             )
         assert self.hooks is not None

@@ -145,7 +145,7 @@ class _Positions:
 
     def __getattr__(self, name: str) -> Any:
         raise NotTraceableError(
-            f"{self._line} reads the positions of true values other than by a loop: their number depends on the data",
+            f"{self._line} uses nonzero() outside of a for loop over its result, whose shape depends on the data",
             OPAQUE_HINT,
         )
 
@@ -162,8 +162,7 @@ def lower_hit_loops(
     lowered = lower_expert_loops(gm, set(parameters))
     for marker in lowered.refused:
         raise NotTraceableError(
-            f"{source_line(marker)}\nloops over the positions of true values, or branches on whether there are any, and it isn't proved "
-            "that the iterations that are skipped would change nothing",
+            f"{source_line(marker)}\nloops over nonzero(), or branches on any(), and a skipped iteration may change the result",
             OPAQUE_HINT,
             tuple(path for path, _, _ in stack(marker)),
         )

@@ -104,7 +104,10 @@ def _assemble(
     mark_main(gm)
     loss = loss_node(gm)
     if not isinstance(loss, fx.Node) or not meta(loss)["gradient"]:
-        raise CaptureError("the loss does not depend on any trainable parameter", hint="nothing would be trained")
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter",
+            hint="set requires_grad on the parameters to train, and compute the loss without detach() or torch.no_grad()",
+        )
     freeze_unreached(gm, loss)
     inputs = tuple(Value(leaf.name, leaf.shape, leaf.dtype) for leaf in structure.leaves)
     guards = batch_guards(gm)

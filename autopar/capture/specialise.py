@@ -81,7 +81,7 @@ class RecordedReads:
         if read is None or (read.line, read.function) != (line, name):
             expected = f"reads one at {read.line}" if read is not None else "reads no more values"
             raise CaptureError(
-                f"{line} reads a tensor's value, but the run on the batch {expected}: what forward reads depends on more than the batch",
+                f"{line} reads a tensor's value, but in eager mode forward {expected}: its control flow depends on more than the batch",
                 OPAQUE_HINT,
             )
         self.read_tensors.append(_VALUE_READS[func](*args, **kwargs).detach())
@@ -181,7 +181,7 @@ def keep_guards(gm: fx.GraphModule, reads: RecordedReads | None) -> None:
     graph_meta(gm)["guards"] = tuple(Guard(read.line, read.value) for read in reads.recorded) if reads else ()
     if reads is not None and len(reads.read_tensors) != len(reads.recorded):
         raise CaptureError(
-            f"{reads.recorded[len(reads.read_tensors)].line} reads a tensor's value, but not during export",
+            f"{reads.recorded[len(reads.read_tensors)].line} reads a tensor's value in eager mode, but not while torch.export traces it",
             OPAQUE_HINT,
         )
     guards, nodes, kept = graph_meta(gm)["guards"], _guard_nodes(gm), []

@@ -28,13 +28,13 @@ from autopar.cli.options import (
     option,
     pin_option,
     pin_options,
-    plan_file_option,
     plan_output_option,
     precision_option,
     program_options,
     size_options,
     switch,
     trainer_option,
+    written_model_options,
     written_options,
 )
 
@@ -66,13 +66,19 @@ def command(
     """Add a command that imports ``autopar.cli.NAME`` (or ``module``) and calls its ``NAME_command`` with the options.
 
     The first line of ``help`` is shown in the list of commands. ``json`` is the help text of ``--json``; if it is empty, the command has no
-    such option. If the function has a parameter ``request``, it gets the options that describe what to plan as one ``PlanRequest``.
+    such option. If the function has a parameter ``request``, it gets the options that describe what to plan as one ``PlanRequest``; if
+    ``--plan`` is one of them, its file completes the others.
     """
 
     def run(**values: Any) -> None:
         function = getattr(importlib.import_module(f"autopar.cli.{module or name}"), f"{name}_command")
         if "request" in inspect.signature(function).parameters:
-            values["request"] = PlanRequest.taken_from(values)
+            required = [name for name in ("model", "devices") if name in values]
+            takes_plan = "plan_file" in values
+            request = PlanRequest.taken_from(values)
+            if takes_plan:
+                request = importlib.import_module("autopar.cli.recorded").with_plan_file(request, required)
+            values["request"] = request
         function(**values)
 
     epilog = "\b\nExamples:\n" + "\n".join(f"  autopar {line}" for line in examples)
@@ -135,16 +141,18 @@ command(
     "price",
     """Predict time and memory of a given plan.
 
-    The plan for MODEL is written as pins, as --plan FILE, as a configuration file of your trainer (--from FILE: a shell script or YAML of
-    Megatron-LM, flags, TOML or Python of torchtitan, DeepSpeed's JSON, Accelerate's YAML), or as flags of a trainer after `--`. A trainer's
-    configuration is priced as that trainer runs it. Data parallelism uses the remaining devices."""
+    The plan for MODEL is written as pins, as --plan FILE (which names its model and devices), as a configuration file of your trainer
+    (--from FILE: a shell script or YAML of Megatron-LM, flags, TOML or Python of torchtitan, DeepSpeed's JSON, Accelerate's YAML), or as
+    flags of a trainer after `--`. A trainer's configuration is priced as that trainer runs it. Data parallelism uses the remaining
+    devices."""
     + MODEL_HELP,
     (
         "price llama3-70b --devices 8x8xH100-80GB --pin tensor=8 --pin pipeline=2 --pin zero=1 --microbatch 1",
         "price llama3-8b --devices 8xH100-80GB --from pretrain.sh",
+        "price --plan plan.json --timeline",
         "price llama3-8b --devices 8xH100-80GB -- --tensor-model-parallel-size 2 --micro-batch-size 1",
     ),
-    model_options,
+    written_model_options,
     pin_option,
     option("--from source", "FILE", "A configuration file of your trainer."),
     trainer_option,
@@ -154,7 +162,6 @@ command(
         "Shard activations between tensor-parallel regions along the sequence (Megatron-LM's sequence parallelism).",
     ),
     switch("--timeline", "Also show the memory of every device through the actions of one step."),
-    plan_file_option,
     plan_output_option,
     click.argument("flags", nargs=-1, type=click.UNPROCESSED),
     module="pricing",
@@ -165,7 +172,7 @@ command(
     "Write the distributed program for a model into a folder." + MODEL_HELP,
     (
         "emit model.py:factory --devices 4 -o program",
-        "emit llama3-8b --devices 8xH100-80GB --plan plan.json --init own -o program",
+        "emit --plan plan.json --init own -o program",
     ),
     program_options,
     init_option,
@@ -234,10 +241,10 @@ command(
     + MODEL_HELP,
     (
         "verify model.py:factory",
-        "verify llama3-8b --plan plan.json --devices 4",
-        "verify llama3-405b --plan plan.json --collectives",
+        "verify --plan plan.json --devices 4",
+        "verify --plan plan.json --collectives",
     ),
-    click.argument("model"),
+    click.argument("model", required=False),
     count_option("--devices processes", 2, "Number of devices, each a local process.", most=64),
     option(
         "--plan plan_file",

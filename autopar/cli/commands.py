@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from autopar.cli.console import Messages
-from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model, names_code
+from autopar.cli.load import SizeOptions, batch_of, is_pretrained, load_model
 from autopar.cli.options import TIME_LIMIT_S, WITHIN, PlanRequest
+from autopar.cli.recorded import recorded_options
 from autopar.devices import Cluster, parse
-from autopar.errors import BatchError, InfeasibleError, UsageError
+from autopar.errors import BatchError, InfeasibleError
 from autopar.expert_loads import expert_loads
 from autopar.graph import Graph
-from autopar.pins import PINS, read_pins
+from autopar.pins import read_pins
 from autopar.plan import Plan
 from autopar.planning import capture_model, plan_model
 from autopar.progress import Progress
@@ -36,16 +37,6 @@ def print_infeasible(error: InfeasibleError) -> NoReturn:
     sys.exit(error.exit_status)
 
 
-def check_pins(request: PlanRequest, *others: str) -> None:
-    """Raise ``UsageError`` if pins or the options ``others`` are combined with ``--plan``."""
-    decisions = [*others, *(f"--pin {pin}" for pin in request.pins)]
-    if request.plan_file and decisions:
-        raise UsageError(
-            f"{decisions[0]} conflicts with --plan, which fixes all decisions",
-            f"leave --plan out, or {' and '.join(decisions)}; `autopar plan` makes another plan",
-        )
-
-
 def make_plan(
     request: PlanRequest, device: str | None = "meta", price_pins: bool = False, few_blocks: bool = False
 ) -> tuple[Workload, Cluster, Graph, Plan]:
@@ -54,7 +45,6 @@ def make_plan(
     The model is built on ``device``, with ``few_blocks`` if nothing but its graph is needed (see ``load``). If ``device`` is ``None``, the
     model is on the CPU if it has values or is small enough for random values, otherwise on meta.
     """
-    check_pins(request)
     cluster, options = cluster_and_options(request)
     if price_pins:
         options = replace(options, pin_time_s=options.time_limit_s / 2)
@@ -184,41 +174,3 @@ def capture_request(
             raise
         with_factory_batch = replace(request, global_batch=None)
         return capture_request(with_factory_batch, cluster, written, messages)
-
-
-def recorded_options(request: PlanRequest) -> dict[str, Any]:
-    """Return the options of a request that determine the plan and aren't empty, as ``Plan.request`` records them."""
-    unrecorded = ("calibration", "expert_loads", "plan_file", "capture_check", "type_check", "init")
-    given = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in unrecorded}
-    lists = {name: list(given[name]) for name in ("pins", "allow")}
-    return {name: value for name, value in (given | lists).items() if not _is_missing(value)}
-
-
-def _is_missing(value: Any) -> bool:
-    """Return whether an option was not given; a time limit of 0 was."""
-    return value is None or value is False or value in ("", (), [])
-
-
-def with_recorded_options(written: Plan | None, request: PlanRequest) -> PlanRequest:
-    """Return the request, with missing options taken from the plan's file, except a factory: a file must not import code."""
-    if written is None:
-        return request
-    # if the request recorded no batch, the factory determines it again
-    before = dict(written.request) or {"global_batch": written.global_batch, "devices": written.devices}
-    if factory_of(written):
-        del before["model"]
-    pins = [f"{name}={before[name]}" for name in PINS if name in before]  # older versions recorded pins as options
-    pinned = read_pins(request.pins)
-    pins = [pin for pin in (*pins, *before.pop("pins", ())) if next(iter(read_pins([pin]))) not in pinned]
-    missing = {
-        name: before[name]
-        for f in fields(request)
-        if (name := f.name) in before and _is_missing(getattr(request, name))
-    }
-    return replace(request, **missing, pins=(*pins, *request.pins))
-
-
-def factory_of(written: Plan | None) -> str:
-    """Return the factory that a plan's file names as its model, or an empty string if the model is not code."""
-    model = "" if written is None else str(written.request.get("model", ""))
-    return model if names_code(model) else ""

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except click.ClickException as error:
         status = error.exit_code
         path = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "autopar"
-        _print_error(error.format_message(), f"`{path} --help` shows what it takes")
+        _print_error(error.format_message(), f"`{path} --help` lists arguments and options")
     except (KeyboardInterrupt, click.Abort):
         status = 130  # 128 + SIGINT, the shells' convention
         click.echo("interrupted", err=True)

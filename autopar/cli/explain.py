@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,12 @@ from rich.text import Text
 from autopar.cli.commands import (
     capture_request,
     cluster_and_options,
-    factory_of,
     make_plan,
     print_infeasible,
-    recorded_options,
-    with_recorded_options,
 )
 from autopar.cli.console import Messages, plain_table, show
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import recorded_options, require, with_recorded_options
 from autopar.data_files import MalformedFileError, read_json
 from autopar.errors import InfeasibleError, UsageError
 from autopar.explain import Explanation, Study, explain, suggest
@@ -37,7 +34,7 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
     """Read or find the plan and print the explanation."""
     written = _read(target)
     request = with_recorded_options(written, request) if written is not None else replace(request, model=target)
-    require_model_and_devices(target, request, written)
+    require(request, written, target)
     try:
         # the captured graph depends on the allowed deviations that the plan makes, so with ``allow`` the plan is found first
         given = make_plan(request, few_blocks=True)[-1] if written is None and request.allow else written
@@ -47,26 +44,6 @@ def explain_command(request: PlanRequest, target: str, as_json: bool) -> None:
             raise
         print_infeasible(error)
     show(as_json, found.to_json(), Group(*_sections(found)))
-
-
-def require_model_and_devices(file: str, request: PlanRequest, written: Plan | None) -> None:
-    """Raise ``UsageError`` if a request names no model or no devices; the message begins with ``file``, the plan's file."""
-    if (missing := missing_options(request, written)) is not None:
-        raise UsageError(f"{file} {missing[0]}", f"add {missing[1]}")
-
-
-def missing_options(request: PlanRequest, written: Plan | None) -> tuple[str, str] | None:
-    """Return why the plan's file doesn't determine the model or the devices, and the missing options; ``None`` if the request has both.
-
-    The reason completes a sentence that begins with the file's name.
-    """
-    missing = [option for option in ("model", "devices") if not getattr(request, option)]
-    if not missing:
-        return None
-    code = factory_of(written) if missing[0] == "model" else ""
-    options = [f"--{option} {shlex.quote(code)}" if code and option == "model" else f"--{option}" for option in missing]
-    why = f"names the model {code}, which is code, and autopar runs no code that a plan file names"
-    return why if code else f"does not name its {' and '.join(missing)}", " and ".join(options)
 
 
 def _read(target: str) -> Plan | None:

@@ -73,8 +73,7 @@ def load_model(
     if ":" in model:
         return _from_factory(model, sizes if sizes.precision is None else replace(sizes, precision=precision), device)
     if names_code(model):
-        check_file(model)
-        raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model), model))
+        check_factory(model)
     if (file := config_file(model)) is not None:
         module, batch = build_config(read_config(file), sizes.seq, sizes.global_batch, precision, device)
         return Workload(module, batch, name=Path(model).name if is_pretrained(model) else file.stem)
@@ -82,6 +81,13 @@ def load_model(
     module, batch = zoo.build(few[0] if few else model, sizes.seq, sizes.global_batch, precision, device)
     full = partial(load_model, model, sizes, device=device, default_precision=default_precision)
     return Workload(module, batch, name=model, few_blocks=few and FewBlocks(few[1], few[2], full))
+
+
+def check_factory(model: str) -> None:
+    """Raise ``ModelError`` if MODEL names a Python file that doesn't exist, or one without a factory."""
+    check_file(model)
+    if model.endswith(".py"):
+        raise ModelError(f"{model} names a file but no factory in it", _factory_hint(Path(model), model))
 
 
 def names_code(model: str) -> bool:
@@ -110,6 +116,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} {why}", "give a transformers config.json") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object", "give a transformers config.json")
+    if "stages" in config and "mesh" in config:
+        raise ModelError(
+            f"{path} is a plan, not the configuration of a model",
+            f"`autopar price`, emit, run and verify take it as --plan {path}, without MODEL",
+        )
     return config
 
 
@@ -128,6 +139,18 @@ def call_factory(model: str, sizes: SizeOptions) -> tuple[Any, dict[str, int | s
             raise ModelError(f"{factory} of {source} is of type {type(function).__name__}, not a function", hint)
         raise ModelError(f"{source} has no function {factory!r}", hint)
     arguments = _arguments(function, sizes)
+    required = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and name not in arguments
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    if required:
+        raise ModelError(
+            f"{model} requires the argument {required[0]}, and autopar has no value for it",
+            "give it a default: autopar passes only seq, global_batch and precision, as options of the command set them",
+        )
     return _guarded(model, function, **arguments), arguments
 
 

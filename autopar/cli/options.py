@@ -195,11 +195,7 @@ allow_option = option(
     type=click.Choice([name.replace("_", "-") for name in ALLOWED]),
 )
 batch_options = joined(calibration_option, expert_loads_option, *size_options, precision_option, allow_option)
-model_options = joined(
-    click.argument("model"),
-    devices_option(required=True),
-    batch_options,
-)
+model_options = joined(click.argument("model"), devices_option(required=True), batch_options)
 
 
 def count_option(
@@ -244,6 +240,7 @@ class PinnedCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Rewrite every pin as ``--pin``, then parse the arguments."""
         has_pins = any(param.name == "pins" for param in self.params)
+        ctx.obj = tuple(args)  # hints repeat the command
         try:
             return super().parse_args(ctx, list(_with_pins(args)) if has_pins else args)
         except click.NoSuchOption as error:
@@ -309,7 +306,14 @@ trainer_option = click.option(
     type=click.Choice(TRAINER_NAMES),
     help="Plan for this trainer instead of an emitted program: only what it can run, priced as it runs it.",
 )
-plan_file_option = option("--plan plan_file", "FILE", "Use the plan in this file (of `autopar plan -o FILE`).")
+plan_file_option = option(
+    "--plan plan_file",
+    "FILE",
+    "Use the plan in this file (of `autopar plan -o FILE`). MODEL, --devices and sizes that you leave out are those that it records.",
+)
+written_model_options = joined(
+    click.argument("model", required=False), devices_option(), batch_options, plan_file_option
+)
 plan_output_option = option(
     "-o --output", "FILE", "Also write the plan into this file, as JSON: other commands read it."
 )
@@ -334,7 +338,7 @@ type_check_option = switch(
     "Do not type-check the program. The plan notes that the check was skipped.",
     value=False,
 )
-program_options = joined(model_options, pin_options, plan_file_option, capture_check_option, type_check_option)
+program_options = joined(written_model_options, pin_options, capture_check_option, type_check_option)
 written_options = joined(
     option("--model", "MODEL", "The model of PLAN, if the plan does not name it."),
     devices_option(),

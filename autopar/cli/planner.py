@@ -23,9 +23,11 @@ from typing import Any
 import click
 
 from autopar.cli.app import cli
-from autopar.cli.commands import cluster_and_options, load, recapture, recorded_options
+from autopar.cli.commands import cluster_and_options, load, recapture
 from autopar.cli.load import config_file
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import command_line, recorded_options
+from autopar.cli.trainers import plan_graph_for_trainer, pricer_of
 from autopar.compile import emit_program
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
@@ -34,8 +36,6 @@ from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.plan_files import read_plan
 from autopar.planning import check_schedule, compared_graph, plan_graph
-from autopar.precision import name_of
-from autopar.price import Pricer
 from autopar.report import PlanFigures, figures, page_of, predict_step
 from autopar.run.worker import read_calls
 from autopar.search import SearchOptions
@@ -69,15 +69,25 @@ class Planner:
 
     def plan(self, arguments: list[str], folder: Path) -> None:
         request, cluster, options, graph = self._captured(arguments)
-        options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
-        own_dtype = request.precision is None
-        again = recapture(request, cluster)
-        graph, plan = plan_graph(graph, cluster, options, again, progress=self._tell, own_dtype=own_dtype)
-        plan = dataclasses.replace(plan, request=recorded_options(request))
+        exported = None
+        if request.trainer:
+            plan, exported = plan_graph_for_trainer(request, graph, cluster, options, self._tell)
+        else:
+            options = dataclasses.replace(options, pin_time_s=options.time_limit_s / 2)
+            own_dtype = request.precision is None
+            again = recapture(request, cluster)
+            graph, plan = plan_graph(graph, cluster, options, again, progress=self._tell, own_dtype=own_dtype)
+        plan = dataclasses.replace(plan, request=plan.request | recorded_options(_without_folder(request, folder)))
         self._tell("report", "")
-        cluster = cluster.used_by(plan.device_count)
-        step = predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan)
-        subject = PlanFigures(Path(request.model).name, plan, step, provenance=cluster_figures(cluster))
+        cluster, pricer = pricer_of(request, graph, cluster.used_by(plan.device_count), plan)
+        subject = PlanFigures(
+            Path(request.model).name,
+            plan,
+            predict_step(graph, cluster, pricer, plan),
+            provenance=cluster_figures(cluster),
+            command=command_line(plan),
+            configuration=None if exported is None else dataclasses.asdict(exported),
+        )
         drawn = figures(subject)
         (folder / "figures.json").write_text(json.dumps(drawn, allow_nan=False), "utf-8")
         (folder / "report.html").write_text(page_of([drawn]), "utf-8")
@@ -112,6 +122,14 @@ class Planner:
             workload = load(request, cluster)
             self._graph, self._key = compared_graph(workload, progress=self._tell), key
         return request, cluster, options, self._graph
+
+
+def _without_folder(request: PlanRequest, folder: Path) -> PlanRequest:
+    """Return the request with the names of files that are in the job's ``folder``, which is deleted with the job."""
+    model, devices = (
+        Path(text).name if Path(text).parent == folder else text for text in (request.model, request.devices)
+    )
+    return dataclasses.replace(request, model=model, devices=devices)
 
 
 def _content(model: str) -> str:

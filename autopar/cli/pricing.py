@@ -18,20 +18,18 @@ from rich.text import Text
 
 from autopar.cli.commands import (
     capture_request,
-    check_pins,
     cluster_and_options,
-    with_recorded_options,
 )
 from autopar.cli.console import Messages, output_file, plain_table, show
 from autopar.cli.options import PlanRequest
 from autopar.cli.render import plan_tables
 from autopar.cli.timeline import timeline_data, timeline_table
 from autopar.cli.trainers import compared as compare_configuration
-from autopar.cli.trainers import configured, pinned, priced_as, recorded
+from autopar.cli.trainers import configured, pinned, priced_as, pricer_of, recorded
 from autopar.devices import Cluster
 from autopar.errors import AutoparError, UsageError
 from autopar.graph import Graph
-from autopar.pins import OF_PLAN
+from autopar.pins import OF_PLAN, refuse_pins
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import write_plan
@@ -40,7 +38,7 @@ from autopar.price import Pricer
 from autopar.search import SearchOptions, memory_timeline, reprice
 from autopar.search.numerics import Numerics, allowed_numerics, preferred
 from autopar.techniques import LAYER, LAYER_DEVIATIONS
-from autopar.trainers.choose import TrainerPricers, with_deviations
+from autopar.trainers.choose import with_deviations
 from autopar.trainers.reading import setting_of_plan, trainer_named
 from autopar.units import seconds, size
 from autopar.workload import Recapture, with_numerics
@@ -64,16 +62,12 @@ def price_command(
     own = [*["--microbatch"] * (microbatch is not None), *["--sequence"] * sequence]
     with Messages() as messages:
         if source is not None or flags:
-            if own or (source is not None and flags):
-                raise UsageError(
-                    f"{own[0] if own else 'flags after --'} conflicts with the configuration, which fixes all decisions",
-                    "leave one out",
-                )
+            refuse_pins([*own, *["the flags after --"] * bool(source and flags)], source or "the flags after --")
             found = configured(request, source, flags, messages)
         elif request.trainer and not request.plan_file:
             found = pinned(request, microbatch, sequence, messages)
         else:
-            check_pins(request, *own)
+            refuse_pins(own if request.plan_file else (), "--plan")
             found = None
             graph, cluster, plan, pricer = _priced(request, microbatch, sequence, messages)
         if found is not None:
@@ -102,22 +96,18 @@ def _priced(
     """Return the priced plan of pins or of a plan's file, with its graph, devices and pricer. A file of a plan for another trainer is
     priced as that trainer runs it."""
     given = read_plan(request.plan_file) if request.plan_file else None
-    request = with_recorded_options(given, request)
     cluster, options = cluster_and_options(request)
     graph, again = capture_request(request, cluster, given, messages)
     messages("price")
     if given is None:
         return _pinned(graph, again, cluster, options, microbatch, sequence)
-    plan, cluster = given, cluster.used_by(given.device_count)
+    cluster, pricer = pricer_of(request, graph, cluster.used_by(given.device_count), given)
+    plan = price_plan(graph, cluster, given, pricer)
     if request.trainer:
         trainer = trainer_named(request.trainer)
-        pricers = TrainerPricers(graph, cluster, trainer)
-        setting = setting_of_plan(trainer, given)
-        cluster, pricer = pricers.cluster, pricers.of(setting)
-        plan = with_deviations(price_plan(graph, cluster, plan, pricer), setting)
-        return graph, cluster, dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes)), pricer
-    pricer = Pricer(graph, cluster, name_of(graph.dtype))
-    return graph, cluster, price_plan(graph, cluster, plan, pricer), pricer
+        plan = with_deviations(plan, setting_of_plan(trainer, given))
+        plan = dataclasses.replace(plan, notes=(priced_as(trainer), *plan.notes))
+    return graph, cluster, plan, pricer
 
 
 def _pinned(

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
 
-from autopar.cli.commands import capture_request, cluster_and_options, with_recorded_options
+from autopar.cli.commands import capture_request, cluster_and_options
 from autopar.cli.console import Messages, console, output_file, plain_table
-from autopar.cli.explain import explained, missing_options, require_model_and_devices, same_prices
+from autopar.cli.explain import explained, same_prices
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import command_line, missing_options, require, with_recorded_options
+from autopar.cli.trainers import pricer_of
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
 from autopar.errors import UsageError
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
-from autopar.precision import name_of
-from autopar.price import Pricer
 from autopar.program import tracing
 from autopar.report import PlanFigures, PredictedStep, page, predict_step
 from autopar.report.picture import plot
@@ -54,7 +53,7 @@ def report_command(
     plans = [read_plan(file) for file in files]
     for file, written in zip(files, plans, strict=True):
         if explain or {"figure", "trace"} & set(paths):  # they need the model and the devices, not only the plan's file
-            require_model_and_devices(file, with_recorded_options(written, request), written)
+            require(with_recorded_options(written, request), written, file)
     subjects = [_subject(file, written, request, explain) for file, written in zip(files, plans, strict=True)]
     steps = [one.step for one in subjects if one.step]
     if path := paths.get("page"):
@@ -75,19 +74,6 @@ def report_command(
         print(path)
 
 
-def _command(plan: Plan) -> str:
-    """Return the command line that the plan's file records, or an empty string: plans of ``autopar.compile`` have none."""
-    words = ["autopar", "plan", str(plan.request.get("model", ""))]
-    for name in (field.name for field in fields(PlanRequest)):
-        if name in plan.request and name not in ("model", "pins", "allow"):
-            value = plan.request[name]
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value).removesuffix(".0")])]
-    for name in ("allow", "pins"):
-        for value in plan.request.get(name, ()):
-            words += [f"--{name.removesuffix('s')}", value]
-    return shlex.join(words) if words[2] else ""
-
-
 def _errors(step: PredictedStep, events: list[tracing.Event]) -> Table:
     title = "seconds of each action: mean over all microbatches and ranks"
     table = plain_table(title, ("action",), ("predicted", "measured", "measured / predicted"))
@@ -102,12 +88,9 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
     """Return the figures of a plan's page; if the model or the devices are unknown, only those of the plan's file."""
     name = Path(file).name
     completed = with_recorded_options(plan, request)
-    if (lacking := missing_options(completed, plan)) is not None:
-        why = (
-            f"The plan's file {lacking[0]}. With {lacking[1]}, this page also shows the timeline, the costs of layers, the "
-            "traffic and the sources of all figures."
-        )
-        return PlanFigures(name, plan, missing=(why,), command=_command(plan))
+    if (lacking := missing_options(completed, plan, name)) is not None:
+        why = f"{lacking[0]}. `{lacking[1]}` also shows the timeline, the costs of layers, the traffic and the sources of all figures."
+        return PlanFigures(name, plan, missing=(why,), command=command_line(plan))
     step, cluster = _predicted(plan, completed)
     warnings = []
     if not same_prices(plan, step.step_time_s):
@@ -117,7 +100,7 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
             "are the file's."
         )
     explanation = explained(completed, plan).to_json() if explain else None
-    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(warnings), _command(plan))
+    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(warnings), command_line(plan))
 
 
 def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:
@@ -128,4 +111,5 @@ def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster
         check_model(plan, graph)
         check_devices(plan, cluster, may_be_idle=True)
         messages("price")
-        return predict_step(graph, cluster, Pricer(graph, cluster, name_of(graph.dtype)), plan), cluster
+        cluster, pricer = pricer_of(request, graph, cluster, plan)
+        return predict_step(graph, cluster, pricer, plan), cluster

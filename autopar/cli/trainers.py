@@ -12,14 +12,13 @@ from typing import Any
 from autopar import pins
 from autopar.cli.commands import (
     allowed,
-    check_pins,
     cluster_and_options,
     load,
     recapture,
-    recorded_options,
 )
 from autopar.cli.console import Messages
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import recorded_options
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
@@ -27,6 +26,8 @@ from autopar.measure import peak_memory_bytes
 from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
 from autopar.precision import FLOAT8, name_of, normalise
+from autopar.price import Pricer
+from autopar.progress import Progress
 from autopar.search import SearchOptions
 from autopar.search.numerics import preferred
 from autopar.trainers import Exported, Setting, Trainer
@@ -34,7 +35,7 @@ from autopar.trainers.changes import Change, best_changes
 from autopar.trainers.choose import PINS, TrainerPricers, best_setting, check_values, deviating_values, folds_of
 from autopar.trainers.errors import published_errors
 from autopar.trainers.options import Option, of_words, read_options
-from autopar.trainers.reading import read, recognised, setting_of, sizes_of, trainer_named
+from autopar.trainers.reading import read, recognised, setting_of, setting_of_plan, sizes_of, trainer_named
 from autopar.trainers.setting import KEPT
 from autopar.trainers.trainer import Reading
 
@@ -55,18 +56,29 @@ class Configured:
 
 def plan_for_trainer(request: PlanRequest, messages: Messages) -> tuple[Plan, Exported]:
     """Return the fastest plan that ``request.trainer`` can run, and its configuration."""
-    check_pins(request)
-    if request.plan_file:
-        raise UsageError("--trainer makes a plan, and --plan gives one", "leave one of the two out")
     start_s = time.perf_counter()
-    trainer, (cluster, options) = trainer_named(str(request.trainer)), cluster_and_options(request)
+    cluster, options = cluster_and_options(request)
     workload = load(request, cluster, messages, few_blocks=True)
     graph = compared_graph(workload, request.capture_check, messages, for_program=False)
+    return plan_graph_for_trainer(request, graph, cluster, options, messages, start_s)
+
+
+def plan_graph_for_trainer(
+    request: PlanRequest,
+    graph: Graph,
+    cluster: Cluster,
+    options: SearchOptions,
+    messages: Progress,
+    start_s: float | None = None,
+) -> tuple[Plan, Exported]:
+    """Return what ``plan_for_trainer`` does, for a captured graph; ``wall_time_s`` counts from ``start_s``."""
+    begun_s = time.perf_counter() if start_s is None else start_s
+    trainer = trainer_named(str(request.trainer))
     setting, found = choose(graph, cluster, trainer, _pins(request, trainer), messages, options)
     exported = trainer.export(setting, graph, cluster)
     plan = dataclasses.replace(
         found,
-        wall_time_s=time.perf_counter() - start_s,
+        wall_time_s=time.perf_counter() - begun_s,
         planning_memory_bytes=peak_memory_bytes(),
         request=recorded(request, trainer, setting),
         notes=(*found.notes, *cluster.notes, *graph.notes),
@@ -79,7 +91,7 @@ def choose(
     cluster: Cluster,
     trainer: Trainer,
     pins: dict[str, Any],
-    messages: Messages,
+    messages: Progress,
     options: SearchOptions | None = None,
 ) -> tuple[Setting, Plan]:
     """Return the fastest setting of a trainer, and its plan."""
@@ -94,6 +106,14 @@ def choose(
         notes=(priced_as(trainer), *best.plan.notes),
     )
     return best.setting, plan
+
+
+def pricer_of(request: PlanRequest, graph: Graph, cluster: Cluster, plan: Plan) -> tuple[Cluster, Pricer]:
+    """Return the devices and the pricer of ``plan``, as ``request.trainer`` runs it, or an emitted program if there is no trainer."""
+    if not request.trainer:
+        return cluster, Pricer(graph, cluster, name_of(graph.dtype))
+    pricers = TrainerPricers(graph, cluster, trainer_named(request.trainer))
+    return pricers.cluster, pricers.of(setting_of_plan(pricers.trainer, plan))
 
 
 def recorded(request: PlanRequest, trainer: Trainer, setting: Setting) -> dict[str, Any]:
@@ -155,10 +175,7 @@ def configured(request: PlanRequest, source: str | None, flags: Sequence[str], m
     """
     words = "the flags after --" if source is None else source
     decisions = [*["--plan"] * bool(request.plan_file), *(f"--pin {pin}" for pin in request.pins)]
-    if decisions := [*decisions, *(f"--allow {name}" for name in request.allow)]:
-        raise UsageError(
-            f"{decisions[0]} conflicts with {words}, which fixes all decisions", "leave one of the two out"
-        )
+    pins.refuse_pins([*decisions, *(f"--allow {name}" for name in request.allow)], words)
     cluster, _ = cluster_and_options(request)
     options = of_words(list(flags)) if source is None else read_options(source)
     trainer = trainer_named(request.trainer) if request.trainer else recognised(options, words)

@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 import autopar
-from autopar.cli.options import check_file
+from autopar.cli.load import check_factory
 from autopar.devices import hardware
 from autopar.pins import PINS
 from autopar.techniques.technique import ANY
+from autopar.trainers import TRAINERS
 from autopar.ui import Choices, Server
 from autopar.zoo import CATALOGUE
 
@@ -23,7 +24,7 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "autopar.cli.planner")
 def ui_command(model: tuple[str, ...], port: int, browser: bool) -> None:
     """Print the address of the page, and serve the page until an interrupt."""
     for name in model:
-        check_file(name)
+        check_factory(name)
     for number in (signal.SIGINT, signal.SIGTERM):  # raise KeyboardInterrupt, so that ``finally`` runs
         signal.signal(number, signal.default_int_handler)
     server = Server(choices(model), WORKER, port)
@@ -51,4 +52,5 @@ def choices(own: tuple[str, ...] = ()) -> Choices:
         for pin in PINS.values()
         if not pin.former
     ]
-    return Choices(models, devices, pins, autopar.__version__)
+    trainers = [{"name": each.name, "title": each.title} for each in TRAINERS.values()]
+    return Choices(models, devices, trainers, pins, autopar.__version__)

@@ -12,7 +12,7 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.cli.commands import allowed, capture_request, with_recorded_options
+from autopar.cli.commands import allowed, capture_request
 from autopar.cli.console import plain_table, progress_bar, show
 from autopar.cli.load import SizeOptions, config_file, load_model, names_code, read_config
 from autopar.cli.options import PlanRequest
@@ -88,7 +88,7 @@ def _load(model: str, devices: int, sizes: SizeOptions) -> tuple[Workload, list[
 
 def _full_size_graph(request: PlanRequest, plan: Plan) -> Graph:
     """Return the graph of the full-size model for which the plan was made, captured on meta."""
-    request = dataclasses.replace(with_recorded_options(plan, request), precision=plan.precision)
+    request = dataclasses.replace(request, precision=plan.precision)
     # the devices decide nothing but a precision that is missing
     return capture_request(request, parse(1), plan, None)[0]
 

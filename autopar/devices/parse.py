@@ -268,7 +268,10 @@ def _from_list(spec: Sequence[Any]) -> Cluster:
         try:
             devices.append(torch.device(item))
         except (RuntimeError, TypeError) as error:
-            raise DeviceError(f"{item!r} is not a device", 'write "cuda:0" or "cpu"') from error
+            what = repr(item) if isinstance(item, str) else f"an object of type {type(item).__name__}"
+            raise DeviceError(
+                f"the list of devices has {what}, which is not a device", 'write "cuda:0" or "cpu"'
+            ) from error
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
         return _local_cpu(f"{len(devices)} CPU processes", len(devices))

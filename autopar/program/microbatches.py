@@ -71,6 +71,9 @@ class Microbatches:
         self.program, self.world, self.stages, self._groups = program, world, stages, groups
         self._reductions, self._scale = reductions, scale  # ``scale`` multiplies by the loss scale
         self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the loss scale
+        self.after_backward: Callable[[], None] | None = (
+            None  # called after each microbatch, unless there is a pipeline
+        )
         self.share = Share(program, world)
         self.microbatches, self._per_microbatch = self.share.microbatches, self.share.per_microbatch
         self._modules = {index: ScheduledStage(index, stage, world, reductions) for index, stage in stages.items()}
@@ -128,6 +131,8 @@ class Microbatches:
                 term = self._term(module(**parts))
             with action("B", stage, i):
                 term.backward()
+            if self.after_backward is not None:
+                self.after_backward()
 
     def chunks(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the inputs of each microbatch."""

@@ -103,6 +103,11 @@ class ParameterGroup:
         for master in self.masters:
             master.holder.grad = None
 
+    def accumulated(self) -> list[Tensor]:
+        """Return the gradients of this rank's microbatches so far, before any reduction."""
+        params = [master.tensor for master in self.masters]
+        return [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+
     def finish_adding(self) -> None:
         """Wait for the reductions that the adders have started."""
 
@@ -322,6 +327,10 @@ class FlatGroup(ParameterGroup):
         if self._grads.numel():
             self._unwritten.update(slot.layout.name for slot in self._slots)
         self.gradient_counter.reset()
+
+    def accumulated(self) -> list[Tensor]:
+        self.zero_missing_gradients()
+        return [self._grads]
 
     def zero_missing_gradients(self) -> None:
         """Set the gradients of parameters that got none in this step to zero."""

@@ -383,7 +383,7 @@ class Trainer:
         if self._late is not None or self.loss_scale is not None:
             what = "are of an earlier step than the reduced ones" if self._late is not None else "are scaled in float16"
             raise NoiseError(f"here these {what}")
-        return NoiseScale(self._groups, self._schedule.share)
+        return NoiseScale(self._groups, self._schedule)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the full gradients of trainable parameters, by original name, on the CPU of rank 0; nothing on other ranks."""

@@ -180,7 +180,9 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     late = "read and print the loss of every N-th step; --on-nan stop then comes up to N steps late, --on-nan skip still reads each"
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
     parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
-    scale = "also log the gradient noise scale, in rows: under data parallelism alone, with ZeRO 0 or 1"
+    scale = (
+        "also log the gradient noise scale, in rows: under data parallelism alone with ZeRO 0 or 1, or on one device"
+    )
     parser.add_argument("--noise-scale", action="store_true", help=scale)
     parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
     parser.add_argument("--tensorboard", metavar="DIR", help="also write TensorBoard events into DIR")

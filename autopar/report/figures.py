@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.plan import DEGREES, LayerPlan, Plan
+from autopar.plan import DEGREES, LayerPlan, Plan, Strategy
 from autopar.report.step import ONCE, Action, PredictedStep
-from autopar.summary import groups, legend, most_common_strategy, parallelism
+from autopar.summary import groups, layer_degrees, legend, most_common_strategy, parallelism
 from autopar.techniques.sync import SYNC
 
 MAX_ACTIONS = 40_000
@@ -24,7 +24,8 @@ KINDS = ("F", "B", "I", "W", ONCE)
 @dataclass(frozen=True)
 class PlanFigures:
     """A plan with everything that its page shows. ``missing`` has sentences about parts of the page that have no figures, ``provenance``
-    rows of ``devices.figures.cluster_figures``; ``command`` is the command line of its request, without files such as calibrations."""
+    rows of ``devices.figures.cluster_figures``; ``command`` is the command line of its request, without files such as calibrations;
+    ``configuration`` has the ``files`` by name that configure another trainer, and ``notes`` on what they can't express."""
 
     name: str
     plan: Plan
@@ -33,6 +34,7 @@ class PlanFigures:
     provenance: Sequence[Mapping[str, Any]] = ()
     missing: tuple[str, ...] = ()
     command: str = ""
+    configuration: Mapping[str, Any] | None = None
 
 
 def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def figures(subject: PlanFigures, max_actions: int = MAX_ACTIONS) -> dict[str, A
         "provenance": list(subject.provenance),
         "missing": list(subject.missing),
         "command": subject.command,
+        "configuration": subject.configuration,
     }
 
 
@@ -112,18 +115,40 @@ def _deviations(plan: Plan) -> list[str]:
 
 
 def _coordinates(plan: Plan) -> dict[str, Any]:
-    """Return what determines a device's place: ``stages`` of each pipeline rank, and the axes ([size, stride], outermost first) of each
-    group of the strategy that most layers have, and of ZeRO's shards. ``degrees``: those of that strategy, by the names of pins."""
+    """Return the groups (``_groups``) of the strategy that most layers have, its ``degrees`` by the names of pins, and for each pipeline
+    rank its ``stages`` and ``own`` groups."""
     common, schedule = most_common_strategy(plan), plan.sized_schedule
-    axes = groups(plan, common)
-    if common.zero:
-        axes["ZeRO"] = tuple(axis for axis in common.data_axes(plan.mesh)[1] if axis.size > 1)
+    stages = [list(schedule.stages_of(rank)) for rank in range(plan.pipeline)]
+    layers = [
+        [layer for s in own for layer in plan.layers[plan.stages[s].start : plan.stages[s].stop]] for own in stages
+    ]
     return {
-        "stages": [list(schedule.stages_of(rank)) for rank in range(plan.pipeline)],
-        "groups": {name: [[axis.size, axis.stride] for axis in own] for name, own in axes.items() if own},
+        "stages": stages,
         "degrees": {name: common.degree(plan.mesh, *roles) for name, roles in DEGREES.items()},
-        "zero": common.zero,
+        **_groups(plan, common),
+        "own": [_of_rank(plan, own) for own in layers],
     }
+
+
+def _groups(plan: Plan, strategy: Strategy) -> dict[str, Any]:
+    """Return the axes ([size, stride], outermost first) of each group of a strategy, and of ZeRO's shards, and the ZeRO stage."""
+    axes = groups(plan, strategy)
+    if strategy.zero:
+        axes["ZeRO"] = tuple(axis for axis in strategy.data_axes(plan.mesh)[1] if axis.size > 1)
+    return {
+        "groups": {name: [[axis.size, axis.stride] for axis in own] for name, own in axes.items() if own},
+        "zero": strategy.zero,
+    }
+
+
+def _of_rank(plan: Plan, layers: Sequence[LayerPlan]) -> dict[str, Any]:
+    """Return the groups of the strategy that most layers of a pipeline rank have, and ``strategies``: each as text with the names of its
+    layers, the most common one first."""
+    common = most_common_strategy(plan, layers)
+    named: dict[str, list[str]] = {layer_degrees(plan, common): []}
+    for layer in layers:
+        named.setdefault(layer_degrees(plan, layer.strategy), []).append(layer.name)
+    return {**_groups(plan, common), "strategies": list(named.items())}
 
 
 def _strategy(plan: Plan, layer: LayerPlan) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
             source = source()
     except Exception as error:
         raise DataError(
-            f"the data set cannot be opened: {type(error).__name__}: {error}", "every rank must be able to open it"
+            f"the data set cannot be opened: {type(error).__name__}: {error}",
+            "every rank opens it: a file of torch.save({NAME: tensor, ...}), or a function that returns a data set",
         ) from error
     collate = resolve(collate) if isinstance(collate, str) else collate
     loader = trainer.loaders[number] = trainer.loader(source, order, collate=collate)

@@ -191,7 +191,8 @@ class Configuration:
         shared = "" if self.sequence is None else f", {self.sequence[0]} {self.sequence[1]}"
         several = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
         shape = f"pipeline {schedule.pipeline}{several}, mesh {sizes}{shared}"
-        return f"{shape}, {schedule.microbatches} microbatches, {schedule.name}"
+        ordered = "" if schedule.name == NO_PIPELINE else f", {schedule.name}"
+        return f"{shape}, {schedule.microbatches} microbatches{ordered}"
 
 
 def divisors(n: int) -> list[int]:
@@ -266,8 +267,8 @@ def configurations(
     if not split:
         fit = [n for n in divisors(devices) if any(graph.batch_size // m % n == 0 for m in counts)]
         raise UsageError(
-            f"microbatches of {graph.batch_size // min(counts)} samples do not divide by data {max(data)}",
-            f"the data degrees that fit are {', '.join(map(str, fit))}",
+            f"data={max(data)} does not divide microbatches of {graph.batch_size // min(counts)} rows",
+            f"data degrees that do: {', '.join(map(str, fit))}",
         )
     found = []
     for p in pipelines:

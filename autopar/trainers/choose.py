@@ -26,6 +26,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import ALLOWED, Plan
 from autopar.precision import name_of
 from autopar.price import Pricer
+from autopar.schedules import refusal
 from autopar.search.evaluation import by_stage, layer_prices, step_cost
 from autopar.search.numerics import preferred
 from autopar.search.options import SearchOptions
@@ -41,6 +42,7 @@ from autopar.trainers.layout import (
     end_strategy,
     is_even,
     plan_parts,
+    schedule_of,
     setting_mesh,
     stage_bounds,
 )
@@ -362,8 +364,13 @@ class _Choice:
             # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
             bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
             for chunks in self._chunks(s):
+                sized = dataclasses.replace(s, chunks=chunks)
+                if (
+                    refusal(schedule_of(sized)) is not None
+                ):  # such as 1F1B with fewer microbatches than stages, which torch refuses
+                    continue
                 bubble = (s.pipeline - 1) / (s.microbatches * chunks)
-                yield Family(dataclasses.replace(s, chunks=chunks), bound_s, work_s * (1 + bubble) + once_s)
+                yield Family(sized, bound_s, work_s * (1 + bubble) + once_s)
 
     def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:
         """Return whether parameters, gradients and optimizer states alone exceed the memory of a pipeline rank; of tied parameters, the

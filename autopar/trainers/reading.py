@@ -45,7 +45,7 @@ def recognised(options: Sequence[Option], source: str) -> Trainer:
     most = max(counts.values())
     names = [name for name, count in counts.items() if count == most]
     if not most:
-        raise UsageError(f"{source} has no option that autopar reads", HINT)
+        raise UsageError(f"there is no option in {source} that autopar reads", HINT)
     if len(names) > 1:
         raise UsageError(f"{source} may be a configuration of {' or '.join(names)}", "name it with --trainer")
     return TRAINERS[names[0]]
@@ -83,7 +83,7 @@ def setting_of(trainer: Trainer, reading: Reading, devices: int, global_batch: i
     data, odd = divmod(devices, math.prod(degrees.values()))
     if odd or not data:
         words = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
-        raise UsageError(f"{devices} devices do not divide by {words}", "give --devices of the configuration's cluster")
+        raise UsageError(f"{words} does not divide {devices} devices", "give --devices of the configuration's cluster")
     expert, folds = values.get("expert", 1), values.get("folds", frozenset())
     inner = math.prod(degrees[name] for name in folds)
     if expert > 1 and (expert % inner or data % (expert // inner)):

@@ -16,7 +16,7 @@ from autopar.data_files import MalformedFileError, parse_json, shown
 from autopar.errors import BatchError, DeviceError, ModelError, UsageError
 from autopar.pins import PINS
 
-OPTIONS = ("global-batch", "seq", "precision", "memory-limit", "time-limit")
+OPTIONS = ("global-batch", "seq", "precision", "memory-limit", "time-limit", "trainer")
 _MAX_CHARACTERS = 1000  # per value
 _FIELDS = ("model", "config", "name", "devices", "cluster", "options", "pins", "pin", "allow")
 

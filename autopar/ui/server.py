@@ -13,7 +13,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import shutil
 import socket
 import sys
@@ -64,10 +63,12 @@ _RESULTS = {  # part of a plan -> file, type
 
 @dataclass(frozen=True)
 class Choices:
-    """The page's choices: ``models`` and ``devices`` as JSON objects with a ``name``, the table of pins, and autopar's version."""
+    """The page's choices: ``models``, ``devices`` and ``trainers`` as JSON objects with a ``name``, the table of pins, and autopar's
+    version."""
 
     models: Sequence[dict[str, Any]]
     devices: Sequence[dict[str, Any]]
+    trainers: Sequence[dict[str, Any]]
     pins: Sequence[dict[str, Any]]
     version: str
 
@@ -166,11 +167,7 @@ class Server:
         if job.kind == "program":
             files = [{"name": name, "bytes": file.stat().st_size} for name, file in _program_files(job).items()]
             return {"files": files}
-        model, *options = job.arguments
-        own = {entry["name"] for entry in self.choices.models}
-        shown = [shlex.quote(model if model in own else Path(model).name), *map(_shown, options)]
-        plan = json.loads(self._file(job, "plan.json").read_text("utf-8"))
-        return {"plan": plan, "command": " ".join(["autopar plan", *shown])}
+        return {"plan": json.loads(self._file(job, "plan.json").read_text("utf-8"))}
 
     @staticmethod
     def _file(job: Job, name: str) -> Path:
@@ -194,13 +191,6 @@ def _program_files(job: Job) -> dict[str, Path]:
     key = {name: i for i, name in enumerate(first)}
     names = {file.relative_to(folder).as_posix(): file for file in found}
     return dict(sorted(names.items(), key=lambda item: (key.get(item[0], len(first)), item[0])))
-
-
-def _shown(word: str) -> str:
-    """Return an argument as the page shows it: quoted, and without the server's folders."""
-    name, _, value = word.partition("=")
-    value = Path(value).name if name == "--devices" else value
-    return f"{name} {shlex.quote(value)}"
 
 
 def _json(data: Any, status: int = 200) -> tuple[int, str, bytes]:

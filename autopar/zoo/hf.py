@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -291,8 +292,9 @@ def _resolve(config: dict[str, Any], kind: str) -> tuple[Any, Any]:
     try:
         hf_config = transformers.AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # each configuration class raises its own exceptions
+        why = textwrap.shorten(str(error), 200, placeholder=" ...")  # transformers lists all of its hundreds of models
         raise ModelError(
-            f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {error}",
+            f"transformers {transformers.__version__} cannot read the configuration (model_type {model_type!r}): {why}",
             "give the config.json that transformers saves",
         ) from error
     _check_depth(hf_config)

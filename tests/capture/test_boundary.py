@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_capture_models import assert_equals_eager, pair
 from torch import Tensor, nn
 
-from autopar.capture import capture, check_capture
+from autopar.capture import capture, check_capture, opaque
 from autopar.errors import CaptureError
 from passes.clean import noops
 
@@ -105,7 +105,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "torch.compile": (
         lambda: torch.compile(Model(lambda m, y: y.tanh())),
         "the model is compiled by torch.compile",
-        "before torch.compile",
+        "use the module itself, before torch.compile",
+    ),
+    "opaque and torch.compile": (
+        lambda: Model(lambda m, y: m.part(y), part=opaque(torch.compile(nn.Linear(8, 8)))),
+        "part.module is compiled by torch.compile",
+        "use autopar.opaque(module) as part, before torch.compile",
     ),
 }
 

@@ -538,7 +538,7 @@ def test_a_count_of_iterations_is_no_expert() -> None:
 
 @pytest.mark.parametrize(
     ("run", "reason"),
-    [(stops, "loops over the positions of true values"), (one_class_more, "control flow depends on the data")],
+    [(stops, "loops over nonzero"), (one_class_more, "control flow depends on the data")],
 )
 def test_a_loop_that_stops_or_cannot_run_may_be_kept_whole(run: Run, reason: str) -> None:
     """An error that names the module: where its inputs and results allow it, capture makes it one opaque op."""

@@ -128,6 +128,7 @@ def test_without_a_command_the_help_is_shown(capsys):
             "cannot be made",
         ),
         (("ui", "/nowhere/model.py:model"), "no file /nowhere/model.py"),
+        (("ui", MLP.partition(":")[0]), f"hint: did you mean {MLP}"),
         (("plan", ":model", "--devices", "2"), "no file before the colon"),
         (("emit", "gpt2", "--devices", "4", "-o", ""), "is no path"),
         (("run", "gpt2", "--devices", "2", "--seed", "9" * 30), "--seed"),
@@ -142,6 +143,26 @@ def test_requests_that_are_wrong_end_with_2_and_a_hint(capsys, argv, words):
     assert (status, out) == (2, "")
     assert words in err and (err.startswith("error: ") or "\nerror: " in err)
     assert "hint: " in err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("plan.json", '{"mesh": [], "stages": []}', "plan.json is a plan, not the configuration of a model"),
+        ("foreign.json", '{"model_type": "no-such-model"}', " ...\nhint: give the config.json"),
+        (
+            "wide.py:model",
+            "def model(width): ...",
+            "requires the argument width, and autopar has no value for it\nhint: give it",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_built_gets_a_short_reason_and_a_hint(
+    capsys, tmp_path: Path, file: str, text: str, words: str
+):
+    (tmp_path / file.partition(":")[0]).write_text(text)
+    status, _, err = invoke(capsys, "plan", f"{tmp_path}/{file}", "--devices", "2")
+    assert status == 2 and words in err and max(map(len, err.splitlines())) < 500
 
 
 def test_a_file_that_holds_no_plan_is_named_with_the_reason(capsys, tmp_path):

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -18,9 +19,10 @@ from places import ROOT
 from plan_attacks import EVIL, FACTORY, KINDS, MARK, TEXTS, read_attacks
 
 from autopar.cli.app import cli
-from autopar.cli.commands import cluster_and_options, recorded_options, with_recorded_options
+from autopar.cli.commands import cluster_and_options
 from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import command_line, recorded_options, with_recorded_options
 from autopar.data_files import MAX_BYTES, MAX_LEVELS, MalformedFileError, parse_json, read_json
 from autopar.devices import calibration, parse
 from autopar.emit.names import identifier, quoted, remark
@@ -224,14 +226,20 @@ def test_the_text_of_a_plan_is_no_code_in_a_program(base: tuple[Any, Plan]):
         assert ast.get_docstring(ast.parse(f'"""{remark(text)}"""'), clean=False) is not None
 
 
-@pytest.mark.parametrize("command", ["report", "explain", "report --trace"])
+@pytest.mark.parametrize(
+    "command", ["report", "explain", "report --trace", "price", "emit", "run", "verify", "dev rehearse"]
+)
 @pytest.mark.parametrize("name", ["evil.py:model", "evil:model", "./victim.py:attacked", "evil.py"])
 def test_a_factory_that_a_file_names_is_not_imported(here: Path, base: tuple[Any, Plan], command: str, name: str):
     request = {"model": name, "devices": "2"}
     (here / "plan.json").write_text(dataclasses.replace(base[1], request=request).dumps())
-    options = {"report": ["-o", "out.html"], "explain": [], "report --trace": ["--trace", "out.json"]}[command]
-    words = [command.partition(" ")[0], "plan.json", *options]
-    done = CliRunner().invoke(cli, words)
+    page, trace = ["plan.json", "-o", "out.html"], ["plan.json", "--trace", "out.json"]
+    options = {"report": page, "explain": ["plan.json"], "report --trace": trace, "emit": ["-o", "out"]}.get(
+        command, []
+    )
+    before, options = ([name], ["--plan", "plan.json", *options]) if "plan.json" not in options else ([], options)
+    words = command.removesuffix(" --trace").split()
+    done = CliRunner().invoke(cli, [*words, *options], prog_name="autopar")
     assert not (here / "attacked").exists()
     if command == "report":
         assert done.exit_code == 0
@@ -242,7 +250,8 @@ def test_a_factory_that_a_file_names_is_not_imported(here: Path, base: tuple[Any
         f"names the model {name}, which is code, and autopar runs no code that a plan file names"
         in done.exception.message
     )
-    assert done.exception.hint == f"add --model {name}"
+    with_model = [*words, *before, *options, *([] if before else ["--model", name])]
+    assert done.exception.hint == f"write `autopar {shlex.join(with_model)}`"
 
 
 def test_a_model_that_is_data_is_taken_from_a_file(base: tuple[Any, Plan]):
@@ -250,6 +259,65 @@ def test_a_model_that_is_data_is_taken_from_a_file(base: tuple[Any, Plan]):
         plan = dataclasses.replace(base[1], request={"model": name, "devices": "2"})
         assert with_recorded_options(plan, PlanRequest()) == PlanRequest(model=name, devices="2")
         assert with_recorded_options(plan, PlanRequest(model="own.py:model")).model == "own.py:model"
+
+
+def test_a_command_takes_model_devices_and_sizes_from_the_plan(tmp_path: Path):
+    """All of them differ from the defaults, so a value that is not taken gives another model or batch, which is refused."""
+    (tmp_path / "small.json").write_text(
+        json.dumps({"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64})
+    )
+    file, runner = tmp_path / "plan.json", CliRunner()
+    sizes = ("--seq", "8", "--global-batch", "4", "--precision", "float64")
+    asked = (
+        "plan",
+        str(tmp_path / "small.json"),
+        "--devices",
+        "2",
+        *sizes,
+        "--pin",
+        "data=2",
+        "--allow",
+        "stale-gradients",
+    )
+    assert runner.invoke(cli, [*asked, "-o", str(file)], catch_exceptions=False).exit_code == 0
+    found = json.loads(file.read_text())
+    priced = json.loads(runner.invoke(cli, ["price", "--plan", str(file), "--json"], catch_exceptions=False).stdout)
+    assert priced["step_time_s"] == found["step_time_s"] and priced["precision"] == "float64"
+    program = tmp_path / "program"
+    emitted = runner.invoke(
+        cli, ["emit", "--plan", str(file), "--no-type-check", "-o", str(program)], catch_exceptions=False
+    )
+    assert emitted.exit_code == 0, emitted.output
+    assert json.loads((program / "plan.json").read_text())["request"] == found["request"]
+    with pytest.raises(UsageError, match="global batch of 4, this one has 8"):
+        runner.invoke(cli, ["price", "--plan", str(file), "--global-batch", "8"], catch_exceptions=False)
+
+
+def test_a_command_without_a_model_says_what_to_write():
+    for words, hint in (
+        (["emit", "-o", "p"], "write `autopar emit MODEL -o p --devices SPEC`"),
+        (["price", "gpt2", "--timeline"], "write `autopar price gpt2 --timeline --devices SPEC`"),
+        (["verify"], "write `autopar verify MODEL`"),
+    ):
+        done = CliRunner().invoke(cli, words, prog_name="autopar")
+        assert isinstance(done.exception, UsageError) and done.exception.hint == hint
+
+
+def test_the_command_line_of_a_plan_makes_its_request_again(base: tuple[Any, Plan]):
+    request = PlanRequest(
+        model="my models/m.py:make",
+        devices="8xA100-80GB",
+        seq=128,
+        memory_limit="40GB",
+        local_batch_norm=True,
+        time_limit=3.0,
+        pins=("layers.0.tensor=2", "head.zero=3"),
+        allow=("fp8",),
+    )
+    words = shlex.split(command_line(dataclasses.replace(base[1], request=recorded_options(request))))
+    assert words[:2] == ["autopar", "plan"]
+    assert PlanRequest.taken_from(cli.commands["plan"].make_context("plan", words[2:]).params) == request
+    assert command_line(dataclasses.replace(base[1], request={})) == ""
 
 
 def test_a_time_limit_is_recorded_and_not_replaced(base: tuple[Any, Plan]):

@@ -144,8 +144,29 @@ def test_a_plan_that_is_given_is_used(tmp_path):
         Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(), plan=path
     )
     assert same == plan
-    with pytest.raises(UsageError, match="the pin tensor=2 conflicts with the given plan, which fixes all decisions"):
+    with pytest.raises(UsageError, match="^tensor=2 conflicts with plan, which fixes all decisions"):
         plan_model(Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(tensor=2), plan=path)
+
+
+@pytest.mark.parametrize(
+    ("devices", "keywords", "words"),
+    [
+        ((torch.zeros(4),), {}, "has an object of type Tensor, which is not a device\nhint: "),
+        (2, {"plan": {"stages": []}}, "plan is an object of type dict, not a Plan or the path of its file\nhint: "),
+        (
+            2,
+            {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+            "optimizer is an object of type SGD, not a function\nhint: ",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_named(devices: Any, keywords: dict[str, Any], words: str):
+    module, batch = small()
+    with pytest.raises(UsageError) as refused:
+        autopar.compile(module, devices, batch, loss_fn=nn.functional.cross_entropy, **keywords)
+    assert words in str(refused.value)
+    with pytest.raises(TypeError, match="did you mean tensor"):
+        autopar.compile(module, 2, batch, tp=2)
 
 
 def test_a_plan_for_something_else_is_refused():

@@ -1,4 +1,4 @@
-"""The gradient noise scale that ``train.py --noise-scale`` logs, against float64 gradients of the ranks' rows on one device."""
+"""The gradient noise scale that ``train.py --noise-scale`` logs, against float64 gradients of parts of the batch on one device."""
 
 from __future__ import annotations
 
@@ -55,10 +55,13 @@ def train(folder: Path, tmp_path: Path, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("zero", "microbatches"), [(0, 2), (1, 1)])
-def test_the_noise_scale_is_that_of_the_ranks_gradients(zero: int, microbatches: int, tmp_path: Path) -> None:
-    model = write(tmp_path / "program", data=2, zero=zero, microbatches=microbatches)
-    records = train(tmp_path / "program", tmp_path, 2)
+@pytest.mark.parametrize(("ranks", "zero", "microbatches"), [(2, 0, 2), (2, 1, 1), (1, 0, 4)])
+def test_the_noise_scale_is_that_of_the_gradients_of_parts(
+    ranks: int, zero: int, microbatches: int, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "program", data=ranks, zero=zero, microbatches=microbatches)
+    records = train(tmp_path / "program", tmp_path, ranks)
+    parts = ranks if ranks > 1 else microbatches
     signal = variance = 0.0
     for step, record in enumerate(records):
         batch = {name: tensor[step * ROWS : (step + 1) * ROWS] for name, tensor in data().items()}
@@ -69,22 +72,22 @@ def test_the_noise_scale_is_that_of_the_ranks_gradients(zero: int, microbatches:
             return torch.cat([part.flatten() for part in found])
 
         # each microbatch is divided over the ranks
-        halves = torch.arange(ROWS).view(microbatches, 2, -1).transpose(0, 1).flatten(1)
-        small = sum(float(gradient(rows).square().sum()) for rows in halves) / 2
+        of_parts = torch.arange(ROWS).view(microbatches, ranks, -1).transpose(0, 1).reshape(parts, -1)
+        small = sum(float(gradient(rows).square().sum()) for rows in of_parts) / parts
         big = float(gradient(torch.arange(ROWS)).square().sum())
         assert record["gradient_norm"] ** 2 == pytest.approx(big, rel=1e-9)
-        signal = DECAY * signal + (1 - DECAY) * (ROWS * big - ROWS / 2 * small) / (ROWS / 2)
-        variance = DECAY * variance + (1 - DECAY) * (small - big) / (2 / ROWS - 1 / ROWS)
+        signal = DECAY * signal + (1 - DECAY) * (ROWS * big - ROWS / parts * small) / (ROWS - ROWS / parts)
+        variance = DECAY * variance + (1 - DECAY) * (small - big) / (parts / ROWS - 1 / ROWS)
         expected = variance / signal if signal > 0 else None
         assert record["noise_scale"] == pytest.approx(expected, rel=1e-9)
     assert len(records) == STEPS and any(record["noise_scale"] for record in records)
 
 
-@pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{"data": 2, "zero": 3}, {"tensor": 2}, {"data": 1}], ids=str)
 def test_other_plans_are_refused(plan: dict[str, int], tmp_path: Path) -> None:
     write(tmp_path / "program", **plan)
     with pytest.raises(LaunchError, match="NoiseError: --noise-scale compares .* it needs data parallelism alone"):
-        train(tmp_path / "program", tmp_path, 2)
+        train(tmp_path / "program", tmp_path, 1 if plan == {"data": 1} else 2)
 
 
 @pytest.mark.parametrize(("late", "scale", "why"), [(1, None, "of an earlier step"), (None, 1, "scaled in float16")])

@@ -330,6 +330,32 @@ def test_the_cluster_has_a_tile_for_each_distinct_gpu(
     assert "stage 1 · TP 1 · DP 1, 3 … 31" in distinct[7]
 
 
+def test_a_gpu_has_the_strategy_of_most_layers_of_its_rank_and_the_exceptions(
+    chromium: Browser, subjects: dict[str, tuple[Plan, PredictedStep]], tmp_path: Path
+) -> None:
+    plan, _ = subjects["interleaved"]
+    of_rank_1 = {i for s in plan.sized_schedule.stages_of(1) for i in range(plan.stages[s].start, plan.stages[s].stop)}
+    zero = {i: 3 if i == 0 else 1 if i in of_rank_1 else 0 for i in range(len(plan.layers))}
+    layers = tuple(
+        dataclasses.replace(layer, strategy=dataclasses.replace(layer.strategy, zero=zero[i]))
+        for i, layer in enumerate(plan.layers)
+    )
+    mixed = dataclasses.replace(plan, layers=layers)
+    first, second = figures(PlanFigures("p", mixed))["ranks"]["own"]
+    names = [layer.name for i, layer in enumerate(plan.layers) if i and i not in of_rank_1]
+    assert [own["zero"] for own in (first, second)] == [0, 1] and "ZeRO" not in first["groups"]
+    assert first["strategies"] == [("DP 2 x TP 2, ZeRO 0", names), ("DP 2 x TP 2, ZeRO 3", [plan.layers[0].name])]
+    assert [text for text, _ in second["strategies"]] == ["DP 2 x TP 2, ZeRO 1"]
+
+    show(chromium, tmp_path / "page.html", PlanFigures("p", mixed))
+    held = dict(zip(texts(chromium, ".holds dt"), texts(chromium, ".holds dd"), strict=True))
+    assert held[f"{len(names)} of {len(names) + 1} layers"] == "DP 2 x TP 2, ZeRO 0"
+    assert held[plan.layers[0].name] == "DP 2 x TP 2, ZeRO 3"
+    chromium.run("document.querySelectorAll('.gpu')[7].dispatchEvent(new Event('focus'))")
+    held = dict(zip(texts(chromium, ".holds dt"), texts(chromium, ".holds dd"), strict=True))
+    assert held["ZeRO 1"] == "shard 1 of 2: optimizer states" and not any(" of " in name for name in held)
+
+
 def test_memory_over_the_step_is_that_of_the_fullest_rank(
     chromium: Browser, subjects: dict[str, tuple[Plan, PredictedStep]], tmp_path: Path
 ) -> None:

@@ -99,7 +99,7 @@ class TestRefused:
             ({"layers.1.tensor": 3}, r"tensor 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),
             ({"replicate": 3}, r"replicate 3 does not divide .*\(8\)\n.*1, 2, 4, 8"),
             ({"layers.1.tensor": 4, "data": 4}, "do not divide into groups for data 4, tensor 4"),
-            ({"data": 8, "microbatches": 4}, r"2 samples do not divide by data 8\n.*1, 2"),
+            ({"data": 8, "microbatches": 4}, r"data=8 does not divide microbatches of 2 rows\n.*1, 2"),
             ({"pipeline": 3}, r"fit are 1, 2, 4"),
             ({"schedule": "none", "pipeline": 2}, "2 stages needs a schedule"),
             ({"layers.0.sync": "parameter-server"}, "sync is a pin of the whole plan"),

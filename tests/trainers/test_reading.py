@@ -276,7 +276,7 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ("x.sh", "--micro-batch-size one", "'one' is not a positive integer"),
         ("x.sh", "--micro-batch-size \u00b2", "is not a positive integer"),
         ("x.sh", "--micro-batch-size", "--micro-batch-size has no value"),
-        ("x.sh", "--tensor-model-parallel-size 5", "64 devices do not divide by tensor 5"),
+        ("x.sh", "--tensor-model-parallel-size 5", "tensor 5 does not divide 64 devices"),
         ("x.sh", "--micro-batch-size 3", "does not divide into microbatches of 3"),
         ("x.sh", 'ARGS="--bf16', "is not readable"),
         ("x.yaml", "a: [", "is not readable"),

@@ -133,11 +133,11 @@ def test_a_plan_is_the_one_of_the_command_line_and_a_pin_has_a_price(server: Ser
     (price,) = pinned["plan"]["pins"]
     assert price["pin"] == "tensor" and price["step_time_without_s"] == pytest.approx(free["plan"]["step_time_s"])
     assert pinned["plan"]["step_time_s"] > free["plan"]["step_time_s"]
-    assert pinned["command"] == f"autopar plan {shlex.quote(MLP)} --devices 8xH100-80GB --pin tensor=8"
     status, headers, report = send(server, "GET", f"api/plans/{pinned['id']}/report")
     assert status == 200 and "sandbox allow-scripts" in headers["Content-Security-Policy"]
     (figures,) = json.loads(re.search(r'id="figures">(.*?)</script>', report, re.DOTALL)[1])["plans"]
     assert figures["prediction"]["step_time_s"] == pinned["plan"]["step_time_s"]
+    assert figures["command"] == f"autopar plan {shlex.quote(MLP)} --devices 8xH100-80GB --pin tensor=8"
     assert send(server, "GET", f"api/plans/{pinned['id']}/figures")[2] == figures
     assert json.loads(json.dumps(send(server, "GET", f"api/plans/{pinned['id']}/plan.json")[2])) == pinned["plan"]
 
@@ -312,6 +312,28 @@ def test_pins_that_contradict_each_other_are_refused_before_the_model_is_capture
     with pytest.raises(UsageError, match="pipeline=1 has no pipeline"):
         planner.plan([MLP, "--devices", "8xH100-80GB", "--schedule", "1f1b", "--pipeline", "1"], tmp_path)
     assert told == []
+
+
+def test_the_plan_of_a_trainer_has_the_files_and_the_prices_of_the_command_line(tmp_path: Path):
+    words = ["gpt2", "--devices=8xH100-80GB", "--seq=64", "--global-batch=16", "--trainer=torchtitan"]
+    folder, exported = tmp_path / "job", tmp_path / "exported"
+    folder.mkdir()
+    Planner(lambda stage, text: None).plan(words, folder)
+    CliRunner().invoke(cli, ["plan", *words, f"--export={exported}"], catch_exceptions=False)
+    found = json.loads((folder / "figures.json").read_text())
+    files = found["configuration"]["files"]
+    assert sorted(files) == ["torchtitan_args.sh", "torchtitan_plan.py"]
+    assert files == {name: (exported / name).read_text() for name in files}
+    assert found["configuration"]["notes"] and found["command"].endswith("--trainer torchtitan")
+    printed = json.loads((exported / "plan.json").read_text())
+    assert found["step"]["end_s"] == printed["step_time_s"]
+    assert json.loads((folder / "plan.json").read_text())["request"] == printed["request"]
+
+    page = tmp_path / "page.html"
+    CliRunner().invoke(cli, ["report", str(exported / "plan.json"), "-o", str(page)], catch_exceptions=False)
+    (data,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
+    (drawn,) = json.loads(data)["plans"]
+    assert drawn["step"]["end_s"] == printed["step_time_s"] and drawn["missing"] == []
 
 
 def test_a_model_that_was_edited_is_captured_again(tmp_path: Path):

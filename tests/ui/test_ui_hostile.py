@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from autopar.cli import ui
+from autopar.cli.options import PlanRequest
+from autopar.cli.planner import _without_folder
 from autopar.ui import Server
-from autopar.ui.jobs import DONE, MAX_WAITING, RUNNING, Job
-from autopar.ui.server import MAX_CONNECTIONS, Choices, _shown
+from autopar.ui.jobs import DONE, MAX_WAITING, RUNNING
+from autopar.ui.server import MAX_CONNECTIONS, Choices
 
 SILENT = (sys.executable, "-c", "import sys; sys.stdin.read()")
 MODELS = [{"name": "gpt2"}]
@@ -24,7 +26,7 @@ MODELS = [{"name": "gpt2"}]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server(Choices(MODELS, [], [], "0"), SILENT)
+    found = Server(Choices(MODELS, [], [], [], "0"), SILENT)
     found.start()
     yield found
     found.close()
@@ -182,16 +184,8 @@ def test_the_token_is_in_no_arguments_of_a_process(monkeypatch, capsys):
     assert address in capsys.readouterr().out
 
 
-def test_a_command_to_copy_names_the_users_own_model_with_its_folder(tmp_path: Path):
-    own = "my models/m.py:make"
-    (tmp_path / "plan.json").write_text("{}")
-    server = Server(Choices([*MODELS, {"name": own}], [], [], "0"), SILENT)
-    for model, said in ((own, "'my models/m.py:make'"), (f"{tmp_path}/config.json", "config.json"), ("gpt2", "gpt2")):
-        job = Job("0", "plan", [model, "--devices=8xT4"], tmp_path, DONE)
-        assert server._result(job)["command"] == f"autopar plan {said} --devices 8xT4"
-    server.stop()
-
-
-def test_a_command_to_copy_has_its_words_in_quotes():
-    assert _shown("--pin=layers.0.tensor=2") == "--pin layers.0.tensor=2"
-    assert _shown("--pin='; rm -rf ~; '") == "--pin ''\"'\"'; rm -rf ~; '\"'\"''"
+def test_a_command_to_copy_and_the_plan_name_no_folder_of_the_server(tmp_path: Path):
+    model, devices = f"{tmp_path}/config.json", f"{tmp_path}/cluster.toml"
+    assert _without_folder(PlanRequest(model, devices), tmp_path) == PlanRequest("config.json", "cluster.toml")
+    own = PlanRequest("my models/m.py:make", "8xT4")
+    assert _without_folder(own, tmp_path) == own

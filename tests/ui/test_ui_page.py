@@ -156,6 +156,26 @@ def copy_buttons_copy_the_command_and_the_plan(page: tuple[Browser, Server]) -> 
     assert json.loads(copied)["devices"] == "8xH100-80GB-SXM"
 
 
+def the_flags_of_a_trainer_are_shown_and_copied(page: tuple[Browser, Server]) -> None:
+    session, _ = page
+    before = plans(session)
+    session.run(
+        "document.getElementById('model').value = 'gpt2'; document.getElementById('trainer').value = 'megatron'; "
+        "document.getElementById('go').click()"
+    )
+    session.wait(f"document.querySelectorAll('#plans li').length == {before + 1} && " + IDLE)
+    assert "--trainer megatron" in texts(session, ".command code")[0]
+    assert "Program" not in texts(session, "[role=tab]")
+    (flags,) = texts(session, "#configuration pre")
+    assert "--use-distributed-optimizer" in flags and "--global-batch-size 64" in flags
+    session.run("document.querySelector('#configuration .copy').click()")
+    session.wait("document.querySelector('#configuration .copy').textContent === 'Copied'")
+    assert session.run("return navigator.clipboard.readText()") == flags
+    session.run(
+        "document.getElementById('trainer').value = ''; document.getElementById('model').value = arguments[0]", MLP
+    )
+
+
 def a_pin_that_is_given_twice_is_refused(page: tuple[Browser, Server]) -> None:
     session, _ = page
     session.run("for (let i = 0; i < 3; i++) document.getElementById('add-pin').click()")
@@ -218,6 +238,7 @@ def test_one_visit(page: tuple[Browser, Server]) -> None:
     sliders_offer_the_divisors_that_are_left(page)
     two_plans_side_by_side(page)
     copy_buttons_copy_the_command_and_the_plan(page)
+    the_flags_of_a_trainer_are_shown_and_copied(page)
     a_pin_that_is_given_twice_is_refused(page)
     what_is_wrong_is_an_alert_with_a_hint_and_a_search_is_cancelled(page)
     the_page_is_narrow_dark_named_and_silent(page)

@@ -26,6 +26,7 @@ from autopar.checks.nccl.records import Communicator, Event, Operation, RankTrac
 from autopar.cli.app import cli
 from autopar.cli.load import SizeOptions, load_model
 from autopar.cli.options import PlanRequest
+from autopar.cli.recorded import with_recorded_options
 from autopar.cli.verify import _full_size_graph
 from autopar.emit import emit
 from autopar.plan_files import check_model
@@ -134,7 +135,7 @@ def test_a_plan_of_a_factory_with_a_fixed_batch_is_recorded(tmp_path: Path, monk
     for recorded_request, seq in (({}, 4), ({"model": f"{file}:factory", "devices": "2", "seq": 8}, 8)):
         graph = annotate(load_model(request.model, SizeOptions(seq)).capture())
         plan = replace(manual_plan(graph, data=2, precision="float32"), request=recorded_request)
-        found = _full_size_graph(request, plan)
+        found = _full_size_graph(with_recorded_options(plan, request), plan)
         assert found.batch_size == 4
         check_model(plan, found)
         assert {tuple(p.shape) for cls in found.classes.values() for p in cls.parameters} == {(seq, seq), (seq,)}

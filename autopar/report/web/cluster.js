@@ -9,10 +9,10 @@ const BOXES = 6; // nodes in sight before the others are unfolded
 const [MOST_WIDE, GAP, HEAD] = [300, 6, 26]; // pixels: a tile's width, between tiles, above them
 const [ONE_LINE, TWO_LINES] = [40, 56]; // pixels: a tile's height
 
-// A device's pipeline rank and its rank in every group of the strategy (TP, DP, ...).
+// A device's pipeline rank and its rank in every group (TP, DP, ...) of the strategy that most layers of its stages have.
 function place(plan, stage, device) {
   const local = device - stage.devices[0];
-  const groups = Object.entries(plan.ranks.groups).map(([name, axes]) => [name,
+  const groups = Object.entries(plan.ranks.own[stage.rank].groups).map(([name, axes]) => [name,
     axes.reduce((index, [size_, stride]) => index * size_ + Math.floor(local / stride) % size_, 0)]);
   return { device, rank: stage.rank, groups: Object.fromEntries(groups) };
 }
@@ -58,7 +58,7 @@ function stageText(plan, rank) {
 }
 
 // A tile's second line, such as `TP 0 · DP 3`, of the devices at one position of equal nodes.
-const groupText = (plan, same) => Object.keys(plan.ranks.groups).filter((name) => name !== 'ZeRO').reverse()
+const groupText = (plan, same) => Object.keys(same[0].groups).filter((name) => name !== 'ZeRO').reverse()
   .map((name) => `${name.replace('2D or 3D ', '')} ${numbers(ascending(same.map((one) => one.groups[name])))}`).join(' · ') || (plan.pipeline === 1 ? 'whole model' : 'no replicas');
 
 const HOLDS = {
@@ -72,17 +72,20 @@ function detail(plan, same) {
   const { rank, device } = same[0];
   const own = plan.ranks.stages[rank].map((s) => plan.stages[s]);
   const layers = own.map(({ layers: [start, stop] }) => (stop - start === 1 ? plan.layers[start][0] : `${plan.layers[start][0]} ... ${plan.layers[stop - 1][0]}`));
-  const held = Object.entries(plan.ranks.groups).map(([name, axes]) => {
+  const { groups, zero, strategies } = plan.ranks.own[rank];
+  const held = Object.entries(groups).map(([name, axes]) => {
     const at = numbers(ascending(same.map((one) => one.groups[name])));
-    return name === 'ZeRO' ? [`ZeRO ${plan.ranks.zero}`, `shard ${at} of ${count(degree(axes))}: ${SHARDED[plan.ranks.zero]}`] : [`${name} ${at}`, HOLDS[name](degree(axes))];
+    return name === 'ZeRO' ? [`ZeRO ${zero}`, `shard ${at} of ${count(degree(axes))}: ${SHARDED[zero]}`] : [`${name} ${at}`, HOLDS[name](degree(axes))];
   });
   const stage = own[0];
   const sum = PARTS.reduce((bytes, part) => bytes + stage.memory[part], 0);
+  const exceptions = strategies.slice(1).map(([text, names]) => [names.length > 2 ? `${names[0]} and ${names.length - 1} more` : names.join(', '), text]);
+  if (exceptions.length) held.unshift([`${strategies[0][1].length} of ${plural(strategies.reduce((n, [, names]) => n + names.length, 0), 'layer')}`, strategies[0][0]]);
   return h('div', {},
     h('h3', {}, same.length > 1 ? `${unit(plan)}s ${numbers(same.map((one) => one.device))}` : `${unit(plan)} ${device}`),
     h('dl', { class: 'holds' },
       h('dt', {}, own.length > 1 ? `PP ${rank}` : stageText(plan, rank) || 'layers'), h('dd', {}, own.length > 1 ? `${own.length} stages: ` : '', layers.length > 2 ? `${layers[0]}, ${layers[1]} … ${layers[layers.length - 1]}` : layers.join(', ')),
-      held.map(([name, text]) => [h('dt', {}, name), h('dd', {}, text)])),
+      [...held, ...exceptions].map(([name, text]) => [h('dt', {}, name), h('dd', {}, text)])),
     h('p', { class: 'full' }, h('b', {}, size(sum)), ` of ${size(stage.limit_bytes)} (${percent(sum / stage.limit_bytes, 0)})`),
     h('ul', { class: 'parts' }, PARTS.map((part) => h('li', {},
       h('span', { class: 'swatch', style: { background: `var(--${part})` } }), NAMES[part],

@@ -50,6 +50,13 @@ function pins(plan, without) {
   }));
 }
 
+function configuration(plan) {
+  if (!plan.configuration) return null;
+  const { files, notes: remarks } = plan.configuration;
+  return h('div', {}, Object.entries(files).map(([name, text]) => h('div', {}, h('h3', {}, name), h('div', { class: 'tools' }, copyButton(name, () => text)), h('pre', { tabindex: 0, 'aria-label': name }, text))),
+    remarks.length ? h('ul', {}, remarks.map((note) => h('li', {}, note))) : null);
+}
+
 function notes(plan) {
   return h('div', {},
     plan.explanation ? null : h('p', { class: 'soft' }, 'Alternatives to the plan: ', h('code', {}, 'autopar report PLAN --explain'), ' searches them, which takes minutes.'),
@@ -181,6 +188,7 @@ function provenance(plan) {
 
 // Sections are [id, short title, title, introduction, contents by plan]; contents that are null are left out.
 const SECTIONS = [
+  ['configuration', 'Configuration', 'Configuration of the trainer', 'The plan in the trainer\'s own options.', configuration],
   ['cluster', 'Cluster', 'What each GPU holds', 'A tile is a GPU: its pipeline stage, its rank in each group, and its memory at the peak against its capacity.', cluster],
   ['timeline', 'Timeline', 'One training step', 'Every microbatch on every pipeline rank. Drag to move, pinch or turn the wheel with Ctrl to zoom; with the keyboard, arrows go from action to action, + and − zoom, 0 shows the whole step.',
     (plan, view) => (plan.step ? timeline(plan, view) : null)],

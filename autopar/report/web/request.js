@@ -57,6 +57,7 @@ export class RequestForm {
       field('Model', h('select', { id: 'model', on: { change: () => this.choose() } }, models, h('option', { value: OWN }, OWN)),
         h('div', { id: 'own', hidden: true }, field('Upload a transformers config.json', file), field('or paste it', h('textarea', { id: 'config', spellcheck: 'false' })))),
       field('Devices: nodes x GPUs x kind', devices, h('datalist', { id: 'kinds' }, choices.devices.map((kind) => h('option', { value: `8x${kind.name}` })))),
+      field('Trainer', h('select', { id: 'trainer' }, h('option', { value: '' }, 'a program that autopar writes'), choices.trainers.map(({ name, title }) => h('option', { value: name }, title)))),
       h('div', { class: 'row' }, field('Global batch', number('global-batch')), field('Tokens', number('seq'))),
       h('fieldset', { id: 'sliders' }, h('legend', {}, 'Pins'), Object.keys(SLIDERS).map((name) => this.slider(name))),
       h('details', {}, h('summary', {}, 'More pins and options'),
@@ -194,7 +195,7 @@ export class RequestForm {
     else asked.model = value('model');
     if (value('cluster')) asked.cluster = value('cluster');
     else asked.devices = value('devices');
-    for (const id of ['global-batch', 'seq', 'memory-limit', 'time-limit', 'precision']) if (value(id)) asked.options[id] = value(id);
+    for (const id of ['global-batch', 'seq', 'memory-limit', 'time-limit', 'precision', 'trainer']) if (value(id)) asked.options[id] = value(id);
     return asked;
   }
 }

@@ -91,7 +91,7 @@ async function plan(request, moves = false) {
     const job = await follow('api/plans', asked, 'Planning');
     if (!job) return;
     const figures = await ask(`api/plans/${job.id}/figures`);
-    plans.push({ ...job, asked, figures: Object.assign(figures, { command: job.command, name: `plan ${plans.length + 1}` }) });
+    plans.push({ ...job, asked, figures: Object.assign(figures, { name: `plan ${plans.length + 1}` }) });
     if (plans.length > 1) other = other && view === 'Compare' ? other : shown;
     show(plans[plans.length - 1]);
     form.sync();
@@ -158,6 +158,7 @@ function tabs(one, sections) {
     JSON: () => [h('section', {}, h('p', {}, h('a', { href: `api/plans/${one.id}/plan.json`, download: 'plan.json' }, 'plan.json'), ', as autopar plan --json prints it'), h('pre', { tabindex: 0, 'aria-label': 'The plan as JSON' }, JSON.stringify(one.plan, null, 1)))],
   };
   const panel = h('div', { role: 'tabpanel', id: 'panel', 'aria-labelledby': 'tab-Report' });
+  if (one.figures.configuration) delete panels.Program; // the trainer runs the plan
   const names = Object.keys(panels);
   const open = (name) => {
     view = name;
@@ -174,7 +175,7 @@ function tabs(one, sections) {
     open(names[next]);
     buttons[next].focus();
   } } }, buttons);
-  open(view);
+  open(view in panels ? view : 'Report');
   return [bar, panel];
 }
 
