@@ -272,7 +272,7 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.sh", "echo hello", "no option that autopar reads"),
+        ("x.sh", "echo hello", "there is no option in"),
         ("x.sh", "--micro-batch-size one", "'one' is not a positive integer"),
         ("x.sh", "--micro-batch-size \u00b2", "is not a positive integer"),
         ("x.sh", "--micro-batch-size", "--micro-batch-size has no value"),
