@@ -252,6 +252,6 @@ def refuse_pins(decisions: Collection[str], source: str) -> None:
     """Raise ``UsageError`` if there are ``decisions`` (pins and options, as the user writes them) besides ``source``, which makes all."""
     if decisions:
         raise UsageError(
-            f"{next(iter(decisions))} conflicts with {source}, which fixes all decisions",
-            f"leave {source} out, or {' and '.join(decisions)}",
+            f"{next(iter(decisions))} conflicts with the decisions of {source}: a plan has only one source",
+            f"remove {source}, or {' and '.join(decisions)}",
         )

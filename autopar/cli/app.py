@@ -75,6 +75,10 @@ def command(
         if "request" in inspect.signature(function).parameters:
             required = [name for name in ("model", "devices") if name in values]
             takes_plan = "plan_file" in values
+            if "flags" in values and (values["model"] or "").startswith(
+                "-"
+            ):  # no MODEL: this is the first of the flags after --
+                values |= {"model": None, "flags": (values["model"], *values["flags"])}
             request = PlanRequest.taken_from(values)
             if takes_plan:
                 request = importlib.import_module("autopar.cli.recorded").with_plan_file(request, required)

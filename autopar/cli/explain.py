@@ -26,6 +26,7 @@ from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.planning import find_plan
 from autopar.summary import describe
+from autopar.trainers.reading import trainer_named
 from autopar.units import seconds, size
 from autopar.workload import sequence_length
 
@@ -62,6 +63,11 @@ def _read(target: str) -> Plan | None:
 
 def explained(request: PlanRequest, given: Plan | None) -> Explanation:
     """Return the explanation of the ``given`` plan, or else of the best plan for the request."""
+    if request.trainer:
+        raise UsageError(
+            f"explain compares plans as autopar's own program runs them; this one is for {trainer_named(request.trainer).title}",
+            f"`autopar plan --trainer {request.trainer} --pin ...` plans the alternatives for it",
+        )
     cluster, options = cluster_and_options(request)
     if given is not None:
         cluster = cluster.used_by(given.device_count)

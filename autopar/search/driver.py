@@ -11,7 +11,7 @@ When all configurations under 1F1B and GPipe are closed, or have used up their t
 the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these configurations by their first
 bounds. Whether or not the schedule is pinned, the next number of chunks is priced only when the previous one has the lowest bound, because
 the cheap bound rises with the number of chunks. If there are too many configurations to price (``State.is_behind``), the other schedules
-come earlier: each priced configuration is opened with them, and takes its first step, before the next one is priced.
+come earlier: each priced configuration is opened with them, and a configuration that takes its first step precedes the next prices.
 
 Then, once little is left to improve (``State.nearly_closed``), every configuration is also tried with sequence parallelism in all layers
 (``SearchOptions.sequences``). These are too many to open: each is deferred, with its arithmetic as bound, until an estimate of its first

@@ -37,11 +37,11 @@ OPENING_SHARE = 0.15
 """The share of the time limit reserved for opening deferred configurations, which raises their bounds far above those from arithmetic."""
 
 BOUNDS_SHARE = 0.25
-"""When less than this share of the time limit is left, bounds are raised, and no more solutions are searched, if there is one."""
+"""When less than this share of the time limit is left, bounds are raised and no more solutions are constructed, if there is one."""
 
 BEHIND, FEW_PRICED = 2, 5
-"""If pricing all configurations would take more than this many times as long as is left, estimated from at least so many prices, each
-priced one is opened with other schedules and takes its first step at once."""
+"""If pricing all configurations would take more than this many times as long as is left, estimated from at least so many prices, priced
+ones are opened with other schedules at once, and first steps precede further prices."""
 
 SMALL_LAYERS = 16
 """Schedules that split backwards leave layers eager: for models with compiled layers they are tried up to this number of layers."""

@@ -105,7 +105,8 @@ def best_setting(
 ) -> TrainerPlan:
     """Return the fastest setting of ``trainer`` that fits; ``pins`` fixes fields of ``Setting`` (``PINS``).
 
-    A setting with more of the deviations that ``options`` allows must be faster by more than the target gap.
+    A setting with more of the deviations that ``options`` allows must be faster by more than the target gap. ``options.interrupt`` is
+    called before each kind of settings; the time limit does not apply.
 
     Raises:
         UsageError: the trainer can't run what is pinned, or doesn't have a deviation.
@@ -116,7 +117,7 @@ def best_setting(
     why: InfeasibleError | None = None
     for values in deviating_values(trainer, options.allow, graph.dtype):
         try:
-            found.append(_Choice(graph, cluster, trainer, {**(pins or {}), **values}).run(report))
+            found.append(_Choice(graph, cluster, trainer, {**(pins or {}), **values}).run(report, options.interrupt))
         except InfeasibleError as error:
             why = error
     best = preferred(found, lambda each: each.plan, options.target_gap)
@@ -263,9 +264,11 @@ class _Choice:
     def best_s(self) -> float:
         return math.inf if self.best is None else self.best[1].prediction.step_time_s
 
-    def run(self, report: Report | None) -> TrainerPlan:
+    def run(self, report: Report | None, interrupt: Callable[[], None] | None) -> TrainerPlan:
         families = sorted(self._families(), key=lambda family: family.estimate_s)
         for number, family in enumerate(families):
+            if interrupt is not None:
+                interrupt()
             if report is not None and number % 25 == 0:
                 report(f"{number} of {len(families)} kinds of settings, best {self.best_s:.4g} s")
             if family.bound_s < self.best_s:

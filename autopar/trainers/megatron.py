@@ -199,7 +199,7 @@ class Megatron(Trainer):
         if "global_batch" not in values:
             notes.append("no global_batch_size: the model's is priced; Megatron's default is a single microbatch")
         values |= _fold(values)
-        if values.get("dispatcher") == "flex":
+        if values.get("dispatcher") == "flex" and values.get("expert", 1) > 1:
             facts.add(_DISPATCH)
         if values.get("context_kind") == "a2a":
             facts.add("all-to-all context")

@@ -156,7 +156,7 @@ def test_an_option_and_a_flag_that_contradict_each_other_are_refused(option: tup
 
 @pytest.mark.parametrize("option", [("--microbatch", "4"), ("--sequence",), ("--pin", "tensor=2")])
 def test_a_decision_beside_a_configuration_is_refused(option: tuple[str, ...]):
-    with pytest.raises(UsageError, match=f"^{option[0]}.* fixes all decisions"):
+    with pytest.raises(UsageError, match=f"^{option[0]}.* a plan has only one source"):
         invoke("price", "gpt2", "--devices", "8xH100-80GB", *option, "--", "--micro-batch-size", "1")
 
 

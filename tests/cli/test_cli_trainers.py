@@ -51,6 +51,8 @@ def test_an_exported_plan_is_read_back_and_has_the_same_price(trainer: str, tmp_
             assert again["layers"] == plan["layers"]
     again = json.loads(invoke("price", *REQUEST, *SIZES, "--plan", str(folder / "plan.json"), "--json"))
     assert again["step_time_s"] == pytest.approx(plan["step_time_s"], rel=1e-9)
+    with pytest.raises(UsageError, match="this one is for "):
+        invoke("explain", str(folder / "plan.json"))
     with pytest.raises(UsageError, match="exists already"):
         invoke(
             "plan", "no-model", *REQUEST[1:], "--trainer", trainer, "--export", str(folder)
@@ -107,11 +109,12 @@ def test_a_configuration_beside_better_ones(tmp_path: Path):
         (("price", *REQUEST, "--trainer", "megatron", "--pin", "expert=2"), "expert=2: gpt2 has no mixture of experts"),
         (("price", *REQUEST, "--trainer", "megatron", "--pin", "chunks=2"), "chunks=2: a pipeline of 1 has one stage"),
         (("price", *REQUEST, "--trainer", "accelerate", "--sequence"), "--sequence: Accelerate with FSDP2 does not have it"),
-        (("price", *REQUEST, "--allow", "fp8", "--", "--bf16"), "--allow fp8 conflicts with the flags"),
+        (("price", *REQUEST, "--allow", "fp8", "--", "--bf16"), "--allow fp8 conflicts with the decisions of the flags"),
         (("plan", *REQUEST, "--trainer", "megatron", "--allow", "fp8-blockwise"), "fp8-blockwise: Megatron-Core does not have it"),
         (("compare", "run.sh"), "there is no second plan"),
         (("compare", "a.json", "b.json", "--model", "gpt2"), "two plans need neither"),
-        (("price", *REQUEST, "--from", "a", "--", "--bf16"), "fixes all decisions"),
+        (("price", *REQUEST, "--from", "a", "--", "--bf16"), "a plan has only one source"),
+        (("price", "--devices", "8xH100-80GB", "--", "--bf16"), "the model to plan for is missing"),
     ],
 )  # fmt: skip
 def test_contradictions_get_a_sentence(arguments: tuple[str, ...], message: str):

@@ -144,7 +144,7 @@ def test_a_plan_that_is_given_is_used(tmp_path):
         Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(), plan=path
     )
     assert same == plan
-    with pytest.raises(UsageError, match="^tensor=2 conflicts with plan, which fixes all decisions"):
+    with pytest.raises(UsageError, match="^tensor=2 conflicts with the decisions of plan: a plan has only one source"):
         plan_model(Workload(module, batch, nn.functional.cross_entropy), parse("2"), SearchOptions(tensor=2), plan=path)
 
 

@@ -11,6 +11,7 @@ import pytest
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.search import SearchOptions
 from autopar.techniques import Options
 from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer, choose
 from autopar.trainers.changes import best_changes
@@ -103,6 +104,14 @@ def test_no_setting_is_faster(graph: Graph, trainer: Trainer, limit: float):
         assert step_s == pytest.approx(wanted, rel=1e-9)
     again = TrainerPricers(graph, devices, trainer).plan(found.setting)
     assert again.prediction.step_time_s == step_s
+
+
+def test_an_interrupt_ends_the_search(graph: Graph):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        best_setting(graph, cluster(60), MEGATRON, options=SearchOptions(interrupt=interrupt))
 
 
 @pytest.mark.parametrize("limit", [40, 24])

@@ -245,6 +245,14 @@ def test_several_words_are_one_value():
     assert any("recompute_modules=moe mlp is priced as none" in note for note in notes)
 
 
+def test_tokens_are_dispatched_by_kernels_to_experts_on_other_devices_only():
+    def facts(expert: str) -> frozenset[str]:
+        words = f"--bf16 --moe-token-dispatcher-type flex --expert-model-parallel-size {expert}"
+        return read(MEGATRON, of_words(words.split()), BLOCKS, DEVICES, "flags").facts
+
+    assert "token dispatch kernels" in facts("2") and "token dispatch kernels" not in facts("1")
+
+
 def test_stages_without_a_pipeline_are_ignored():
     reading = read(
         MEGATRON, of_words(["--pipeline-model-parallel-layout", "Et*16|t*16L", "--bf16"]), BLOCKS, DEVICES, "flags"
