@@ -21,6 +21,7 @@ from autopar.capture.layers import build_layers, build_prelude, layer_interfaces
 from autopar.capture.masks import recognise_masks
 from autopar.capture.opaque import opaque_modules
 from autopar.capture.reach import freeze_unreached
+from autopar.capture.routers import sample_routers
 from autopar.capture.segment import mark_main, segment, updates
 from autopar.capture.specialise import batch_guards, check_guards
 from autopar.capture.storage import identity, ties
@@ -116,6 +117,7 @@ def _assemble(
     interfaces = layer_interfaces(gm, groups)
     rows = inputs[0].shape[0]
     layers, layer_classes, values = build_layers(groups, interfaces, classes, type(model).__name__)
+    sample_routers(layers, layer_classes, constants)
     parameters = _parameters(gm, model)
     notes = list(graph_meta(gm).get("notes", ()))
     tied = ties(model)

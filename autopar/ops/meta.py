@@ -11,6 +11,7 @@ from torch import fx
 
 if TYPE_CHECKING:
     from autopar.graph import Guard, Parameter, Value
+    from autopar.ops.routing import SampledChoices
     from autopar.types import SpmdType
 
 
@@ -56,6 +57,8 @@ class NodeMeta(TypedDict, total=False):
     """The name of a scalar. Written by cleaning (losses, selections)."""
     scalar_value: Value
     """The scalar as a value of the captured graph. Written by ``capture.layers``."""
+    choices: SampledChoices
+    """Choices of the router of a mixture of experts, if not all sets of experts are equally likely. Written by ``capture.routers``."""
 
     # of a rank's graph
     types: tuple[SpmdType, ...]

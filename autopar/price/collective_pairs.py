@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.graph import LayerClass
 from autopar.ops.operands import shape_of
-from autopar.rules.traffic import Routing
+from autopar.ops.routing import Routing
 from autopar.sharding import AxisTypes
 from autopar.types import Collective, SpmdType
 from passes.communication import conversions, kernel_exchanges

@@ -38,9 +38,9 @@ import numpy as np
 
 from autopar.devices import Cluster, constants
 from autopar.devices.cluster import slower
+from autopar.ops.routing import Routing
 from autopar.plan import Axis
 from autopar.price.elementwise import least
-from autopar.rules.traffic import Routing
 from autopar.types import Collective
 
 FLAT, SHARDED = "flat", "sharded"  # ZeRO 1's and FSDP's collectives, measured separately: see ``CollectiveTimes``

@@ -31,7 +31,7 @@ class TrainerModel:
     ``fused``: a chain of pointwise ops and reductions is one kernel and saves only its inputs and results, as in layers that
     ``torch.compile`` compiles and in hand-written kernels (``price.fusion``). ``compiles``: on GPUs layers are compiled by default.
     ``dispatches``: kernels send a token once to each node with any of its experts (``collectives.dispatch_s``), not to each expert, and
-    ``permutation_passes`` times the bytes of rows are moved to sort them by expert. ``consecutive_experts``: see ``traffic.Routing``.
+    ``permutation_passes`` times the bytes of rows are moved to sort them by expert. ``consecutive_experts``: see ``routing.Routing``.
     ``fuses_rounding``: few kernels round the operands of a product to 8 bits.
     ``fp8_passes``: how many times the bytes of their operands products move at the precision ``float8``, with the conversion to 8 bits.
     """

@@ -15,6 +15,7 @@ from torch import fx
 from autopar.ops.experts import Experts
 from autopar.ops.meta import meta
 from autopar.ops.operands import arguments, dtype_of, operands, shape_of
+from autopar.ops.routing import Routing
 from autopar.program.kernels_fp8 import TILED_ROWS
 from autopar.types import Collective
 
@@ -27,25 +28,6 @@ SHARE = "expert_share"
 
 DISPATCHES = ("expert_exchange", "expert_relay")
 """Kernels that send tokens to the owners of their experts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """A router that chooses ``choices`` of ``experts`` for each token; ``consecutive`` ones, as benchmarks do that force equal loads."""
-
-    experts: int
-    choices: int
-    consecutive: bool = False
-
-    def reached(self, ranks: int) -> float:
-        """Return the expected number of ranks with any of a token's experts, if each of ``ranks`` has equally many experts and all choices
-        are equally likely: a router that is limited to a few nodes reaches fewer."""
-        if self.consecutive:
-            return min(max(1.0, self.choices * ranks / self.experts), float(self.choices))
-        missed = 1.0
-        for i in range(self.choices):
-            missed *= max(0.0, self.experts - self.experts / ranks - i) / (self.experts - i)
-        return min(float(self.choices), ranks * (1 - missed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +102,16 @@ def _statistics(node: fx.Node) -> tuple[KernelCollective, ...]:
 
 def _expert_exchange(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the all-to-alls of row counts, then of each token's row to its experts and back, and those of the gradients."""
-    tokens, index = operands(node)[:2]
-    assert isinstance(node.target, Experts)
-    counts = node.target.count / math.prod(shape_of(index))
-    router = Routing(node.target.count, shape_of(index)[-1])
+    index, router = operands(node)[1], _routing(node)
+    counts = router.experts / math.prod(shape_of(index))
     counted = KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=counts)
     rows = (replace(one, scale=one.scale * router.choices, router=router) for one in _dispatch_and_combine(node))
     return (counted, *rows)
+
+
+def _routing(node: fx.Node) -> Routing:
+    assert isinstance(node.target, Experts)
+    return Routing(node.target.count, shape_of(operands(node)[1])[-1], sample=meta(node).get("choices"))
 
 
 def _dispatch_and_combine(node: fx.Node) -> tuple[KernelCollective, KernelCollective]:
@@ -144,13 +129,11 @@ def _expert_relay(node: fx.Node) -> tuple[KernelCollective, ...]:
     """Return the all-to-alls of row counts, then of each token's row, choices and weights to the ranks with any of its experts, and of
     the results back."""
     _, index, weights = operands(node)[:3]
-    assert isinstance(node.target, Experts)
-    shape = shape_of(index)
-    routing = Routing(node.target.count, shape[-1])
+    routing = _routing(node)
     both = Collective.ALL_TO_ALL, Collective.ALL_TO_ALL
     dispatch, combine = (replace(one, routing=routing) for one in _dispatch_and_combine(node))
     return (
-        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=1 / math.prod(shape)),
+        KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, scale=1 / math.prod(shape_of(index))),
         dispatch,
         KernelCollective(index, Collective.ALL_TO_ALL, Collective.NONE, routing=routing),
         KernelCollective(weights, *both, routing=routing),

@@ -33,6 +33,8 @@ _FFN = ("ffn_hidden", "intermediate_size", "n_inner")
 _EXPERT_FFN = ("moe_ffn_hidden", "moe_intermediate_size")
 _EXPERTS = ("n_experts", "num_experts", "experts", "n_routed_experts", "num_local_experts")
 _CHOSEN = ("experts_per_token", "moe_top_k", "top_k", "num_experts_per_tok")
+_GROUPS = ("n_group", "moe_router_num_groups")
+_CHOSEN_GROUPS = ("topk_group", "moe_router_group_topk")
 _DENSE = ("n_dense_layers", "dense_layers", "first_k_dense_replace")
 _PREDICTORS = ("n_mtp_layers", "mtp_num_layers", "num_nextn_predict_layers")
 _EVERY = ("moe_layer_freq", "moe_every", "interleave_moe_layer_step", "decoder_sparse_step")
@@ -55,8 +57,8 @@ class Architecture:
     """A decoder-only transformer, described by its sizes. Rows with equal architectures and batches share one capture.
 
     ``head`` is the dim of a head, 0 for ``hidden / heads``. Of a mixture, ``expert_ffn`` is the width of an expert (0: ``ffn``); the first
-    ``dense_layers`` blocks have an MLP of width ``ffn`` instead of experts. ``qk_norm``: queries and keys are normalised.
-    ``squared_relu``: the activation of an MLP without gate.
+    ``dense_layers`` blocks have an MLP of width ``ffn`` instead of experts; a token's experts are in at most ``chosen_groups`` of
+    ``groups`` equal groups. ``qk_norm``: queries and keys are normalised. ``squared_relu``: the activation of an MLP without gate.
     """
 
     layers: int
@@ -78,6 +80,8 @@ class Architecture:
     dense_layers: int = 0
     qk_norm: bool = False
     squared_relu: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
 
     @property
     def head_size(self) -> int:
@@ -122,6 +126,7 @@ def read_architecture(model: Mapping[str, Any] | None, tensor: int, float16: boo
         raise RowError("gated_mlp = false: experts without a gate have no price")
     ffn = integer(model, *_FFN, *_EXPERT_FFN, default=4 * hidden, least=1)
     expert_ffn = integer(model, *_EXPERT_FFN, default=ffn, least=1) if experts else 0
+    groups, chosen_groups = _groups(model, experts) if experts else (1, 1)
     return Architecture(
         layers=layers,
         hidden=hidden,
@@ -142,6 +147,8 @@ def read_architecture(model: Mapping[str, Any] | None, tensor: int, float16: boo
         dense_layers=_dense_layers(model, layers) if experts else 0,
         qk_norm="qwen3" in family and not latent,
         squared_relu="nemotron" in family and not gated,
+        groups=groups,
+        chosen_groups=chosen_groups,
     )
 
 
@@ -178,6 +185,14 @@ def _shared_experts(model: Mapping[str, Any], expert_ffn: int) -> int:
         if rest:
             raise RowError(f"a shared expert of width {width} is not a multiple of an expert of width {expert_ffn}")
     return count
+
+
+def _groups(model: Mapping[str, Any], experts: int) -> tuple[int, int]:
+    """Return the number of groups of experts, and of those that a token's experts are in at most."""
+    groups, chosen = integer(model, *_GROUPS, default=1, least=1), integer(model, *_CHOSEN_GROUPS, default=1, least=1)
+    if experts % groups or chosen > groups:
+        raise RowError(f"{chosen} of {groups} groups of n_experts = {experts} can't be chosen")
+    return groups, chosen
 
 
 def _dense_layers(model: Mapping[str, Any], layers: int) -> int:

@@ -50,7 +50,7 @@ def config_of(a: Architecture, layers: int) -> dict[str, Any]:
         common["head_dim"] = a.head
     if not a.experts:
         return (_model("qwen3", "Qwen3") if a.qk_norm else _model("llama", "Llama")) | common
-    if a.shared_experts or a.dense_layers:
+    if a.shared_experts or a.dense_layers or a.groups > 1:
         return _model("glm4_moe", "Glm4Moe") | common | {"use_qk_norm": a.qk_norm} | _deepseek_experts(a, layers)
     if a.qk_norm:
         experts = {"num_experts": a.experts, "moe_intermediate_size": a.expert_ffn or a.ffn}
@@ -93,7 +93,7 @@ def _latent(latent: LatentAttention) -> dict[str, Any]:
 
 
 def _deepseek_experts(a: Architecture, layers: int) -> dict[str, Any]:
-    """Return DeepSeek-V3's fields of experts, which GLM-4.5 has, too; routers that choose groups first differ little in price."""
+    """Return DeepSeek-V3's fields of experts, which GLM-4.5 has, too."""
     if not a.experts:
         return {"first_k_dense_replace": layers}
     return {
@@ -102,8 +102,8 @@ def _deepseek_experts(a: Architecture, layers: int) -> dict[str, Any]:
         "n_shared_experts": a.shared_experts,
         "num_experts_per_tok": a.experts_per_token,
         "first_k_dense_replace": _captured(a)[0],
-        "n_group": 1,
-        "topk_group": 1,
+        "n_group": a.groups,
+        "topk_group": a.chosen_groups,
     }
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from limited_routers import captured, deepseek_v2, mixture, priced_routing
 from test_rules_kernels import values
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.checks.sample_experts import plain_experts
 from autopar.program.mesh_axes import on_mesh
-from autopar.rules.traffic import Routing
 
 TOKENS, WIDTH, EXPERTS, CHOICES, ITEM = 96, 8, 16, 4, 8
 ROW = WIDTH * ITEM
@@ -91,6 +91,7 @@ def test_nodes_get_what_the_formulas_say(nodes: int, limit: int, relayed: bool, 
     choices, weights = (rows * CHOICES * size * relayed for size in (8, ITEM))
     assert forward == 2 * rows * ROW + choices + weights + 4 * counts
     assert backward == 2 * rows * ROW + weights
-    if not limit:
-        expected = Routing(EXPERTS, CHOICES).reached(nodes) if relayed else CHOICES
-        assert math.isclose(rows / (4 * TOKENS), expected * (nodes - 1) / nodes, rel_tol=0.1)
+    # DeepSeek-V2's router scores a node by its best expert, as ``routed`` does
+    router = deepseek_v2(EXPERTS, CHOICES, *((nodes, limit) if limit else (1, 1)))
+    expected = priced_routing(mixture(captured(router))[1]).reached(nodes) if relayed else CHOICES
+    assert math.isclose(rows / (4 * TOKENS), expected * (nodes - 1) / nodes, rel_tol=0.1)

@@ -13,9 +13,9 @@ from price_models import time_s
 
 from autopar.devices import Cluster, Gpu, Link, parse
 from autopar.devices.cluster import joined
+from autopar.ops.routing import Routing
 from autopar.plan import Axis
 from autopar.price.collectives import RankGroup, dispatch_s, group, group_time_s, p2p_s
-from autopar.rules.traffic import Routing
 from autopar.types import Collective
 
 WIRE = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)

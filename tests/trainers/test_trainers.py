@@ -16,12 +16,12 @@ from autopar.devices import parse
 from autopar.layer_price import LayerPrice
 from autopar.ops.experts import Experts
 from autopar.ops.operands import operands
+from autopar.ops.routing import Routing
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer
 from autopar.price.state import precision
 from autopar.price.table import build
 from autopar.price.trainer import EMITTED, TrainerModel
-from autopar.rules.traffic import Routing
 from autopar.search.manual import make_mesh
 from autopar.sharding import Sharding
 from autopar.trainers import MEGATRON, OtherTrainer

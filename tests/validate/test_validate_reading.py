@@ -61,6 +61,21 @@ def test_a_name_stands_for_the_published_sizes(name, billions):
     assert held == pytest.approx(billions, rel=0.02), (name, found)
 
 
+def test_a_router_is_limited_to_groups_of_experts():
+    for name, limit in (
+        ("DeepSeek-V3", (8, 4)),
+        ("DeepSeek-V2", (8, 3)),
+        ("Kimi-K2", (1, 1)),
+        ("Mixtral 8x7B", (1, 1)),
+    ):
+        found = architecture(name, seq_len=128, tp=1)
+        assert (found.groups, found.chosen_groups) == limit
+    limited = architecture(MIXTURE | {"n_group": 2, "topk_group": 1}, tp=1)
+    assert {"n_group": 2, "topk_group": 1}.items() <= config_of(limited, 3).items()
+    with pytest.raises(RowError, match="3 of 2 groups"):
+        architecture(MIXTURE | {"n_group": 2, "topk_group": 3}, tp=1)
+
+
 def test_given_sizes_go_before_published_ones_and_may_contradict_them():
     shortened = architecture({"name": "DeepSeek-V3", "n_layers": 4, "n_dense_layers": 1, "seq_len": 128})
     assert (shortened.layers, shortened.dense_layers, shortened.experts, shortened.latent.rank) == (4, 1, 256, 512)
