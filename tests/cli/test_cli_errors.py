@@ -117,11 +117,11 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("price", "gpt2", "--devices", "8xH100-80GB", "-o", "/"), "/ is a folder"),
         (
             ("price", "gpt2", "--devices", "8xH100-80GB", "--plan", "a.json", "--tensor", "2"),
-            "leave --plan out, or --pin tensor=2",
+            "remove --plan, or --pin tensor=2",
         ),
         (
             ("emit", "gpt2", "--devices", "2", "-o", "p", "--plan", "a.json", "--pin", "zero=1"),
-            "leave --plan out, or --pin zero=1",
+            "remove --plan, or --pin zero=1",
         ),
         (
             ("dev", "init", "gpt2", "--devices", "2", "--global-batch", "8", "-o", __file__),
