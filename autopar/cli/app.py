@@ -75,9 +75,8 @@ def command(
         if "request" in inspect.signature(function).parameters:
             required = [name for name in ("model", "devices") if name in values]
             takes_plan = "plan_file" in values
-            if "flags" in values and (values["model"] or "").startswith(
-                "-"
-            ):  # no MODEL: this is the first of the flags after --
+            # without MODEL, click takes the first of the flags after -- for it
+            if "flags" in values and (values["model"] or "").startswith("-"):
                 values |= {"model": None, "flags": (values["model"], *values["flags"])}
             request = PlanRequest.taken_from(values)
             if takes_plan:

@@ -10,8 +10,8 @@ incumbent's step time.
 When all configurations under 1F1B and GPipe are closed, or have used up their time (``SCHEDULES_SHARE``), every pipeline is also tried with
 the other schedules, first with even stages (``_open_schedules``): the incumbent discards most of these configurations by their first
 bounds. Whether or not the schedule is pinned, the next number of chunks is priced only when the previous one has the lowest bound, because
-the cheap bound rises with the number of chunks. If there are too many configurations to price (``State.is_behind``), the other schedules
-come earlier: each priced configuration is opened with them, and a configuration that takes its first step precedes the next prices.
+the cheap bound rises with the number of chunks. If there are too many configurations to price (``State.is_behind``), priced ones are
+opened with the other schedules at once, and first steps, which look for solutions, come before further prices.
 
 Then, once little is left to improve (``State.nearly_closed``), every configuration is also tried with sequence parallelism in all layers
 (``SearchOptions.sequences``). These are too many to open: each is deferred, with its arithmetic as bound, until an estimate of its first
