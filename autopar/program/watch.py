@@ -332,6 +332,8 @@ class Watch:
     def _report(self, node: NodeHeartbeats, problem: str) -> None:
         """Let the first speaker that gets here report for all. Until it has, the others send heartbeats, or they would seem dead."""
         store = self._open()
+        # a speaker that died after its datagrams and before its request left an older report of itself in the store
+        self._beat(node)
         first = store.add("reporter", 1) == 1
         store.set("stop", "")
         before = self._nodes(node) if first else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import pytest
 import watch_load
 from fault_runs import Run, Server, alive, children
 from programs import Shape, mlp_model, write_mlp
+from torch.distributed import HashStore
 
 from autopar.program import watch
 from autopar.program.state import INITIAL
@@ -180,6 +182,22 @@ def test_a_late_store_ends_no_training_whose_steps_go_on(monkeypatch: pytest.Mon
     assert not sentences
     thread.join(5)
     assert "no answer from the ranks' store" in sentences[0]
+
+
+def test_a_speaker_that_dies_between_its_datagram_and_its_request_to_the_store_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed, node = (node_of(rank, monkeypatch) for rank in (0, 1))
+    killed.send([6, "step 7", "in layer_0 (Layer)", False], None)
+    node.listen()
+    node.ranks = [0, 1]
+    made, sentences, store = Watch({"step": 600.0}, lost_after_s=0.3), [], HashStore()
+    store.set("node 0", json.dumps({0: [5, "step 7", "in layer_0 (Layer)", False]}))
+    made._node, made._store, made._section = node, store, ("step", "step 7", time.monotonic())
+    monkeypatch.setattr(made, "_end", sentences.append)
+    made._report(node, "a collective failed")
+    assert len(sentences) == 1
+    assert "; rank 0 no longer answers (dead, stopped or cut off), last seen in step 7 in layer_0" in sentences[0]
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
