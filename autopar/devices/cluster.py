@@ -63,8 +63,8 @@ class Network:
     """Measured collectives over all GPUs of 1, 2, 4, ... nodes of a cluster, with ``per_node`` GPUs each.
 
     ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) have the bus bandwidth in bytes per second for each entry of
-    ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_hop_s`` is the latency of one step of any
-    collective if pipeline stages send between nodes at the same time.
+    ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_hop_s`` are the host's seconds for one
+    step of any collective of a layer if pipeline stages send between nodes at the same time.
     """
 
     nodes: tuple[int, ...]
@@ -213,9 +213,7 @@ class Cluster:
     collective_times: CollectiveTimes | None = field(default=None, hash=False)
     overlap_slowdown: float = constants.OVERLAP_SLOWDOWN.value  # seconds that a second of hidden communication costs
     notes: tuple[str, ...] = ()  # every plan on this cluster shows them
-    pipelined: bool = (
-        False  # whether stages send to other nodes; if so, a collective's step takes ``network.pipelined_hop_s``
-    )
+    pipelined: bool = False  # whether there are other pipeline stages, which may be on other nodes
     parts: tuple[Cluster, ...] = ()
     inter_part: Link | None = None  # a device's share of the link between parts
     host: Host | None = None
@@ -230,6 +228,12 @@ class Cluster:
     def count(self) -> int:
         """The number of devices."""
         return sum(part.count for part in self.parts) if self.parts else self.nodes * self.gpus_per_node
+
+    def host_collective_s(self, ranks: int) -> float:
+        """Return the host's seconds for a collective of a layer over this many ranks."""
+        if self.network is None or not self.pipelined:
+            return self.host_s
+        return self.host_s + (ranks - 1) * self.network.pipelined_hop_s
 
     @property
     def node_size(self) -> int:

@@ -25,7 +25,8 @@ the fixed cost of a collective on a device, *a* the latency of a hop inside a no
 * In an all-to-all every rank sends *(n-k)/n* of its *B / n* over its share of the network and, at the same time, *(k-1)/n* in its node.
 
 This is the textbook model in NCCL's tuner (``src/graph/tuning.cc``), without the tuner's tables for message sizes, NVLink SHARP and PAT.
-Measurements calibrate it; in a measured network, latency and transfer overlap.
+Measurements calibrate it. A measured network gives *beta* by the number of ranks; a GPU sends to other nodes at most as fast as in a
+collective over two nodes.
 """
 
 from __future__ import annotations
@@ -132,11 +133,12 @@ def group_time_s(
         hop_s = cluster.inter.latency_s if nodes > 1 else cluster.intra.latency_s
         return cluster.collective_s + hop_s + max(intra_s, inter_s)
     if network is not None and cluster.gpus_per_node > 1:
-        # bandwidth falls with the number of ranks in a ring, and the groups of the node's other GPUs share the node's bandwidth
-        bus = network.bus(max(1.0, n / network.per_node), collective is Collective.ALL_REDUCE)
-        beta = bus * (1.0 if nodes == 1 else k / network.per_node)
-        hop_s = cluster.intra.latency_s if nodes == 1 else network.hop_s
-        hops_s = (n - 1) * (network.pipelined_hop_s if cluster.pipelined else hop_s)
+        # bandwidth falls with the number of ranks in a ring, and a GPU sends to other nodes no faster than between two of them
+        reduces = collective is Collective.ALL_REDUCE
+        beta = network.bus(max(1.0, n / network.per_node), reduces)
+        if nodes > 1:
+            beta = min(beta, k / network.per_node * network.bus(2, reduces))
+        hops_s = (n - 1) * (cluster.intra.latency_s if nodes == 1 else network.hop_s)
     elif nodes == 1:
         beta, hops_s = cluster.intra.bytes_per_s, (n - 1) * cluster.intra.latency_s
     else:
@@ -150,12 +152,11 @@ def group_time_s(
     chain = collective in (Collective.REDUCE, Collective.BROADCAST)  # every link carries the full tensor
     share = 1.0 if chain else (n - 1) / n  # a ring's reduce-scatter or all-gather; an all-reduce is both
     transfer_s = share * bytes_total / beta
-    if network is not None:  # measured: latency and transfer overlap
-        transfer_s = max(0.0 if batched else hops_s, transfer_s)
-        return cluster.collective_s + (2 if collective is Collective.ALL_REDUCE else 1) * transfer_s
     round_s = hops_s * (not batched) + transfer_s
     if collective is not Collective.ALL_REDUCE:
         return cluster.collective_s + round_s
+    if network is not None:
+        return cluster.collective_s + 2 * round_s
     tree_hops_s = (math.ceil(n / nodes) - 1) * cluster.intra.latency_s + math.ceil(
         math.log2(nodes)
     ) * cluster.inter.latency_s

@@ -149,7 +149,7 @@ class SizedClass:
         arithmetic_s = getattr(self, f"{side}_s")
         by_op = getattr(table, f"{side}_kernels")
         chosen = (arithmetic_s, by_op) if ops is None else (arithmetic_s[ops], by_op[ops])
-        launches = len(self.group_sizes(pairs, side, True))
+        launched = self.group_sizes(pairs, side, True)
         rounded = [moved for pair in pairs if (moved := self._rounding_bytes(pair, side))]
         kernels = float(chosen[1].sum()) + len(rounded) * self._dispatch_constants[1].value
         permuted = sum(self._permuted_bytes(pair, side) for pair in pairs)
@@ -158,7 +158,7 @@ class SizedClass:
             wire_s=sum(self.seconds_of(pair, side) for pair in pairs if not (pair.overlapped_op or pair.router)),
             exchange_s=sum(self.seconds_of(pair, side) for pair in pairs if pair.router),
             exposed_s=self._kernel_exposed_s(pairs, side, arithmetic_s),
-            host_s=kernels * gpu.op_floor_s + launches * self.cluster.host_s,
+            host_s=kernels * gpu.op_floor_s + sum(self.cluster.host_collective_s(n) for n in launched),
             group_sizes=self.group_sizes(pairs, side, False),
         )
 

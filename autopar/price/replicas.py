@@ -162,7 +162,8 @@ class Replicas:
         precision, trainable = self.precision, self.tensors.trainable
         parameters, shard = self.tensors.parameters * precision.width, -(-trainable // ranks.size) * precision.averaged
         yield ReplicaCollective("gather", Collective.ALL_GATHER, parameters, axes, ranks, around)
-        yield ReplicaCollective("reduce", Collective.REDUCE_SCATTER, trainable * precision.reduced, axes, ranks, around)
+        reduction = Collective.REDUCE_SCATTER if around else self.trainer.stage1_reduction
+        yield ReplicaCollective("reduce", reduction, trainable * precision.reduced, axes, ranks, around)
         if copies:
             members = group(copies, self.cluster)
             yield ReplicaCollective("reduce", Collective.ALL_REDUCE, shard, copies, members, around)

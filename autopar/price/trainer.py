@@ -33,6 +33,7 @@ class TrainerModel:
     ``dispatches``: kernels send a token once to each node with any of its experts (``collectives.dispatch_s``), not to each expert, and
     ``permutation_passes`` times the bytes of rows are moved to sort them by expert. ``consecutive_experts``: see ``routing.Routing``.
     ``fuses_rounding``: few kernels round the operands of a product to 8 bits.
+    ``stage1_reduction``: the collective that sums gradients under ZeRO 1.
     ``fp8_passes``: how many times the bytes of their operands products move at the precision ``float8``, with the conversion to 8 bits.
     """
 
@@ -44,6 +45,7 @@ class TrainerModel:
     dispatches: bool = False
     permutation_passes: float = 0.0
     consecutive_experts: bool = False
+    stage1_reduction: Collective = Collective.REDUCE_SCATTER
     fp8_passes: float = FP8_PASSES.value
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:

@@ -8,12 +8,12 @@ from autopar.trainers.deepspeed import DeepSpeed
 from autopar.trainers.fsdp import Accelerate, Torchtitan
 from autopar.trainers.megatron import Megatron
 from autopar.trainers.model import OtherTrainer
-from autopar.trainers.nanotron import AutoModel, InternEvo, Nanotron
+from autopar.trainers.nanotron import Accumulating, AutoModel, InternEvo, Nanotron
 from autopar.trainers.setting import Setting
 from autopar.trainers.trainer import Exported, Reading, Trainer, TrainerCosts
 
 MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE = Megatron(), Torchtitan(), DeepSpeed(), Accelerate()
-NANOTRON, INTERNEVO, AUTOMODEL = Nanotron(), InternEvo(), AutoModel()
+DDP, NANOTRON, INTERNEVO, AUTOMODEL = Accumulating(), Nanotron(), InternEvo(), AutoModel()
 
 TRAINERS: dict[str, Trainer] = {each.name: each for each in (MEGATRON, TORCHTITAN, DEEPSPEED, ACCELERATE)}
 """The trainers for which plans are made, by name."""
@@ -21,6 +21,7 @@ TRAINERS: dict[str, Trainer] = {each.name: each for each in (MEGATRON, TORCHTITA
 __all__ = [
     "ACCELERATE",
     "AUTOMODEL",
+    "DDP",
     "DEEPSPEED",
     "INTERNEVO",
     "MEGATRON",

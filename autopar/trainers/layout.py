@@ -147,13 +147,13 @@ def is_even(bounds: Sequence[int]) -> bool:
 
 
 def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
-    """Return stage bounds that cut where the running sum of FLOPs passes a multiple of the stages' equal share. Every stage gets at least
+    """Return stage bounds that cut where the running sum of FLOPs reaches a multiple of the stages' equal share. Every stage gets at least
     one layer. ``head`` is the FLOPs of the head over those of a block."""
     total = blocks + head
     bounds = [0]
     for stage in range(1, stages):
         share = total * stage / stages
-        at = 1 + min(blocks, int(share) + 1)  # cut after the block that crosses the share
+        at = 1 + min(blocks, math.ceil(share))  # cut after the block that reaches the share
         bounds.append(min(max(at, bounds[-1] + 1), blocks + 2 - (stages - stage)))
     return (*bounds, blocks + 2)
 

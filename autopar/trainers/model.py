@@ -42,13 +42,15 @@ class OtherTrainer(TrainerModel):
     ``gradient_bytes``        bytes per gradient of a 16-bit parameter, in all copies that persist between microbatches: 2 for a
                               single copy, 4 for a float32 sum, 6 with DDP's buckets, 10 with another flat float32 copy
     ``fresh_bytes``           bytes per gradient that one backward pass writes, and that are added to the sum once activations are freed
+    ``reduces_sums``          the float32 sum of gradients is reduced, not a 16-bit copy
     ``step_bytes``            bytes per updated parameter that the optimizer's step allocates, when activations are freed
+    ``gather_bytes``          bytes per parameter that the gather under ZeRO 1 allocates, when activations are freed
     ``prepared_bytes``        memory traffic per float32 gradient, before its reduction (``Precision.prepared``)
     ``update_bytes``          memory traffic per float32 gradient's update, besides reading and writing what is stored
     ``fsdp``                  under ZeRO-3 the stored shard is the float32 parameter itself, and there is no other master copy
     ``loss_copies``           tensors of the logits' size that the loss's backward allocates in addition to its result: 1 in
-                              PyTorch's cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel, 0 if
-                              the gradient overwrites the probabilities
+                              PyTorch's cross entropy (the gradient of the log-probabilities), 2 in PyTorch's loss parallel and in
+                              a loss in float32, 0 if the gradient overwrites the probabilities
     ``accumulation_fusion``   the weight-gradient product adds to the gradient itself, without another pass over memory
     ``regather``              a sharded value that a product reads gathered is saved sharded, and gathered again in the backward
     ``gathers_by_parameter``  ZeRO gathers parameters one by one, not a layer at a time
@@ -66,10 +68,12 @@ class OtherTrainer(TrainerModel):
     flash: bool = True
     gradient_bytes: int = 2
     fresh_bytes: int = 0
+    reduces_sums: bool = False
     step_bytes: int = 0
     prepared_bytes: int = 0
     update_bytes: int = 0
     fsdp: bool = False
+    gather_bytes: int = 0
     loss_copies: int = 0
     accumulation_fusion: bool = False
     regather: bool = False
@@ -80,7 +84,7 @@ class OtherTrainer(TrainerModel):
     fused_experts: bool = False
     recomputes_modules: bool = False
     saves_float8: bool = False
-    starts_early: bool = False  # ``overlap_tensor`` already counts early collectives
+    starts_early: bool = False  # ``overlap_tensor`` counts early collectives, too, unless both are set
     compiles: bool = False  # ``fused`` describes the kernels instead
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:
@@ -106,7 +110,7 @@ class OtherTrainer(TrainerModel):
             fresh=fresh,
             at_rest=0,
             accumulated=accumulated,
-            averaged=emitted.width if copies else reduced,  # DDP reduces the 16-bit copy
+            averaged=emitted.width if copies and not self.reduces_sums else reduced,  # DDP reduces the 16-bit copy
             unscaled=0,  # their optimizers divide by the loss scale as they read the gradient
             converted=self.update_bytes if wide else 0,  # they convert as they read and write
             prepared=self.prepared_bytes if wide else 0,
@@ -202,6 +206,8 @@ class OtherTrainer(TrainerModel):
             transient += 2 * share.trainable * precision.gradient + 2 * gathered
         # the optimizer's step allocates when the layer's activations are free
         step = self.step_bytes * precision.master * share.trainable / (data if zero else 1)
+        if zero == 1:
+            step = step + self.gather_bytes * share.parameters
         return gradients + most(0.0, step - share.kept.saved_bytes), transient
 
     def lasting_gradients(self, gradients: int, zero: int, microbatches: int) -> int:

@@ -21,6 +21,7 @@ FACTS = (
     "reserved memory",
     "Megatron",
     "InternEvo",
+    "nanotron",
     "16-bit gradients",
     "16-bit moments",
     "overlapped gradients",

@@ -81,6 +81,8 @@ class TrainerCosts:
 
     name: ClassVar[str]
     evidence: ClassVar[str]
+    reports_first_stage: ClassVar[bool] = False
+    """Whether the memory in its published runs is that of the first rank, which is in the first stage."""
 
     def devices(self, cluster: Cluster) -> Cluster:
         """Return the devices as the trainer's kernels see them."""

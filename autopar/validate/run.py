@@ -155,9 +155,10 @@ class Bench:
             except InfeasibleError as error:
                 refused = error
                 continue
-            memory = max(stage.memory.total for stage in plan.stages)
+            stages = [stage.memory.total for stage in plan.stages]
+            reported, memory = stages[0] if trainer_of(setting).reports_first_stage else max(stages), max(stages)
             within = all(stage.memory.total <= stage.memory_limit_bytes for stage in plan.stages)
-            shown = int(self.reported(setting, memory))
+            shown = int(self.reported(setting, reported))
             found[choice] = Predicted(plan.prediction.step_time_s, shown, memory <= limit, within)
         if not found:
             assert refused is not None

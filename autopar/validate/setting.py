@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.devices import Cluster, constants, described
-from autopar.trainers import AUTOMODEL, DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, TrainerCosts
+from autopar.trainers import AUTOMODEL, DDP, DEEPSPEED, INTERNEVO, MEGATRON, NANOTRON, TORCHTITAN, Setting, TrainerCosts
 from autopar.validate.fields import RowError
 from autopar.validate.rows import Hardware
 
@@ -21,7 +21,9 @@ def trainer_of(s: Setting) -> TrainerCosts:
         return AUTOMODEL if "Megatron" in s.facts else TORCHTITAN
     if s.precision == "float16" or s.chunks > 1 or "Megatron" in s.facts or s.precision == "float8":
         return MEGATRON
-    return DEEPSPEED if "DeepSpeed" in s.facts else NANOTRON
+    if "nanotron" in s.facts:
+        return NANOTRON
+    return DEEPSPEED if "DeepSpeed" in s.facts else DDP
 
 
 def reported_bytes(s: Setting, memory: int, reserve: float = constants.ALLOCATOR_RESERVE.value) -> float:

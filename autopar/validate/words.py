@@ -48,6 +48,7 @@ _FACTS = {
     "unfused attention": r"(unfused|no flash|without flash|non-flash)",
     "flash attention": r"(?<!no )(?<!non-)(?<!without )flash",
 }
+_TRAINERS = {"nanotron": r"\bnanotron\b"}  # the same, for facts that a row's source may state
 _SWITCHED_OFF = r"\boverlap\w*\s?[=:]\s?(false|off|none|null)\b"
 _MICROBATCHES = (1, 2, 4, 8)  # the sizes that trainers choose from
 _PROSE = ("schedule", *ACTIVATIONS.run_fields, "precision", "interconnect", "notes", "quote")
@@ -89,9 +90,12 @@ _HOST = "host"
 
 
 def facts_of(data: Mapping[str, Any]) -> frozenset[str]:
-    """Return the facts of the run (keys of ``_FACTS``) that the row's prose states."""
+    """Return the facts of the run that the row states: keys of ``_FACTS`` in its prose, of ``_TRAINERS`` also in its source."""
     prose = re.sub(_SWITCHED_OFF, "", _prose(data), flags=re.IGNORECASE)
-    return frozenset(fact for fact, pattern in _FACTS.items() if re.search(pattern, prose, re.IGNORECASE))
+    texts = (prose, _FACTS), (_prose(data, "source"), _TRAINERS)
+    return frozenset(
+        fact for text, facts in texts for fact, pattern in facts.items() if re.search(pattern, text, re.IGNORECASE)
+    )
 
 
 def _prose(data: Mapping[str, Any], *more: str) -> str:

@@ -20,7 +20,7 @@ from autopar.layer_price import LayerPrice
 from autopar.plan import Axis, Role, Strategy
 from autopar.price import Pricer, trace
 from autopar.price.collective_pairs import pairs_of_conversion
-from autopar.price.collectives import p2p_s
+from autopar.price.collectives import RankGroup, group_time_s, p2p_s
 from autopar.price.layer import collective_s
 from autopar.price.live_memory import PrefetchContext
 from autopar.price.trainer import EMITTED
@@ -313,15 +313,35 @@ def test_late_gradients_that_layers_share_are_stored_once():
         assert found == (whole[0], times * whole[1], whole[2]) and whole[1] > 0
 
 
-def test_a_pipelines_resharding_takes_its_latency():
-    """As the collectives inside of layers do: every step takes longer if other stages send between nodes."""
-    network = Network((1, 2), (1e11, 5e10), (1e11, 5e10), 8, hop_s=1e-6, pipelined_hop_s=1e-3, source="")
-    cluster = dataclasses.replace(CLUSTER, network=network)
-    pricer = Pricer(chain(mlp(B, SEQ, H, 4 * H), 4), cluster, "bfloat16", solve_mlp)
-    for mesh, pipelined in ((MESH, False), (MESH[1:], True)):
-        roles = (DATA,) * (len(mesh) - 2)
-        given = 0, mesh, Strategy((*roles, DATA, TENSOR)), Strategy((*roles, TENSOR, TENSOR)), 1
-        seen = dataclasses.replace(cluster, pipelined=pipelined)
-        gather_s = time_s(Collective.ALL_GATHER, BYTES / (1 if pipelined else 2), 4, 2, seen)
-        assert pricer.edge(*given) == pytest.approx(gather_s) and (gather_s > 3e-3) == pipelined
-        assert sum(one.seconds for one in pricer.edge_collectives(*given)) == pytest.approx(gather_s)
+def test_the_host_of_a_pipeline_takes_longer_for_each_step_of_a_collective():
+    """The host's time bounds a layer's passes from below."""
+    found: dict[tuple[bool, float], float] = {}
+    for hop_s in (0.0, 1e-3):
+        network = Network((1, 2), (1e11, 5e10), (1e11, 5e10), 8, hop_s=1e-6, pipelined_hop_s=hop_s, source="")
+        pricer = Pricer(
+            chain(mlp(B, SEQ, H, 4 * H), 4), dataclasses.replace(CLUSTER, network=network), "bfloat16", solve_mlp
+        )
+        for mesh in (MESH, MESH[1:]):  # all devices, a stage's
+            roles = (DATA,) * (len(mesh) - 2)
+            price = pricer.layer("mlp", mesh, Strategy((*roles, TENSOR, DATA)), 1)
+            assert price is not None
+            found[mesh is MESH, hop_s] = price.forward_s + price.backward_s
+    assert found[True, 0.0] == found[True, 1e-3]
+    # one collective over 4 ranks in each pass, and the host is slower than the device without these steps, too
+    assert found[False, 1e-3] - found[False, 0.0] == pytest.approx(6e-3)
+    seen = dataclasses.replace(CLUSTER, pipelined=True)
+    assert seen.network is None and seen.host_collective_s(4) == seen.host_s
+
+
+def test_a_group_on_many_nodes_sends_as_fast_as_its_gpus_and_no_faster_than_its_ring():
+    network = Network((1, 2, 4), (8e11, 4e11, 1e11), (8e11, 4e11, 1e11), 8, hop_s=0.0, pipelined_hop_s=0.0, source="")
+    cluster = dataclasses.replace(parse("4x8xH100-80GB"), network=network, collective_s=0.0)
+
+    def bus(size: int, per_node: int, nodes: int) -> float:
+        members = RankGroup(size, per_node, nodes, 0)
+        return (size - 1) / size * 1e9 / group_time_s(Collective.ALL_GATHER, 1e9, members, cluster)
+
+    assert bus(32, 8, 4) == pytest.approx(1e11)  # the ring of all ranks
+    assert bus(4, 1, 4) == pytest.approx(4e11 / 8)  # one GPU in each node
+    assert bus(16, 4, 4) == pytest.approx(2e11)  # half of the GPUs
+    assert bus(8, 8, 1) == pytest.approx(8e11, rel=0.05)  # with the latency of NVLink

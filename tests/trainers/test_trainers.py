@@ -81,6 +81,7 @@ def test_fused_kernels_are_fewer_and_save_less():
         (OtherTrainer(gradient_bytes=4), (4, 12, 4, 4, 0)),
         (OtherTrainer(gradient_bytes=4, accumulation_fusion=True), (4, 12, 4, 4, 0)),
         (OtherTrainer(gradient_bytes=6, fresh_bytes=2), (6, 12, 4, 2, 12)),  # DDP reduces its bucket
+        (OtherTrainer(gradient_bytes=6, fresh_bytes=2, reduces_sums=True), (6, 12, 4, 4, 12)),
         (OtherTrainer(gradient_bytes=4, fsdp=True), (4, 8, 4, 4, 0)),
     ],
 )
@@ -98,6 +99,16 @@ def test_overlap_hides_communication():
     assert 0 < plain.step_s - hidden.step_s < reduce_s
     tensor = price(PLAIN, Role.TENSOR).communication_s
     assert price(OtherTrainer(overlap_tensor=0.25), Role.TENSOR).communication_s == pytest.approx(0.75 * tensor)
+
+
+def test_zero_1_may_sum_whole_gradients_and_gather_into_copies():
+    plain, whole, copies = (
+        price(OtherTrainer(**terms), zero=1)
+        for terms in ({}, {"stage1_reduction": Collective.ALL_REDUCE}, {"gather_bytes": 1000})
+    )
+    sent_s = 7 / 8 * 2 * 2 * H * F / H100.intra.bytes_per_s  # the latency of batched collectives is hidden
+    assert whole.step_s - plain.step_s == pytest.approx(sent_s)
+    assert copies.gradients_bytes - plain.gradients_bytes == pytest.approx(1000 * 2 * H * F - plain.saved_bytes)
 
 
 def test_gathering_again_saves_the_shard_and_sends_more():

@@ -20,6 +20,7 @@ from autopar.schedules.memory import peak_counts
 from autopar.schedules.step_time import simulate
 from autopar.trainers import OtherTrainer
 from autopar.trainers.layout import balanced, even_bounds, plan_parts
+from autopar.types import Collective
 from autopar.validate import RowOutcome, score, scores, validate
 from autopar.validate.models import graph_of
 from autopar.validate.rows import Architecture, Measured, RowError, measured, read_row
@@ -144,7 +145,8 @@ def test_cuts():
     graph = graph_of(Architecture(8, 64, 4, 4, 128, True, 256, 32, False, False), 4)
     setting = read_row(row(pp=2, tp=1, dp=4, micro_batch=1), 1).setting
     assert even_bounds(graph, setting) == (0, 5, 10)
-    assert balanced(16, 4.0, 2) == (0, 12, 18) and balanced(16, 4.0, 4) == (0, 7, 12, 17, 18)
+    assert balanced(16, 4.0, 2) == (0, 11, 18) and balanced(16, 4.0, 4) == (0, 6, 11, 16, 18)
+    assert balanced(16, 4.0, 8) == (0, 4, 6, 9, 11, 14, 16, 17, 18)
     interleaved = dataclasses.replace(setting, chunks=2)
     written = plan_parts(graph, interleaved)
     assert written.schedule.name == "interleaved-1f1b" and written.bounds == (0, 3, 5, 7, 10)
@@ -320,6 +322,10 @@ def test_words_of_the_trainer():
     assert (plain.gradient_bytes, plain.fresh_bytes, plain.fused, plain.fsdp) == (6, 2, False, False)
     assert (fsdp.gradient_bytes, fsdp.fresh_bytes, fsdp.fsdp, fsdp.loss_copies) == (4, 0, True, 2)
     assert changed_model(zero_stage=3, quote="FSDP compile bf16").fused
+    sums = [changed_model(source="a sweep (nanotron v0.5)", zero_stage=zero) for zero in (0, 1)]
+    assert [(m.reduces_sums, m.starts_early, m.overlap_data) for m in sums] == [(True, True, 1), (True, True, 0)]
+    assert (plain.reduces_sums, plain.stage1_reduction) == (False, Collective.REDUCE_SCATTER)
+    assert sums[1].stage1_reduction is Collective.ALL_REDUCE
     recipe = changed_model(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
     assert (recipe.gradient_bytes, recipe.overlap_data, recipe.overlap_tensor) == (2, 1, 1.0)
 
