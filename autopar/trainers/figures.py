@@ -23,16 +23,21 @@ SUMMED_GRADIENT_BYTES = Constant(
 FRESH_GRADIENT_BYTES = Constant(
     2, "bytes per parameter", _NANOTRON + ": the backward's own gradient, which is added to the sum when all are there"
 )
-FLOAT32_LOSS_COPIES = 2
-"""Tensors of the 16-bit logits' size that a cross entropy in float32 allocates besides the logits and their gradient: the logits in
-float32, whose exponentials become their gradient (nanotron src/nanotron/parallel/tensor_parallel/functional.py)."""
-GATHERED_COPIES_BYTES = 4
-"""Bytes per parameter that nanotron's gather under ZeRO 1 allocates: a flat 16-bit copy for all ranks' shards, and NCCL's own for a list of
-tensors (``all_gather_coalesced`` in src/nanotron/distributed.py)."""
+FLOAT32_LOSS_COPIES = Constant(
+    2,
+    "tensors of the 16-bit logits' size",
+    "library: nanotron src/nanotron/parallel/tensor_parallel/functional.py: logits in float32, whose exponentials become their gradient",
+)
+GATHERED_COPIES_BYTES = Constant(
+    4,
+    "bytes per parameter",
+    "library: nanotron src/nanotron/distributed.py: under ZeRO 1 all_gather_coalesced flattens the parameters of all ranks in 16 bits, and "
+    "NCCL's gather into a list of tensors does so again",
+)
 TENSOR_OVERLAP = Constant(
     0.3,
     "fraction of tensor-parallel communication",
-    "fitted: nanotron's asynchronous tensor parallelism in its layout sweep",
+    "fitted: nanotron's asynchronous tensor parallelism in its layout sweep, besides reductions of input gradients",
 )
 HEAVY_HEAD = Constant(
     2.0,

@@ -38,9 +38,6 @@ class FullyShardedCosts(TrainerCosts):
 
     evidence = "fsdp"
 
-    def overlap_tensor(self, s: Setting) -> float:
-        return super().overlap_tensor(s) if "overlapped tensor" in s.facts else 0.0
-
     def terms(self, s: Setting) -> dict[str, Any]:
         fused = "fused loss" in s.facts
         return {"fsdp": True, "loss_copies": 0 if fused else 2 if s.tensor > 1 else 1}

@@ -84,7 +84,7 @@ class OtherTrainer(TrainerModel):
     fused_experts: bool = False
     recomputes_modules: bool = False
     saves_float8: bool = False
-    starts_early: bool = False  # ``overlap_tensor`` counts early collectives, too, unless both are set
+    starts_early: bool = False
     compiles: bool = False  # ``fused`` describes the kernels instead
 
     def precision(self, name: str, allow: Collection[str] = ()) -> Precision:

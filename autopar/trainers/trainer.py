@@ -127,9 +127,7 @@ class TrainerCosts:
 
     def overlap_tensor(self, s: Setting) -> float:
         """Return the fraction of tensor-parallel communication that is hidden."""
-        if s.precision == "float16" or "overlap off" in s.facts:
-            return 0.0
-        return 1.0 if "overlapped tensor" in s.facts else float(figures.TENSOR_OVERLAP.value)
+        return float("overlapped tensor" in s.facts and "overlap off" not in s.facts and s.precision != "float16")
 
     def overlap_experts(self, s: Setting) -> float:
         """Return the fraction of passes whose exchanges of tokens with their experts run under another microbatch's computation."""
