@@ -26,13 +26,13 @@ parameters, which are added up: until those of the next part are added, at most 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from autopar.devices.measured import Floats
+from autopar.ops.operands import operands
 from autopar.plan import Strategy
 from autopar.price.collective_pairs import CollectivePair
 from autopar.price.layer import BoundClass, SizedClass
@@ -134,23 +134,45 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
 
 def paired_s(sized: SizedClass, trainer: TrainerModel) -> float:
-    """Return the seconds by which a forward and a backward of the layer are shorter as a pair. Mixtures that relay rows count as if they
-    saved nothing, although the program overlaps them."""
+    """Return the seconds by which a forward and a backward of the layer are shorter as a pair."""
     if "paired_s" not in sized.cache:
-        table, cluster = sized.bound.table, sized.cluster
-        relayed = {pair.op for pair in sized.bound.pairs if pair.op and pair.routing is not None}
-        found = [pair for pair in sized.bound.pairs if pair.router is not None and pair.op not in relayed]
-        found.sort(key=lambda pair: table.index[pair.op])
-        mixtures = list(zip(found[::2], found[1::2], strict=True))  # the exchanges of rows to their experts, and back
-        at = [table.index[pair.op] for pair in found[::2]]
-        cuts = list(itertools.pairwise([0, *sorted((*at, *(op + 1 for op in at))), len(table.ops)]))
-        forward = [float(sized.forward_s[start:stop].sum()) for start, stop in cuts]
-        backward = [float(sized.backward_s[start:stop].sum()) for start, stop in reversed(cuts)]
-        sent = [sized.seconds_of(pair, "forward") for pair in found]
-        sent_back = [sized.seconds_of(pair, "backward") for pair in itertools.chain(*reversed(mixtures))]
-        spans = overlapped_in_pairs(forward, sent, backward, sent_back)
-        sized.cache["paired_s"] = sum(w - trainer.exposed_early_s(w, u, cluster) for w, u in spans)
+        mixtures = _mixtures(sized)
+        forward, backward = (
+            list(_pieces_between(getattr(sized, f"{side}_s"), mixtures)) for side in ("forward", "backward")
+        )
+        sent = [sized.seconds_of(pair, "forward") for _, rows in mixtures for pair in rows]
+        sent_back = [sized.seconds_of(pair, "backward") for _, rows in reversed(mixtures) for pair in rows]
+        spans = overlapped_in_pairs(forward, sent, backward[::-1], sent_back)
+        sized.cache["paired_s"] = sum(w - trainer.exposed_early_s(w, u, sized.cluster) for w, u in spans)
     return float(sized.cache["paired_s"])
+
+
+def _mixtures(sized: SizedClass) -> list[tuple[int, list[CollectivePair]]]:
+    """Return each mixture's op and its all-to-alls of rows, in the order in which they run: to the relays, from there to the experts, and
+    back. The backward pass sends gradients of results as the forward pass sends rows."""
+    table, found = sized.bound.table, dict[str, list[CollectivePair]]()
+    for pair in sized.bound.pairs:
+        # relays also send choices and weights, which the program waits for
+        tokens = operands(table.ops[table.index[pair.op]])[0].name if pair.routing else ""
+        if (pair.router or pair.value == tokens) and sized.pair_sizes[pair.axes, pair.sharded].group_size > 1:
+            found.setdefault(pair.op, []).append(pair)
+    ordered = []
+    for op, rows in found.items():
+        relayed, direct = ([pair for pair in rows if (pair.routing is not None) == relays] for relays in (True, False))
+        ordered.append((table.index[op], [*relayed[:1], *direct, *relayed[1:]]))
+    return sorted(ordered, key=lambda each: each[0])
+
+
+def _pieces_between(seconds: Floats, mixtures: Sequence[tuple[int, list[CollectivePair]]]) -> Iterator[float]:
+    """Yield the arithmetic before, between and after all-to-alls. A mixture's own is between those to its experts and those back; relays
+    only copy rows."""
+    start = 0
+    for op, rows in mixtures:
+        yield float(seconds[start:op].sum())
+        copies = [0.0] * (len(rows) // 2 - 1)
+        yield from (*copies, float(seconds[op]), *copies)
+        start = op + 1
+    yield float(seconds[start:].sum())
 
 
 def overlapped_in_pairs(

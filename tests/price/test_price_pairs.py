@@ -17,7 +17,7 @@ from autopar.price.order import overlapped_in_pairs
 from autopar.search import SearchOptions, search
 from autopar.search.manual import make_mesh
 
-MESH = make_mesh(("expert", 4))
+MESH, RELAYED = make_mesh(("expert", 4)), make_mesh(("relay", 2), ("expert", 2))
 NODES = parse("2x2xH100-80GB")
 SLOW = dataclasses.replace(
     NODES, host_s=0.0, gpu=dataclasses.replace(NODES.gpu, op_floor_s=0.0)
@@ -39,12 +39,13 @@ def in_turns(passes: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5])
-@pytest.mark.parametrize("mixtures", [1, 2])
-def test_a_pair_of_passes_saves_at_least_what_is_priced(layers: int, mixtures: int) -> None:
-    rng = random.Random(f"{layers} {mixtures}")
+@pytest.mark.parametrize("exchanges", [2, 4])
+def test_a_pair_of_passes_saves_at_least_what_is_priced(layers: int, exchanges: int) -> None:
+    """Of one mixture with relays or of two without."""
+    rng = random.Random(f"{layers} {exchanges // 2}")
     for long in (0.3, 1.0, 3.0) * 20:
-        forward, backward = ([rng.random() for _ in range(2 * mixtures + 1)] for _ in range(2))
-        sent, back = ([long * rng.random() for _ in range(2 * mixtures)] for _ in range(2))
+        forward, backward = ([rng.random() for _ in range(exchanges + 1)] for _ in range(2))
+        sent, back = ([long * rng.random() for _ in range(exchanges)] for _ in range(2))
         spans = list(overlapped_in_pairs(forward, sent, backward, back))
         assert sorted(w for w, _ in spans) == sorted([*sent, *back])
         saved = sum(min(span) for span in spans)
@@ -60,11 +61,11 @@ def test_a_pair_of_passes_saves_at_least_what_is_priced(layers: int, mixtures: i
             assert in_turns(passes) == pytest.approx(sum(sum(pieces) for pieces, _ in passes))
 
 
-def price(cluster: Cluster, **options: str) -> LayerPrice:
+def price(cluster: Cluster, roles: tuple[Role, ...] = (Role.EXPERT,), **options: str) -> LayerPrice:
     graph = subject("mixtral").graph
     pricer = Pricer(graph, cluster, "float32")
     layer = next(layer for layer in graph.layers if graph.classes[layer.cls].experts)
-    found = pricer.layer(layer.cls, MESH, Strategy((Role.EXPERT,), **options), 1)
+    found = pricer.layer(layer.cls, MESH if len(roles) == 1 else RELAYED, Strategy(roles, **options), 1)
     assert found is not None
     return found
 
@@ -74,6 +75,17 @@ def test_a_mixture_saves_communication_in_pairs_and_nothing_else_changes() -> No
     assert 0 < pairs.paired_s <= pairs.communication_s and none.paired_s == 0
     assert pairs.in_turns and not none.in_turns
     assert dataclasses.replace(pairs, paired_s=0.0, in_turns=0) == none
+
+
+def test_all_to_alls_with_relays_hide_under_all_but_the_relays_copies() -> None:
+    """Half of them: the first and the third of a pass are in flight while the other pass only copies rows."""
+    slow = dataclasses.replace(SLOW, gpu=dataclasses.replace(SLOW.gpu, matmul_efficiency=1e-6, memory_efficiency=1e-3))
+    links = {name: dataclasses.replace(getattr(slow, name), latency_s=0.0) for name in ("intra", "inter")}
+    slow = dataclasses.replace(slow, overlap_slowdown=0.0, collective_s=0.0, **links)
+    relays = price(slow, (Role.EXPERT_RELAYED, Role.EXPERT), overlap="pairs")
+    assert 0.4 * relays.communication_s < relays.paired_s < 0.6 * relays.communication_s
+    direct = price(slow, overlap="pairs")
+    assert 0.9 * direct.communication_s < direct.paired_s < direct.communication_s
 
 
 def test_what_hides_at_full_cost_saves_nothing() -> None:
