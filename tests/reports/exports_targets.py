@@ -170,18 +170,40 @@ def _titan_stages(parts: list[list[str]], model: Any, wanted: dict[str, Any]) ->
 
 # Megatron-Core
 
+MEGATRON_LISTS = ("recompute_modules",)
+"""Flags with several words."""
 TRAINING_ONLY = {"micro_batch_size", "global_batch_size", "seq_length", "pipeline_model_parallel_layout"}
 """What is in no class of megatron-core, besides the layout, which has a class of its own."""
 
 
 def megatron_flags(text: str) -> dict[str, Any]:
-    words = words_of(text)
-    flags: dict[str, Any] = {}
-    for i, word in enumerate(words):
+    found: dict[str, list[str]] = {}
+    for word in words_of(text):
         if word.startswith("--"):
-            follows = i + 1 < len(words) and not words[i + 1].startswith("--")
-            flags[word.removeprefix("--").replace("-", "_")] = words[i + 1] if follows else True
-    return {name: int(value) if str(value).isdecimal() else value for name, value in flags.items()}
+            found[name := word.removeprefix("--").replace("-", "_")] = []
+        else:
+            found[name].append(word)
+    flags: dict[str, Any] = {}
+    for name, words in found.items():
+        value = words if name in MEGATRON_LISTS else words[0] if words else True
+        assert name in MEGATRON_LISTS or len(words) < 2, (name, words)
+        flags[name] = int(value) if str(value).isdecimal() else value
+    return flags
+
+
+def have_fused_permutations() -> None:
+    """Let Megatron find the permutations of Transformer Engine, which needs a GPU. Nothing calls them."""
+    from megatron.core.transformer.moe import moe_utils
+
+    for name in (
+        "permute",
+        "permute_with_probs",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+        "unpermute",
+    ):
+        if getattr(moe_utils, f"fused_{name}", None) is None:
+            setattr(moe_utils, f"fused_{name}", have_fused_permutations)
 
 
 def megatron(case: Case) -> list[str]:
@@ -192,6 +214,7 @@ def megatron(case: Case) -> list[str]:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    have_fused_permutations()
     flags, s = megatron_flags(case["files"]["megatron_args.sh"]), case["wanted"]
     values = dict(flags)
     values["attention_backend"] = AttnBackend[values.get("attention_backend", "auto")]
@@ -246,6 +269,7 @@ def megatron_lm(case: Case) -> list[str]:
     from megatron.training import arguments
 
     s = case["wanted"]
+    have_fused_permutations()
     arguments.get_device_arch_version = lambda: 9  # Hopper
     text = case["files"]["megatron_args.sh"]
     exports = [line.removeprefix("export ") for line in text.splitlines() if line.startswith("export ")]
@@ -268,8 +292,8 @@ def megatron_lm(case: Case) -> list[str]:
         "sequence_parallel": s["sequence"],
         "use_distributed_optimizer": s["zero"] > 0,
         "bf16": s["precision"] == "bfloat16",
-        "recompute_granularity": {"full": "full"}.get(s["activations"]),
-        "recompute_num_layers": None if s["activations"] == "keep" else s["recomputed"] or 1,
+        "recompute_granularity": None if s["activations"] == "keep" else s["activations"],
+        "recompute_num_layers": (s["recomputed"] or 1) if s["activations"] == "full" else None,
     }.items():
         same(name, getattr(args, name), value)
     same("expert_tensor_parallel_size", args.expert_tensor_parallel_size, 1 if "tensor" in s["folds"] else s["tensor"])
