@@ -137,42 +137,47 @@ def paired_s(sized: SizedClass, trainer: TrainerModel) -> float:
     """Return the seconds by which a forward and a backward of the layer are shorter as a pair."""
     if "paired_s" not in sized.cache:
         mixtures = _mixtures(sized)
-        forward, backward = (
-            list(_pieces_between(getattr(sized, f"{side}_s"), mixtures)) for side in ("forward", "backward")
-        )
-        sent = [sized.seconds_of(pair, "forward") for _, rows in mixtures for pair in rows]
-        sent_back = [sized.seconds_of(pair, "backward") for _, rows in reversed(mixtures) for pair in rows]
+        forward, backward = (list(_pieces_between(sized, side, mixtures)) for side in ("forward", "backward"))
+        sent = [sized.seconds_of(pair, "forward") for mixture in mixtures for pair in mixture.sent]
+        sent_back = [sized.seconds_of(pair, "backward") for mixture in reversed(mixtures) for pair in mixture.sent]
         spans = overlapped_in_pairs(forward, sent, backward[::-1], sent_back)
         sized.cache["paired_s"] = sum(w - trainer.exposed_early_s(w, u, sized.cluster) for w, u in spans)
     return float(sized.cache["paired_s"])
 
 
-def _mixtures(sized: SizedClass) -> list[tuple[int, list[CollectivePair]]]:
-    """Return each mixture's op and its all-to-alls of rows, in the order in which they run: to the relays, from there to the experts, and
-    back. The backward pass sends gradients of results as the forward pass sends rows."""
+@dataclasses.dataclass(frozen=True)
+class _Mixture:
+    """A mixture's op, the all-to-alls of rows under which the other pass computes (to experts or relays, and back), and those that it waits
+    for: with relays, those between them and the experts. The backward pass sends gradients of results as the forward pass sends rows."""
+
+    op: int
+    sent: tuple[CollectivePair, ...]
+    awaited: tuple[CollectivePair, ...]
+
+
+def _mixtures(sized: SizedClass) -> list[_Mixture]:
+    """Return the mixtures whose rows are sent to other ranks, in the order in which they run."""
     table, found = sized.bound.table, dict[str, list[CollectivePair]]()
     for pair in sized.bound.pairs:
         # relays also send choices and weights, which the program waits for
         tokens = operands(table.ops[table.index[pair.op]])[0].name if pair.routing else ""
         if (pair.router or pair.value == tokens) and sized.pair_sizes[pair.axes, pair.sharded].group_size > 1:
             found.setdefault(pair.op, []).append(pair)
-    ordered = []
+    mixtures = []
     for op, rows in found.items():
-        relayed, direct = ([pair for pair in rows if (pair.routing is not None) == relays] for relays in (True, False))
-        ordered.append((table.index[op], [*relayed[:1], *direct, *relayed[1:]]))
-    return sorted(ordered, key=lambda each: each[0])
+        relayed, direct = (tuple(pair for pair in rows if bool(pair.routing) == relays) for relays in (True, False))
+        mixtures.append(_Mixture(table.index[op], relayed or direct, direct if relayed else ()))
+    return sorted(mixtures, key=lambda mixture: mixture.op)
 
 
-def _pieces_between(seconds: Floats, mixtures: Sequence[tuple[int, list[CollectivePair]]]) -> Iterator[float]:
-    """Yield the arithmetic before, between and after all-to-alls. A mixture's own is between those to its experts and those back; relays
-    only copy rows."""
-    start = 0
-    for op, rows in mixtures:
-        yield float(seconds[start:op].sum())
-        copies = [0.0] * (len(rows) // 2 - 1)
-        yield from (*copies, float(seconds[op]), *copies)
-        start = op + 1
-    yield float(seconds[start:].sum())
+def _pieces_between(sized: SizedClass, side: str, mixtures: Sequence[_Mixture]) -> Iterator[float]:
+    """Yield the seconds of a pass before, between and after the all-to-alls under which the other pass computes."""
+    arithmetic_s, start = getattr(sized, f"{side}_s"), 0
+    for mixture in mixtures:
+        yield float(arithmetic_s[start : mixture.op].sum())
+        yield float(arithmetic_s[mixture.op]) + sum(sized.seconds_of(pair, side) for pair in mixture.awaited)
+        start = mixture.op + 1
+    yield float(arithmetic_s[start:].sum())
 
 
 def overlapped_in_pairs(

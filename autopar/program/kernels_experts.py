@@ -159,12 +159,14 @@ def experts(
     ``exchange`` and ``relay`` are those ``owners`` along which ranks have different tokens: rows are exchanged over them, over ``relay`` in
     a hop of its own. ``partial_axes`` are the axes on which the result is a partial sum (P): the other ``owners``, and the axes that shard
     another dim of the parameters. ``dispatch`` is the format in which rows, and gradients of results, are sent to the experts' owners.
-    ``send`` exchanges the rows; by default the exchange is synchronous.
+    ``send`` exchanges the rows; by default the exchange is synchronous. If there are relays, it exchanges rows with them alone: the
+    exchange between a relay and the experts, over fast links, is synchronous, so that what else ``send`` lets run has one long piece
+    under each exchange with relays.
     """
     axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
-    steps = in_steps(
-        send or _send_and_wait, (x, index, weights), parameters, body, count, weights_first, dispatch, **axes
-    )
+    send = send or _send_and_wait
+    inner = _send_and_wait if any(_size(axis) > 1 for axis in relay) else send
+    steps = in_steps(send, (x, index, weights), parameters, body, count, weights_first, dispatch, inner, **axes)
     while True:
         try:
             next(steps)
@@ -182,10 +184,12 @@ def in_steps(
     count: int,
     weights_first: bool = False,
     dispatch: RowFormat | None = None,
+    inner: Send | None = None,
     **axes: Sequence[Axis],
 ) -> Generator[None, None, Tensor]:
     """Run ``experts`` as a generator that yields while an all-to-all is in flight, so that the caller can compute something else.
-    ``tokens`` (``x``, ``index``, ``weights``) and ``axes`` (by keyword) are arguments of ``experts``; ``send`` exchanges the rows."""
+    ``tokens`` (``x``, ``index``, ``weights``) and ``axes`` (by keyword) are arguments of ``experts``; ``send`` exchanges the rows, and
+    ``inner``, by default ``send``, those between a relay and the experts."""
     x, index, weights = tokens
     owners, exchange, relay, partial_axes = (
         axes.get(name, ()) for name in ("owners", "exchange", "relay", "partial_axes")
@@ -217,7 +221,8 @@ def in_steps(
         if row_counts is None:
             rows = body(rows, counts, *parameters)
         else:
-            rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, send, dispatch)
+            own = inner or send
+            rows = yield from _dispatch_and_combine(rows, row_counts, body, parameters, exchange, own, dispatch)
         rows = _Restore.apply(rows, order, len(ids)).view(*index.shape, x.shape[-1])
         out = (rows.sum(-2) if weights_first else _weighted_sum(rows, weights)).to(x.dtype)
         if relay:

@@ -77,8 +77,7 @@ def test_a_mixture_saves_communication_in_pairs_and_nothing_else_changes() -> No
     assert dataclasses.replace(pairs, paired_s=0.0, in_turns=0) == none
 
 
-def test_all_to_alls_with_relays_hide_under_all_but_the_relays_copies() -> None:
-    """Half of them: the first and the third of a pass are in flight while the other pass only copies rows."""
+def test_all_to_alls_with_relays_are_hidden_and_those_with_experts_are_not() -> None:
     slow = dataclasses.replace(SLOW, gpu=dataclasses.replace(SLOW.gpu, matmul_efficiency=1e-6, memory_efficiency=1e-3))
     links = {name: dataclasses.replace(getattr(slow, name), latency_s=0.0) for name in ("intra", "inter")}
     slow = dataclasses.replace(slow, overlap_slowdown=0.0, collective_s=0.0, **links)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import subject
+from exactness import make_subject, subject
+from expert_models import mixtral
 from tiers import slow
 from torch import Tensor
 from workers import WorkerPool
@@ -31,11 +32,12 @@ from autopar.run.folder import import_runtime, program_modules
 from autopar.schedules import Schedule
 from autopar.schedules.orders import device_groups
 from autopar.search import SearchOptions
-from autopar.search.manual import manual_plan
+from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
 from autopar.verify.recording import Workers, record
 
-PINS: dict[str, Any] = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "dualpipev", "expert": 2}
+PIPELINE: dict[str, Any] = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "dualpipev"}
+PINS = {**PIPELINE, "expert": 2}
 CUTS = (2, 3, 4)
 """One mixture in each stage."""
 
@@ -155,6 +157,7 @@ def gradients(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -
     [
         {},
         {"zero": 3, "activations": "full"},
+        {"mesh": make_mesh(("relay", 2))},
         slow({"zero": 2, "reduce": "step"}),
         slow({"zero": 1, "activations": "selective"}),
     ],
@@ -167,7 +170,7 @@ def test_loss_and_gradients_are_bitwise_those_of_one_pass_after_the_other(
     given, found = subject("mixtral"), []
     for value in ("pairs", "none"):
         folder = tmp_path / value
-        plan = manual_plan(given.graph, overlap=value, cuts=CUTS, **PINS, **pins)
+        plan = manual_plan(given.graph, overlap=value, cuts=CUTS, **(PIPELINE if "mesh" in pins else PINS), **pins)
         emit(given.graph, plan, folder)
         assert (folder / "runtime" / "pairs.py").is_file() == (value == "pairs")
         found.append(
@@ -210,13 +213,24 @@ def most_in_flight(trace: RankTrace) -> int:
     return most
 
 
-@pytest.mark.parametrize(("overlap", "flying"), [("pairs", 2), ("none", 1)])
-def test_ranks_agree_on_an_order_in_which_both_passes_have_an_exchange_in_flight(overlap: str, flying: int) -> None:
+RELAYED = {"mesh": make_mesh(("relay", 2), ("expert", 2))}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "experts", "flying"),
+    [("pairs", {"expert": 2}, 2), ("none", {"expert": 2}, 1), ("pairs", RELAYED, 3), slow("none", RELAYED, 1)],
+)
+def test_ranks_agree_on_an_order_in_which_both_passes_have_an_exchange_in_flight(
+    overlap: str, experts: dict[str, Any], flying: int
+) -> None:
+    """With relays, the choices of the tokens are exchanged, too, while both passes have tokens in flight."""
     given = subject("mixtral")
+    if experts is RELAYED:  # on twice as many ranks
+        model, batch, loss = mixtral()
+        given = make_subject(model, {name: torch.cat([rows, rows]) for name, rows in batch.items()}, loss)
+    plan = manual_plan(given.graph, overlap=overlap, cuts=CUTS, **PIPELINE, **experts)
     with Workers() as workers:
-        found = record(
-            given.graph, manual_plan(given.graph, overlap=overlap, cuts=CUTS, **PINS), given.state, given.batch, workers
-        )
+        found = record(given.graph, plan, given.state, given.batch, workers)
     assert not found.findings() and not found.failures
     assert {most_in_flight(trace) for trace in found.late.values()} == {flying}
 
