@@ -52,6 +52,7 @@ FLAGS = {
     "moe_token_dispatcher_type": Flag("dispatcher", str),
     "moe_flex_dispatcher_backend": Flag("backend", str),
     "moe_enable_deepep": Flag("dispatcher", "flex"),
+    "moe_grouped_gemm": Flag("grouped", True),  # assumed of every mixture
     "overlap_moe_expert_parallel_comm": Flag(FACT, _OVERLAP),
     "delay_wgrad_compute": Flag("delays_weights", True),  # assumed beside overlapped exchanges
     "micro_batch_size": Flag("microbatch", whole_number),
@@ -102,6 +103,7 @@ _RESOLVED = (
     "expert_tensor",
     "dispatcher",
     "backend",
+    "grouped",
     "chunk_layers",
     "layout",
     "first",
@@ -390,6 +392,8 @@ def _batch(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
     # "flash" is the package flash-attn alone: without cuDNN, and refused for the heads of latent attention
     words += [("attention_backend", "auto")] if "flash attention" in s.facts else []
     words += [("cross_entropy_loss_fusion",)] if "fused loss" in s.facts else []
+    # Megatron recomputes experts' activations of grouped products alone (moe_act in recompute_modules)
+    words += [("moe_grouped_gemm",)] if any(cls.mixtures for cls in graph.classes.values()) else []
     return words
 
 
