@@ -111,8 +111,10 @@ def _compute_early_passes(sized: SizedClass, trainer: TrainerModel) -> Passes:
 def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
     """Return the peaks of live memory if products that share an input compute their weight gradients while the input's gradient is reduced.
     Until then the gradients of all their results stay live, but there is one input gradient instead of one for each product."""
-    table, pairs = sized.bound.table, [pair for pair in sized.bound.pairs if len(pair.overlapped_products) > 1]
-    if not pairs or not table.ops:
+    table = sized.bound.table
+    # a trainer that gathers the input again in the backward pass has another pair with the same products
+    joined = {pair.overlapped_products for pair in sized.bound.pairs if len(pair.overlapped_products) > 1}
+    if not joined or not table.ops:
         return peaks
     gradients = sized.local(table.live.gradient, "slot")
 
@@ -122,8 +124,8 @@ def _early_peaks(sized: SizedClass, peaks: PeakMemory) -> PeakMemory:
 
     of_results, of_inputs = of_ops(OUTPUT), of_ops(0)
     live = np.zeros(len(table.ops))
-    for pair in pairs:
-        first, *others = (table.index[name] for name in pair.overlapped_products)
+    for products in joined:
+        first, *others = (table.index[name] for name in products)
         for i in others:
             live[first:i] += of_results[i]
         live[first : max(others) + 1] -= of_inputs[first]
@@ -147,12 +149,18 @@ def paired_s(sized: SizedClass, trainer: TrainerModel) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Mixture:
-    """A mixture's op, the all-to-alls of rows under which the other pass computes (to experts or relays, and back), and those that it waits
-    for: with relays, those between them and the experts. The backward pass sends gradients of results as the forward pass sends rows."""
+    """A mixture's op, the all-to-alls of rows under which the other pass computes (to experts or relays, and back), and those that the pass
+    itself waits for: with relays, those between them and the experts. The backward sends gradients of results as the forward sends rows."""
 
     op: int
     sent: tuple[CollectivePair, ...]
     awaited: tuple[CollectivePair, ...]
+
+    def awaited_in_node(self, sized: SizedClass) -> Iterator[CollectivePair]:
+        """Yield the awaited all-to-alls that can run beside those in flight: on the links of a node, while those use the network."""
+        nodes = {pair: sized.pair_sizes[pair.axes, pair.sharded].members.nodes for pair in (*self.sent, *self.awaited)}
+        if all(nodes[pair] > 1 for pair in self.sent):
+            yield from (pair for pair in self.awaited if nodes[pair] == 1)
 
 
 def _mixtures(sized: SizedClass) -> list[_Mixture]:
@@ -175,7 +183,8 @@ def _pieces_between(sized: SizedClass, side: str, mixtures: Sequence[_Mixture]) 
     arithmetic_s, start = getattr(sized, f"{side}_s"), 0
     for mixture in mixtures:
         yield float(arithmetic_s[start : mixture.op].sum())
-        yield float(arithmetic_s[mixture.op]) + sum(sized.seconds_of(pair, side) for pair in mixture.awaited)
+        awaited_s = sum(sized.seconds_of(pair, side) for pair in mixture.awaited_in_node(sized))
+        yield float(arithmetic_s[mixture.op]) + awaited_s
         start = mixture.op + 1
     yield float(arithmetic_s[start:].sum())
 

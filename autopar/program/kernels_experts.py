@@ -160,8 +160,8 @@ def experts(
     a hop of its own. ``partial_axes`` are the axes on which the result is a partial sum (P): the other ``owners``, and the axes that shard
     another dim of the parameters. ``dispatch`` is the format in which rows, and gradients of results, are sent to the experts' owners.
     ``send`` exchanges the rows; by default the exchange is synchronous. If there are relays, it exchanges rows with them alone: the
-    exchange between a relay and the experts, over fast links, is synchronous, so that what else ``send`` lets run has one long piece
-    under each exchange with relays.
+    exchange between a relay and the experts, over fast links, is synchronous, so that under each exchange with relays the other pass
+    of a pair has one long piece of work.
     """
     axes = {"owners": owners, "exchange": exchange, "relay": relay, "partial_axes": partial_axes}
     send = send or _send_and_wait
@@ -314,6 +314,9 @@ def _send_to_relays(
     """Send each token once to every rank of ``relay`` that has any of its experts (``place [count]``, their ranks).
 
     Return the rows, choices and weights that arrived, and a generator that sends the relays' results back and adds up each token's.
+
+    A group runs its collectives in their order. So choices and weights are exchanged before the rows, and the weights' gradients before
+    those of the rows: behind them, they would wait for the rows of another pass, which should be in flight during the experts' work.
     """
     shape, n = tokens[0].shape, prod(_size(axis) for axis in relay)
     x, index, weights = (t.reshape(-1, t.shape[-1]) for t in tokens)
@@ -321,16 +324,19 @@ def _send_to_relays(
     sent, received, _, _ = _exchange_counts(reached.sum(1), relay, len(index) * min(n, index.shape[1]))
     order = reached.flatten().argsort(descending=True, stable=True)[: sum(sent)]  # by rank, then by token
     token = order % len(index)
+    index, chosen = _RowExchange.apply(index[token], relay, sent, received), weights[token]
+    weights = _RowExchange.apply(chosen.detach(), relay, sent, received)
     arrived = send(x[token], relay, sent, received, (dispatch, None))
-    index, weights = (_RowExchange.apply(t[token], relay, sent, received) for t in (index, weights))
     yield
+    x_here = arrived()
+    weights = _Exchanged.apply(chosen, weights, relay, sent, received)
 
     def sent_back(rows: Tensor) -> Generator[None, None, Tensor]:
         returned = send(rows, relay, received, sent, (None, dispatch))
         yield
         return _Restore.apply(returned(), order, n * len(x)).view(n, *shape).sum(0)
 
-    return (arrived(), index, weights), sent_back
+    return (x_here, index, weights), sent_back
 
 
 class RowCounts(NamedTuple):
@@ -402,6 +408,23 @@ class _RowExchange(torch.autograd.Function):
 
 
 spmd.register_local_autograd_function(_RowExchange)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Returns ``arrived``, which an earlier exchange of ``rows`` has returned. The backward exchanges the gradients, as if the exchange had
+    been here: autograd runs the nodes of a graph in the reverse order of the forward pass."""
+
+    @staticmethod
+    def forward(ctx, rows, arrived, axes, sent, received):  # type: ignore[no-untyped-def]
+        ctx.group, ctx.sent, ctx.received = None if rows.is_meta else group_of(*axes), sent, received
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent, None), None, None, None, None
+
+
+spmd.register_local_autograd_function(_Exchanged)
 
 
 def _all_to_all(

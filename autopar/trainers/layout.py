@@ -148,7 +148,10 @@ def is_even(bounds: Sequence[int]) -> bool:
 
 def balanced(blocks: int, head: float, stages: int) -> tuple[int, ...]:
     """Return stage bounds that cut where the running sum of FLOPs reaches a multiple of the stages' equal share. Every stage gets at least
-    one layer. ``head`` is the FLOPs of the head over those of a block."""
+    one layer. ``head`` is the FLOPs of the head over those of a block.
+
+    This is nanotron's rule (``build_model`` in src/nanotron/models/base.py), except that a stage there ends with the block that passes its
+    share. With a head of four blocks, times and memory of nanotron's published sweep fit stages that end with the block that reaches it."""
     total = blocks + head
     bounds = [0]
     for stage in range(1, stages):

@@ -168,7 +168,7 @@ class Megatron(Trainer):
         terms["prepared_bytes"] = int(figures.MEGATRON_PREPARED_BYTES.value + scaled)
         terms["update_bytes"] = int(figures.MEGATRON_UPDATE_BYTES.value)
         # input gradients are reduced during the products of weight gradients (megatron/core/tensor_parallel/layers.py)
-        terms["starts_early"] = s.precision != "float16" and "overlap off" not in s.facts
+        terms["starts_early"] = s.precision != "float16" and not s.facts & {"overlap off", "overlapped tensor"}
         return terms | {"saves_float8": s.precision == FLOAT8, "fp8_passes": figures.DELAYED_FP8_PASSES.value}
 
     def key(self, name: str) -> str:

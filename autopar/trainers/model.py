@@ -156,6 +156,7 @@ class OtherTrainer(TrainerModel):
     def conversions(self, pairs: list[CollectivePair], gradient: bool) -> list[CollectivePair]:
         if not (self.regather and gradient):
             return pairs
+        # with ``starts_early`` a gather overlaps the product of the input's gradient, which takes as long as that of the weight's
         gathers = [pair for pair in pairs if pair.forward is Collective.ALL_GATHER]
         regathers = [dataclasses.replace(m, forward=Collective.NONE, backward=Collective.ALL_GATHER) for m in gathers]
         return pairs + regathers

@@ -12,7 +12,7 @@ from autopar.trainers.trainer import TrainerCosts
 from autopar.types import Collective
 
 
-class Accumulating(TrainerCosts):
+class Ddp(TrainerCosts):
     """PyTorch's DDP, and a float32 sum of gradients over microbatches: the trainer of rows that name none."""
 
     evidence = name = "ddp"
@@ -24,7 +24,7 @@ class Accumulating(TrainerCosts):
         return {"regather": True, "fresh_bytes": int(figures.FRESH_GRADIENT_BYTES.value)}
 
 
-class Nanotron(Accumulating):
+class Nanotron(Ddp):
     """Gradients are reduced in float32. Without ZeRO, hooks of DDP reduce them during the last microbatch's backward. Under ZeRO 1 there is
     no DDP: an all-reduce of all gradients follows the last backward, and the gather of parameters has two copies of them (``make_ddp`` and
     ``sync_gradients_across_dp`` in src/nanotron/trainer.py, ``_all_gather_params`` in optim/zero.py of huggingface/nanotron v0.5). A column

@@ -262,7 +262,10 @@ def _megatron_layout(text: str, case: Case) -> None:
 
 
 def megatron_lm(case: Case) -> list[str]:
-    """Megatron-LM's own parser and checks, of the checkout on the search path. One question needs a GPU: which generation it is."""
+    """Megatron-LM's own parser and checks, of the checkout on the search path. Two questions need a GPU: which generation it is, and what
+    products it has."""
+    import torch
+
     if not hasattr(typing, "override"):  # a decorator without effect, which Python has from 3.12
         typing.override = lambda method: method
     from megatron.core import package_info
@@ -271,6 +274,7 @@ def megatron_lm(case: Case) -> list[str]:
     s = case["wanted"]
     have_fused_permutations()
     arguments.get_device_arch_version = lambda: 9  # Hopper
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     text = case["files"]["megatron_args.sh"]
     exports = [line.removeprefix("export ") for line in text.splitlines() if line.startswith("export ")]
     variables = dict(line.split("=", 1) for line in exports)
