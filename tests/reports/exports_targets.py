@@ -224,6 +224,7 @@ def megatron(case: Case) -> list[str]:
     values |= {"num_layers": case["blocks"], "hidden_size": case["hidden"], "num_attention_heads": case["heads"]}
     values |= {"num_moe_experts": case["experts"]} if case["experts"] else {}
     values |= {"add_bias_linear": False} if case["experts"] else {}
+    values |= {"multi_latent_attention": True} if "--multi-latent-attention" in case["megatron_model"] else {}
     used: set[str] = set()
     for cls in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig):
         fields = {field.name for field in dataclasses.fields(cls)}

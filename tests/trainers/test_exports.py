@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import fx
 
 from autopar.devices import parse
 from autopar.errors import UsageError
@@ -42,8 +43,12 @@ def setting(trainer: str, activations: str = "keep", **fields: Any) -> Setting:
 
 
 def exported(trainer: str, s: Setting) -> Exported:
+    mixture = SimpleNamespace(mixtures=((8, 2),), activations=(), graph=SimpleNamespace(graph=fx.Graph()))
     graph: Any = SimpleNamespace(
-        tokens=s.global_batch * SEQ, batch_size=s.global_batch, layers=[None] * (BLOCKS + 2), classes={}
+        tokens=s.global_batch * SEQ,
+        batch_size=s.global_batch,
+        layers=[None] * (BLOCKS + 2),
+        classes={"mixture": mixture} if s.expert > 1 else {},
     )
     return TRAINERS[trainer].export(s, graph, CLUSTER)
 
@@ -110,6 +115,10 @@ def test_an_exported_configuration_is_read_back(tmp_path: Path, trainer: str, fi
         assert any("ChunkedLossWrapper" in note for note in exported(trainer, s).notes)
     if trainer == "megatron" and not overlaps_experts(s):  # the flag is written where Megatron accepts it
         s = dataclasses.replace(s, facts=s.facts - {"overlapped experts"})
+    if trainer == "megatron":
+        words = exported(trainer, s).files[file]
+        assert ("--moe-grouped-gemm" in words) == (s.expert > 1)
+        assert ("moe_act" in words) == (s.expert > 1 and "--recompute-modules" in words)
     if back.cuts is None:  # as the trainer cuts by itself
         back = dataclasses.replace(back, cuts=s.cuts)
         assert s.cuts in (None, EVEN[1:-1])

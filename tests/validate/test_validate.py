@@ -326,8 +326,25 @@ def test_words_of_the_trainer():
     assert [(m.reduces_sums, m.starts_early, m.overlap_data) for m in sums] == [(True, True, 1), (True, True, 0)]
     assert (plain.reduces_sums, plain.stage1_reduction) == (False, Collective.REDUCE_SCATTER)
     assert sums[1].stage1_reduction is Collective.ALL_REDUCE
+    early = [
+        changed_model(notes=f"Megatron{words}").starts_early for words in ("", ", all overlap off", ", tp_comm_overlap")
+    ]
+    assert early == [True, False, False] and not changed_model(precision="fp16").starts_early
     recipe = changed_model(notes="distributed_fused_adam, overlap grad/param sync, ub_tp_comm_overlap")
     assert (recipe.gradient_bytes, recipe.overlap_data, recipe.overlap_tensor) == (2, 1, 1.0)
+
+
+def test_nanotron_reports_the_memory_of_its_first_rank():
+    """It is in the first stage; whether a run fits depends on all stages."""
+    found = {}
+    for source in ("a sweep (nanotron)", "a sweep"):
+        model = SMALL["model"] | {"vocab": 65536}  # the logits are in the last stage
+        read = read_row(row(model=model, pp=2, tp=1, dp=4, micro_batch=4, zero_stage=1, source=source), 1)
+        bench = Bench()
+        stages = [stage.memory.total for stage in bench.price(read, read.setting)[0].stages]
+        found[source] = bench.predicted(read).memory_bytes, stages[0], max(stages)
+    (mine, first, most), (other, _, largest) = found.values()
+    assert mine == first and other == largest and first != most
 
 
 def test_words_of_mixtures():
