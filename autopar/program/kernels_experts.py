@@ -329,7 +329,7 @@ def _send_to_relays(
     arrived = send(x[token], relay, sent, received, (dispatch, None))
     yield
     x_here = arrived()
-    weights = _Exchanged.apply(chosen, weights, relay, sent, received)
+    weights = _RowExchange.apply(chosen, relay, sent, received, (None, None), weights)
 
     def sent_back(rows: Tensor) -> Generator[None, None, Tensor]:
         returned = send(rows, relay, received, sent, (None, dispatch))
@@ -393,38 +393,22 @@ def _send_and_wait(
 
 
 class _RowExchange(torch.autograd.Function):
-    """Sends rows to every rank of the axes (flattened, if there are several), in order; the backward sends their gradients back."""
+    """Sends rows to every rank of the axes (flattened, if there are several), in order; the backward sends their gradients back. If they
+    have ``arrived`` by an earlier exchange, only the gradients are sent, at this place: autograd runs nodes in reverse order."""
 
     @staticmethod
-    def forward(ctx, rows, axes, sent, received, formats=(None, None)):  # type: ignore[no-untyped-def]
+    def forward(ctx, rows, axes, sent, received, formats=(None, None), arrived=None):  # type: ignore[no-untyped-def]
         # looked up here: on a GPU the backward runs in a thread that has no current mesh
         group = None if rows.is_meta else group_of(*axes)
         ctx.group, ctx.sent, ctx.received, ctx.format = group, sent, received, formats[1]
-        return _all_to_all(rows, group, sent, received, formats[0])
+        return _all_to_all(rows, group, sent, received, formats[0]) if arrived is None else arrived.view_as(arrived)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent, ctx.format), None, None, None, None
+        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent, ctx.format), None, None, None, None, None
 
 
 spmd.register_local_autograd_function(_RowExchange)
-
-
-class _Exchanged(torch.autograd.Function):
-    """Returns ``arrived``, which an earlier exchange of ``rows`` has returned. The backward exchanges the gradients, as if the exchange had
-    been here: autograd runs the nodes of a graph in the reverse order of the forward pass."""
-
-    @staticmethod
-    def forward(ctx, rows, arrived, axes, sent, received):  # type: ignore[no-untyped-def]
-        ctx.group, ctx.sent, ctx.received = None if rows.is_meta else group_of(*axes), sent, received
-        return arrived.view_as(arrived)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_to_all(grad, ctx.group, ctx.received, ctx.sent, None), None, None, None, None
-
-
-spmd.register_local_autograd_function(_Exchanged)
 
 
 def _all_to_all(
