@@ -18,6 +18,7 @@ from autopar.expert_loads import expert_loads
 from autopar.graph import Graph
 from autopar.pins import read_pins
 from autopar.plan import Plan
+from autopar.plan_schema import MAX_SEARCH_S
 from autopar.planning import capture_model, plan_model
 from autopar.progress import Progress
 from autopar.run.initialise import with_buffer_values
@@ -73,11 +74,12 @@ def _can_get_random_values(workload: Workload) -> bool:
 
 
 def cluster_and_options(request: PlanRequest) -> tuple[Cluster, SearchOptions]:
-    """Return the cluster and the search options of a request."""
+    """Return the cluster and the search options of a request. A search for another trainer has no time limit by default."""
     limit = parse_size(request.memory_limit) if request.memory_limit else None
     cluster = parse(request.devices, memory_limit_bytes=limit, calibration=request.calibration)
+    default_s = MAX_SEARCH_S if request.trainer else TIME_LIMIT_S
     return cluster, SearchOptions(
-        time_limit_s=TIME_LIMIT_S if request.time_limit is None else request.time_limit,
+        time_limit_s=default_s if request.time_limit is None else request.time_limit,
         within=WITHIN if request.within is None else request.within,
         allow=allowed(request.allow),
         pin=read_pins(request.pins),

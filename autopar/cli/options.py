@@ -287,7 +287,7 @@ pin_options = joined(
     option(
         "--time-limit",
         "SECONDS",
-        f"Processor time that the search may take. Default: {TIME_LIMIT_S:g}.",
+        f"Processor time that the search may take. Default: {TIME_LIMIT_S:g}, or no limit for another trainer's plans.",
         type=click.FloatRange(0),
     ),
     option(

@@ -97,12 +97,14 @@ def choose(
     """Return the fastest setting of a trainer, and its plan."""
     messages("search", trainer.title)
     best = best_setting(graph, cluster, trainer, pins, lambda text: messages("search", text), options)
-    step_s = best.plan.prediction.step_time_s
+    searched = "each priced or excluded by a bound"
+    if best.left:
+        searched = f"{best.left:,} of them neither priced nor excluded when --time-limit ended the search"
     plan = dataclasses.replace(
         best.plan,
-        bound_s=step_s,
-        gap=0.0,
-        solver=f"{best.families:,} kinds of settings of {trainer.title}, each priced or excluded by a bound",
+        bound_s=best.bound_s,
+        gap=1 - best.bound_s / best.plan.prediction.step_time_s,
+        solver=f"{best.families:,} kinds of settings of {trainer.title}, {searched}",
         notes=(priced_as(trainer), *best.plan.notes),
     )
     return best.setting, plan
@@ -254,12 +256,15 @@ def compared(request: PlanRequest, source: str, messages: Messages) -> Compared:
     own = configured(dataclasses.replace(request, allow=()), source, (), messages)
     same = {"precision": own.setting.precision, "facts": own.setting.facts & KEPT}
     allow = {name for name in allowed(request.allow) if name in own.trainer.space.deviations}
-    setting, best = choose(own.graph, own.cluster, own.trainer, same, messages, SearchOptions(allow=allow))
+    _, options = cluster_and_options(dataclasses.replace(request, trainer=own.trainer.name))
+    options = dataclasses.replace(options, allow=allow)
+    setting, best = choose(own.graph, own.cluster, own.trainer, same, messages, options)
     exported = own.trainer.export(setting, own.graph, own.cluster)
     messages("price", "single changes")
     changes = best_changes(own.pricers, own.setting, own.plan.prediction.step_time_s)
     sized = dataclasses.replace(
         request,
+        trainer=None,
         seq=own.graph.tokens // own.graph.batch_size,
         global_batch=own.graph.batch_size,
         precision=name_of(own.graph.dtype),

@@ -3,7 +3,7 @@
 All blocks have the same strategy, so there are few settings (thousands): degrees, ZeRO stage, microbatch size, chunks, recomputation. They
 are grouped into *families* that differ only in recomputation; of a family, the setting with the least recomputation that fits counts. The
 bound of a family is the mean work of a pipeline rank without recomputation; families are evaluated in the order of an estimate (the bound
-plus a pipeline's bubble) until no bound is below the best step time.
+plus a pipeline's bubble) until no bound is below the best step time, or the time limit ends the search.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.layer_price import LayerPrice
 from autopar.plan import ALLOWED, Plan
+from autopar.plan_schema import MAX_SEARCH_S
 from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.schedules import refusal
@@ -78,12 +80,18 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """The best setting with its plan; ``families`` is the number of families of settings, ``evaluated`` the number of priced plans."""
+    """The best setting with its plan; ``families`` is the number of families of settings, ``evaluated`` the number of priced plans.
+
+    ``bound_s`` is a lower bound of the step time of all settings; ``left`` is the number of families that were neither priced nor excluded
+    when the time limit ended the search.
+    """
 
     setting: Setting
     plan: Plan
     families: int
     evaluated: int
+    left: int
+    bound_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +114,30 @@ def best_setting(
     """Return the fastest setting of ``trainer`` that fits; ``pins`` fixes fields of ``Setting`` (``PINS``).
 
     A setting with more of the deviations that ``options`` allows must be faster by more than the target gap. ``options.interrupt`` is
-    called before each kind of settings; the time limit does not apply.
+    called before each kind of settings. Each combination of deviations has an equal share of the time limit; if no setting was found in
+    it, the search goes on to the first one. Without ``options`` there is no limit.
 
     Raises:
         UsageError: the trainer can't run what is pinned, or doesn't have a deviation.
         InfeasibleError: no setting fits.
     """
-    options = options or SearchOptions()
+    options = options or SearchOptions(time_limit_s=MAX_SEARCH_S)
     found: list[TrainerPlan] = []
     why: InfeasibleError | None = None
-    for values in deviating_values(trainer, options.allow, graph.dtype):
+    combinations = deviating_values(trainer, options.allow, graph.dtype)
+    for values in combinations:
+        deadline_s = time.thread_time() + options.time_limit_s / len(combinations)
+        choice = _Choice(graph, cluster, trainer, {**(pins or {}), **values})
         try:
-            found.append(_Choice(graph, cluster, trainer, {**(pins or {}), **values}).run(report, options.interrupt))
+            found.append(choice.run(deadline_s, report, options.interrupt))
         except InfeasibleError as error:
             why = error
     best = preferred(found, lambda each: each.plan, options.target_gap)
     if best is None:
         assert why is not None
         raise why
-    families, evaluated = sum(each.families for each in found), sum(each.evaluated for each in found)
-    return dataclasses.replace(best, families=families, evaluated=evaluated)
+    sums = {name: sum(getattr(each, name) for each in found) for name in ("families", "evaluated", "left")}
+    return dataclasses.replace(best, bound_s=min(each.bound_s for each in found), **sums)
 
 
 def check_values(trainer: Trainer, graph: Graph, values: Mapping[str, Any]) -> None:
@@ -264,11 +276,16 @@ class _Choice:
     def best_s(self) -> float:
         return math.inf if self.best is None else self.best[1].prediction.step_time_s
 
-    def run(self, report: Report | None, interrupt: Callable[[], None] | None) -> TrainerPlan:
+    def run(self, deadline_s: float, report: Report | None, interrupt: Callable[[], None] | None) -> TrainerPlan:
+        """Return the best setting that is found until ``thread_time`` reaches ``deadline_s``, or the first one."""
         families = sorted(self._families(), key=lambda family: family.estimate_s)
+        left: list[float] = []
         for number, family in enumerate(families):
             if interrupt is not None:
                 interrupt()
+            if self.best is not None and time.thread_time() >= deadline_s:
+                left = [other.bound_s for other in families[number:] if other.bound_s < self.best_s]
+                break
             if report is not None and number % 25 == 0:
                 report(f"{number} of {len(families)} kinds of settings, best {self.best_s:.4g} s")
             if family.bound_s < self.best_s:
@@ -281,7 +298,7 @@ class _Choice:
                 f"no setting of {self.trainer.title} fits: {reason}",
                 "use more devices, more memory, or another trainer",
             )
-        return TrainerPlan(*self.best, len(families), self.evaluated)
+        return TrainerPlan(*self.best, len(families), self.evaluated, len(left), min([self.best_s, *left]))
 
     def _evaluate(self, s: Setting) -> None:
         """Price the settings of a family, least recomputation first, until one fits."""

@@ -59,6 +59,15 @@ def test_an_exported_plan_is_read_back_and_has_the_same_price(trainer: str, tmp_
         )  # before the model is read
 
 
+def test_a_plan_says_that_the_time_limit_ended_its_search():
+    words = ("plan", *REQUEST, *SIZES, "--trainer", "megatron", "--json")
+    best, early = json.loads(invoke(*words)), json.loads(invoke(*words, "--time-limit", "0"))
+    assert best["bound_s"] == best["step_time_s"] and best["solver"].endswith("each priced or excluded by a bound")
+    assert early["solver"].endswith("neither priced nor excluded when --time-limit ended the search")
+    assert 0 < early["bound_s"] <= best["step_time_s"] <= early["step_time_s"]
+    assert early["gap"] == pytest.approx(1 - early["bound_s"] / early["step_time_s"])
+
+
 LLAMA = ("llama3-8b", "--devices", "8xH100-80GB")
 FLAGS = (
     "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --micro-batch-size 1 --bf16 --use-flash-attn "

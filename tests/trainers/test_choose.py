@@ -114,6 +114,40 @@ def test_an_interrupt_ends_the_search(graph: Graph):
         best_setting(graph, cluster(60), MEGATRON, options=SearchOptions(interrupt=interrupt))
 
 
+@pytest.mark.parametrize(("limit", "families"), [(60, 0), (60, 1), (60, 20), (3, 0)])
+def test_the_time_limit_ends_the_search_with_a_plan_and_a_true_bound(
+    graph: Graph, limit: float, families: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A clock of one second a family replaces the processor's; the first families do not fit in 3 GB."""
+    all_families = sorted(
+        choose._Choice(graph, cluster(limit), MEGATRON, {})._families(), key=lambda family: family.estimate_s
+    )
+    exact = best_setting(graph, cluster(limit), MEGATRON)
+    assert exact.left == 0 and exact.bound_s == exact.plan.prediction.step_time_s
+    priced: list[tuple[Setting, bool]] = []  # with whether there was a plan before
+    evaluate = choose._Choice._evaluate
+
+    def recorded(self: choose._Choice, s: Setting) -> None:
+        priced.append((s, self.best is not None))
+        evaluate(self, s)
+
+    monkeypatch.setattr(choose._Choice, "_evaluate", recorded)
+    monkeypatch.setattr(choose.time, "thread_time", lambda: float(len(priced)))
+    found = best_setting(graph, cluster(limit), MEGATRON, options=SearchOptions(time_limit_s=families))
+    step_s, at = found.plan.prediction.step_time_s, [family.setting for family in all_families].index(priced[-1][0])
+    left = [family.bound_s for family in all_families[at + 1 :] if family.bound_s < step_s]
+    assert not found.plan.too_full and found.families == exact.families == len(all_families)
+    assert found.left == len(left) > 0 and found.bound_s == min([step_s, *left])
+    assert found.bound_s <= exact.plan.prediction.step_time_s <= step_s
+    assert not any(had_plan for _, had_plan in priced[families:])
+    assert len(priced) == max(1, families) if limit == 60 else len(priced) > 1
+
+
+def test_a_time_limit_does_not_hide_that_nothing_fits(graph: Graph):
+    with pytest.raises(InfeasibleError, match="even the smallest one needs"):
+        best_setting(graph, cluster(1), MEGATRON, options=SearchOptions(time_limit_s=0))
+
+
 @pytest.mark.parametrize("limit", [40, 24])
 def test_bounds_are_bounds_for_long_sequences(limit: float, monkeypatch: pytest.MonkeyPatch):
     """Attention takes most of the time; without bounds, every family is evaluated."""
