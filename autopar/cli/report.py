@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -17,12 +18,14 @@ from autopar.cli.trainers import pricer_of
 from autopar.devices import Cluster
 from autopar.devices.figures import cluster_figures
 from autopar.errors import UsageError
+from autopar.graph import Graph
 from autopar.plan import Plan
 from autopar.plan_files import check_devices, check_model, read_plan
 from autopar.program import tracing
 from autopar.report import PlanFigures, PredictedStep, page, predict_step
 from autopar.report.picture import plot
 from autopar.report.trace import compare_actions, predicted_events, read_trace
+from autopar.trainers.reading import exported_plan, trainer_named
 from autopar.units import seconds, size
 
 
@@ -89,10 +92,12 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
     name = Path(file).name
     completed = with_recorded_options(plan, request)
     if (lacking := missing_options(completed, plan, name)) is not None:
-        why = f"{lacking[0]}. `{lacking[1]}` also shows the timeline, the costs of layers, the traffic and the sources of all figures."
+        parts = ["the timeline", "the costs of layers", "the traffic"]
+        parts += [f"the configuration of {trainer_named(completed.trainer).title}"] if completed.trainer else []
+        why = f"{lacking[0]}. `{lacking[1]}` also shows {', '.join(parts)} and the sources of all figures."
         return PlanFigures(name, plan, missing=(why,), command=command_line(plan))
-    step, cluster = _predicted(plan, completed)
-    warnings = []
+    graph, cluster, step = _predicted(plan, completed)
+    configuration, warnings = _configuration(plan, completed.trainer, graph, cluster)
     if not same_prices(plan, step.step_time_s):
         warnings.append(
             f"The plan's file predicts {seconds(plan.prediction.step_time_s)} a step, today's cost model {seconds(step.step_time_s)}: "
@@ -100,11 +105,24 @@ def _subject(file: str, plan: Plan, request: PlanRequest, explain: bool) -> Plan
             "are the file's."
         )
     explanation = explained(completed, plan).to_json() if explain else None
-    return PlanFigures(name, plan, step, explanation, cluster_figures(cluster), tuple(warnings), command_line(plan))
+    sources, command = cluster_figures(cluster), command_line(plan)
+    return PlanFigures(name, plan, step, explanation, sources, tuple(warnings), command, configuration)
 
 
-def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster]:
-    """Return the predicted step of ``plan`` for the model and the devices of ``request``, and the cluster of these devices."""
+def _configuration(
+    plan: Plan, trainer: str | None, graph: Graph, cluster: Cluster
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the configuration of a plan for another trainer, or ``None`` with the reason why there is none."""
+    if not trainer:
+        return None, []
+    try:
+        return asdict(exported_plan(trainer_named(trainer), plan, graph, cluster)), []
+    except UsageError as error:
+        return None, [f"The configuration of the trainer is missing: {error.message}."]
+
+
+def _predicted(plan: Plan, request: PlanRequest) -> tuple[Graph, Cluster, PredictedStep]:
+    """Return the graph of the model of ``request``, the cluster of its devices, and the predicted step of ``plan`` on them."""
     cluster = cluster_and_options(request)[0].used_by(plan.device_count)
     with Messages() as messages:
         graph, _ = capture_request(request, cluster, plan, messages)
@@ -112,4 +130,4 @@ def _predicted(plan: Plan, request: PlanRequest) -> tuple[PredictedStep, Cluster
         check_devices(plan, cluster, may_be_idle=True)
         messages("price")
         cluster, pricer = pricer_of(request, graph, cluster, plan)
-        return predict_step(graph, cluster, pricer, plan), cluster
+        return graph, cluster, predict_step(graph, cluster, pricer, plan)

@@ -321,7 +321,8 @@ class _Choice:
 
     def _fewest_blocks(self, s: Setting, bounds: tuple[int, ...]) -> Setting:
         """Return the setting with as few recomputed blocks in each stage as fit, by bisection: fewer take more memory and less time."""
-        low, high, found = 0, max(b - a for a, b in pairwise(bounds)), s
+        head = len(self.layers) - 1
+        low, high, found = 0, max(min(b, head) - max(a, 1) for a, b in pairwise(bounds)), s
         while high - low > 1:
             middle = (low + high) // 2
             fewer = s.with_activations(s.activations, middle)

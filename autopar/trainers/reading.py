@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.devices import Cluster
 from autopar.errors import BatchError, UsageError
-from autopar.plan import DEGREES, Plan
+from autopar.graph import Graph
+from autopar.plan import DEGREES, Plan, Role
 from autopar.precision import FLOAT8
 from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS, KEEP
 from autopar.trainers import TRAINERS
+from autopar.trainers.layout import plan_parts
 from autopar.trainers.options import Option
 from autopar.trainers.setting import FACTS, Setting
-from autopar.trainers.trainer import Reading, Trainer
+from autopar.trainers.trainer import Exported, Reading, Trainer
 
 HINT = f"these trainers' configurations are read: {', '.join(each.title for each in TRAINERS.values())}"
 
@@ -136,8 +139,14 @@ def _replicas(values: dict[str, Any], data: int) -> int:
 
 
 def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
-    """Return the setting of a plan that was made for ``trainer``, as far as its cost model depends on it."""
-    strategy, facts = plan.layers[len(plan.layers) // 2].strategy, plan.request.get("facts")
+    """Return the setting of a plan that was made for ``trainer``."""
+    blocks = [layer.strategy for layer in plan.layers[1:-1]] or [plan.layers[0].strategy]
+    strategy = max(blocks, key=lambda each: each.distributes_experts)  # the first with experts, if there are any
+    recomputes = [layer.strategy.options[ACTIVATIONS] != KEEP for layer in plan.layers]
+    options = next((each.options for each in blocks if each.options[ACTIVATIONS] != KEEP), strategy.options)
+    some = 0 < sum(recomputes) < len(blocks)
+    facts = plan.request.get("facts")
+    folds = {"tensor": DEGREES["tensor"], "context": (*DEGREES["ulysses"], *DEGREES["ring"])}
     degree = {name: strategy.degree(plan.mesh, *roles) for name, roles in DEGREES.items()}
     data = math.prod(axis.size for axis in plan.mesh) // (degree["tensor"] * degree["ring"] * degree["ulysses"])
     return Setting(
@@ -147,12 +156,35 @@ def setting_of_plan(trainer: Trainer, plan: Plan) -> Setting:
         context=degree["ring"] * degree["ulysses"],
         expert=degree["expert"],
         chunks=plan.chunks,
-        sequence=any(role.shards_sequence for role in strategy.roles),
+        sequence=Role.TENSOR_SEQUENCE in strategy.layout,
         zero=strategy.zero,
-        options=strategy.options,
+        options=options,
         precision=plan.precision,
         global_batch=plan.global_batch,
         microbatch=plan.global_batch // (data * plan.microbatches),
         facts=frozenset(facts or trainer.facts_of(degree["tensor"], degree["expert"])) & set(FACTS),
         replicate=strategy.replicate,
+        folds=frozenset(
+            name for name, roles in folds.items() if any(r in roles and r.distributes_experts for r in strategy.roles)
+        ),
+        recomputed=max(sum(recomputes[stage.start : stage.stop]) for stage in plan.stages) if some else None,
+        cuts=tuple(stage.start for stage in plan.stages[1:]),
     )
+
+
+def exported_plan(trainer: Trainer, plan: Plan, graph: Graph, cluster: Cluster) -> Exported:
+    """Return the configuration of a plan that was made for ``trainer``, as its search exported it.
+
+    Raises ``UsageError`` with the layer or the schedule that the trainer can't have: the plan's file was edited.
+    """
+    setting = setting_of_plan(trainer, plan)
+    parts = plan_parts(graph, setting, trainer.root_zero(setting))
+    for layer, strategy in zip(plan.layers, parts.strategies, strict=True):
+        if layer.strategy != strategy:
+            raise UsageError(
+                f"{layer.name} differs from the other layers in a way that {trainer.title} cannot run",
+                f"`autopar plan --trainer {trainer.name} --export DIR` writes the configuration of a plan that it can",
+            )
+    if parts.schedule != plan.sized_schedule:
+        raise UsageError(f"{trainer.title} has no schedule {plan.schedule} here", f"it runs {parts.schedule.name}")
+    return trainer.export(setting, graph, cluster)

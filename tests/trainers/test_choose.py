@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
+from typing import Any
 
 import pytest
 
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.plan import Plan
 from autopar.search import SearchOptions
 from autopar.techniques import Options
 from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer, choose
 from autopar.trainers.changes import best_changes
 from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting, folds_of
 from autopar.trainers.layout import even_bounds, is_even
+from autopar.trainers.reading import exported_plan, setting_of_plan
 from autopar.validate.architecture import Architecture
 from autopar.validate.models import graph_of
 
@@ -215,6 +219,64 @@ def test_single_changes_are_faster_and_one_decision_each(graph: Graph):
     assert len(set(names)) == len(names) and "activations" in names
     best = best_setting(graph, devices, MEGATRON)
     assert times[0] >= best.plan.prediction.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("trainer", "limit", "pins"),
+    [
+        (MEGATRON, 60, {"pipeline": 4, "microbatch": 1}),
+        (MEGATRON, 5, {"pipeline": 2, "tensor": 2}),  # recomputes some blocks of each stage
+        (MEGATRON, 4, {"context": 2}),
+        (TORCHTITAN, 4, {"replicate": 2}),
+        (TORCHTITAN, 3, {"pipeline": 2, "tensor": 2}),
+        (DEEPSPEED, 4, {}),
+        (ACCELERATE, 4, {"context": 2}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Trainer) else str(value),
+)
+def test_the_configuration_of_a_plan_is_that_of_its_setting(
+    graph: Graph, trainer: Trainer, limit: float, pins: dict[str, int]
+):
+    found = best_setting(graph, cluster(limit), trainer, pins)
+    check_configuration(graph, trainer, found.setting, found.plan)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dense", "fields"),
+    [
+        (MEGATRON, 0, {"expert": 8, "tensor": 2, "folds": frozenset({"tensor"})}),
+        (MEGATRON, 2, {"expert": 4, "context": 2, "folds": frozenset({"context"}), "activations": "selective"}),
+        (MEGATRON, 2, {"expert": 2, "pipeline": 2, "cuts": (4,), "activations": "full", "recomputed": 1}),
+        (MEGATRON, 2, {"expert": 2, "activations": "full", "recomputed": 1}),  # no block with experts is recomputed
+        (TORCHTITAN, 0, {"expert": 8, "tensor": 2, "context": 2, "folds": frozenset({"tensor", "context"}), "zero": 3}),
+    ],
+)
+def test_the_configuration_of_a_plan_with_experts_is_that_of_its_setting(
+    trainer: Trainer, dense: int, fields: dict[str, Any]
+):
+    """The first ``dense`` blocks have no experts."""
+    sizes = {"experts": 8, "experts_per_token": 2, "dense_layers": dense}
+    mixture = graph_of(Architecture(6, 1024, 16, 8, 2752, True, 32000, 512, False, False, **sizes), BATCH)
+    degrees = {name: fields.get(name, 1) for name in ("tensor", "pipeline", "context")}
+    known: dict[str, Any] = {"expert": 1, "chunks": 1, "sequence": degrees["tensor"] > 1, "zero": 1, "microbatch": 1}
+    known |= {"facts": trainer.facts_of(degrees["tensor"], fields["expert"]), "precision": "bfloat16"}
+    rest = {name: value for name, value in fields.items() if name != "activations"}
+    data = 8 // math.prod(degrees.values())
+    options = Options(activations=fields.get("activations", "keep"))
+    s = Setting(**(known | degrees | {"data": data, "options": options, "global_batch": BATCH} | rest))
+    plan = TrainerPricers(mixture, cluster(60), trainer).plan(s)
+    check_configuration(mixture, trainer, dataclasses.replace(s, cuts=s.cuts or ()), plan)
+
+
+def check_configuration(graph: Graph, trainer: Trainer, s: Setting, plan: Plan) -> None:
+    recorded = dataclasses.replace(plan, request={"facts": sorted(s.facts)})
+    assert setting_of_plan(trainer, recorded) == s
+    assert exported_plan(trainer, recorded, graph, cluster(60)) == trainer.export(s, graph, cluster(60))
+    layer = recorded.layers[2]
+    edited = dataclasses.replace(layer, strategy=layer.strategy.with_options(compile="layers"))
+    layers = (*recorded.layers[:2], edited, *recorded.layers[3:])
+    with pytest.raises(UsageError, match=f"{layer.name} differs from the other layers"):
+        exported_plan(trainer, dataclasses.replace(recorded, layers=layers), graph, cluster(60))
 
 
 def test_balanced_bounds_are_optimal():

@@ -329,11 +329,23 @@ def test_the_plan_of_a_trainer_has_the_files_and_the_prices_of_the_command_line(
     assert found["step"]["end_s"] == printed["step_time_s"]
     assert json.loads((folder / "plan.json").read_text())["request"] == printed["request"]
 
-    page = tmp_path / "page.html"
-    CliRunner().invoke(cli, ["report", str(exported / "plan.json"), "-o", str(page)], catch_exceptions=False)
-    (data,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
-    (drawn,) = json.loads(data)["plans"]
+    def report(plan: dict[str, Any]) -> dict[str, Any]:
+        """The figures of the page of ``autopar report``."""
+        file, page = tmp_path / "edited.json", tmp_path / "page.html"
+        file.write_text(json.dumps(plan))
+        CliRunner().invoke(cli, ["report", str(file), "-o", str(page)], catch_exceptions=False)
+        (data,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(), re.DOTALL)
+        (drawn,) = json.loads(data)["plans"]
+        return drawn
+
+    drawn = report(printed)
     assert drawn["step"]["end_s"] == printed["step_time_s"] and drawn["missing"] == []
+    assert drawn["configuration"] == found["configuration"]
+    unnamed = report(printed | {"request": {"trainer": "torchtitan"}})
+    assert unnamed["configuration"] is None and "the configuration of torchtitan" in unnamed["missing"][0]
+    layers = [layer | {"activations": "full"} if i == 3 else layer for i, layer in enumerate(printed["layers"])]
+    edited = report(printed | {"layers": layers})
+    assert edited["configuration"] is None and "differs from the other layers" in edited["missing"][0]
 
 
 def test_a_model_that_was_edited_is_captured_again(tmp_path: Path):
