@@ -19,7 +19,7 @@ from autopar.trainers.layout import is_even, stage_bounds
 from autopar.trainers.options import Option
 from autopar.trainers.selective import up_projections
 from autopar.trainers.setting import Setting
-from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, whole_number
+from autopar.trainers.trainer import FACT, Exported, Flag, Reading, Space, Trainer, switch, whole_number
 
 _GRANULARITY, _METHOD, _BLOCKS = (
     Flag("granularity", str),
@@ -30,6 +30,7 @@ _, _PART, _WHOLE = GRANULARITIES
 _MODULES = frozenset({"layernorm", "mla_up_proj", "moe_act"})  # see ``selective.select_modules``
 _DISPATCH, _OVERLAP = "token dispatch kernels", "overlapped experts"
 _OVERLAP_FLAG = "overlap_moe_expert_parallel_comm"
+_DEFAULT_DISPATCHER = "allgather"  # moe_token_dispatcher_type in megatron/core/transformer/transformer_config.py
 _SHARES = 16
 
 
@@ -52,7 +53,7 @@ FLAGS = {
     "moe_token_dispatcher_type": Flag("dispatcher", str),
     "moe_flex_dispatcher_backend": Flag("backend", str),
     "moe_enable_deepep": Flag("dispatcher", "flex"),
-    "moe_grouped_gemm": Flag("grouped", True),  # assumed of every mixture
+    "moe_grouped_gemm": Flag("grouped", switch),  # priced of every mixture
     "overlap_moe_expert_parallel_comm": Flag(FACT, _OVERLAP),
     "delay_wgrad_compute": Flag("delays_weights", True),  # assumed beside overlapped exchanges
     "micro_batch_size": Flag("microbatch", whole_number),
@@ -203,6 +204,13 @@ class Megatron(Trainer):
         if "global_batch" not in values:
             notes.append("no global_batch_size: the model's is priced; Megatron's default is a single microbatch")
         values |= _fold(values)
+        if all(option.name.startswith("-") for option in options):  # of pretrain_gpt.py; elsewhere a recipe may set it
+            values.setdefault("dispatcher", _DEFAULT_DISPATCHER)
+            values.setdefault("grouped", False)
+        if values.get("expert", 1) > 1 and values.get("dispatcher") == _DEFAULT_DISPATCHER:
+            notes.append(f"moe_token_dispatcher_type {_DEFAULT_DISPATCHER} is priced as alltoall")
+        if not values.get("grouped", True) and (values.get("expert", 1) > 1 or "grouped" in found.values):
+            notes.append("moe_grouped_gemm is off: mixtures are priced with it, and take longer than shown")
         if values.get("dispatcher") == "flex" and values.get("expert", 1) > 1:
             facts.add(_DISPATCH)
         if values.get("context_kind") == "a2a":
@@ -224,10 +232,11 @@ class Megatron(Trainer):
 def _not_overlapped(values: Mapping[str, Any], facts: Collection[str], blocks: int) -> str:
     """Return why Megatron refuses to overlap the exchanges of experts (``TransformerConfig.__post_init__``), or an empty string."""
     virtual = values.get("chunks", 1) > 1 or (not blocks and ("chunk_layers" in values or "layout" in values))
+    dispatched = values.get("dispatcher", "flex") in ("alltoall", "flex")
     refused = {
         "is off, but delay_wgrad_compute needs it": _OVERLAP not in facts,
         "needs expert_model_parallel_size of 2 or more": values.get("expert", 1) == 1,
-        "needs the dispatcher alltoall or flex": values.get("dispatcher", "flex") not in ("alltoall", "flex"),
+        f"needs moe_token_dispatcher_type alltoall or flex (Megatron's default is {_DEFAULT_DISPATCHER})": not dispatched,
         f"excludes recompute_granularity {_WHOLE}": values.get("granularity") == _WHOLE,
         f"needs virtual stages on {values.get('pipeline', 1)} pipeline ranks": values.get("pipeline", 1) > 1
         and not virtual,

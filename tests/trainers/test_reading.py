@@ -14,7 +14,8 @@ from autopar.trainers.options import Option, of_words, read_options, shell_words
 from autopar.trainers.reading import read, recognised, setting_of
 
 BLOCKS, DEVICES, BATCH = 32, 64, 512
-OVERLAPPED = "--expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm"
+UNDISPATCHED = "--expert-model-parallel-size 8 --overlap-moe-expert-parallel-comm"
+OVERLAPPED = f"{UNDISPATCHED} --moe-token-dispatcher-type alltoall"
 
 SCRIPT = """#!/bin/bash
 # a comment with --tensor-model-parallel-size 7
@@ -145,6 +146,32 @@ def test_megatron_overlaps_exchanges_of_experts_with_virtual_stages_only():
         for blocks in (BLOCKS, 0):
             reading = read(MEGATRON, of_words(f"{words} {stages}".split()), blocks, DEVICES, "flags")
             assert "overlapped experts" in reading.facts and reading.values["expert"] == 8, reading
+
+
+def test_a_recipe_of_megatron_bridge_may_set_the_dispatcher_that_its_overrides_leave_out(tmp_path: Path):
+    """Providers of Megatron-Bridge for mixtures set alltoall or flex; the default is that of ``pretrain_gpt.py``."""
+    text = "model:\n  expert_model_parallel_size: 8\n  overlap_moe_expert_parallel_comm: true\n"
+    options = read_options(written(tmp_path, "overrides.yaml", text))
+    reading = read(MEGATRON, options, BLOCKS, DEVICES, "overrides.yaml")
+    assert "overlapped experts" in reading.facts and not any("allgather" in note for note in reading.notes)
+    reading = read(MEGATRON, of_words(["--expert-model-parallel-size", "8"]), BLOCKS, DEVICES, "flags")
+    assert "moe_token_dispatcher_type allgather is priced as alltoall" in reading.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "noted"),
+    [
+        ("x.yaml", "model:\n  moe_grouped_gemm: false\n  tensor_model_parallel_size: 2\n", True),
+        ("x.yaml", "model:\n  moe_grouped_gemm: true\n  tensor_model_parallel_size: 2\n", False),
+        ("x.yaml", "model:\n  expert_model_parallel_size: 8\n", False),  # a recipe may set it
+        ("x.sh", "--expert-model-parallel-size 8 --moe-grouped-gemm", False),
+        ("x.sh", "--expert-model-parallel-size 8", True),  # off by default
+        ("x.sh", "--tensor-model-parallel-size 8", False),  # there may be no experts
+    ],
+)
+def test_experts_without_grouped_products_are_noted(tmp_path: Path, name: str, text: str, noted: bool):
+    reading = read(MEGATRON, read_options(written(tmp_path, name, text)), BLOCKS, DEVICES, name)
+    assert any(note.startswith("moe_grouped_gemm is off") for note in reading.notes) == noted
 
 
 def test_an_uneven_layout_of_megatron():
@@ -309,7 +336,12 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ("x.sh", "--recompute-granularity half", "recompute_granularity is 'half'"),
         ("x.sh", f"{OVERLAPPED} --pipeline-model-parallel-size 4", "needs virtual stages on 4 pipeline ranks"),
         ("x.sh", f"{OVERLAPPED} --recompute-granularity full", "excludes recompute_granularity full"),
-        ("x.sh", f"{OVERLAPPED} --moe-token-dispatcher-type allgather", "needs the dispatcher alltoall or flex"),
+        ("x.sh", UNDISPATCHED, "needs moe_token_dispatcher_type alltoall or flex (Megatron's default is allgather"),
+        (
+            "x.sh",
+            f"{UNDISPATCHED} --moe-token-dispatcher-type allgather",
+            "needs moe_token_dispatcher_type alltoall or flex",
+        ),
         ("x.sh", "--bf16 --overlap-moe-expert-parallel-comm", "needs expert_model_parallel_size of 2 or more"),
         ("x.sh", "--expert-model-parallel-size 8 --delay-wgrad-compute", "delay_wgrad_compute needs it"),
     ],
