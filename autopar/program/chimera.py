@@ -117,6 +117,8 @@ Metas = tuple[Tensor, ...]
 class Chimera(Microbatches):
     """Runs half of the microbatches from the first pipeline rank to the last, and half of them from the last to the first."""
 
+    ends_backwards = False
+
     def _prepare(self) -> None:
         world = self.world
         group = world.mesh.get_group("pipeline")

@@ -59,6 +59,9 @@ class Microbatches:
     threaded: ClassVar[bool] = False
     """Whether some passes run in another thread."""
 
+    ends_backwards: ClassVar[bool] = True
+    """Whether the backward pass of a microbatch through a stage ends before the next one through this stage begins."""
+
     def __init__(
         self,
         program: LoadedProgram,
@@ -71,9 +74,8 @@ class Microbatches:
         self.program, self.world, self.stages, self._groups = program, world, stages, groups
         self._reductions, self._scale = reductions, scale  # ``scale`` multiplies by the loss scale
         self._losses: list[Tensor] = []  # this rank's terms of the step's loss, without the loss scale
-        self.after_backward: Callable[[], None] | None = (
-            None  # called after each microbatch, unless there is a pipeline
-        )
+        # called with the stage after the backward pass of each microbatch through it, if ``ends_backwards``
+        self.after_backward: Callable[[int], None] | None = None
         self.share = Share(program, world)
         self.microbatches, self._per_microbatch = self.share.microbatches, self.share.per_microbatch
         self._modules = {index: ScheduledStage(index, stage, world, reductions) for index, stage in stages.items()}
@@ -131,8 +133,11 @@ class Microbatches:
                 term = self._term(module(**parts))
             with action("B", stage, i):
                 term.backward()
-            if self.after_backward is not None:
-                self.after_backward()
+            self._backward_ended(stage)
+
+    def _backward_ended(self, stage: int) -> None:
+        if self.after_backward is not None:
+            self.after_backward(stage)
 
     def chunks(self, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the inputs of each microbatch."""

@@ -2,9 +2,10 @@
 Large-Batch Training", https://arxiv.org/abs/1812.06162, appendix A.1).
 
 The batch of a step has ``n`` parts of ``b`` rows with gradients of their own. Under data parallelism with ZeRO 0 or 1 these are the ranks'
-rows, whose gradients exist until the reduction. On one device they are the microbatches, whose gradients are the differences of the sums
-after each of them. The mean over the parts of the squared norm of a part's gradient, and the squared norm of their mean, give unbiased
-estimates of ``|G|^2``, for the true gradient ``G``, and of the sum ``S`` of the variances of a row's gradient:
+rows, whose gradients exist until the reduction. With one data-parallel replica, on one device or under tensor or pipeline parallelism,
+they are the microbatches, whose gradients are the differences of the sums after each of them. The mean over the parts of the squared norm
+of a part's gradient, and the squared norm of their mean, give unbiased estimates of ``|G|^2``, for the true gradient ``G``, and of the sum
+``S`` of the variances of a row's gradient:
 
     |G|^2 = (n b |mean|^2 - b mean(|own|^2)) / (n b - b)        S = (mean(|own|^2) - |mean|^2) / (1 / b - 1 / (n b))
 
@@ -37,25 +38,28 @@ class NoiseError(ValueError):
 class NoiseScale:
     """Measures the noise scale in some steps: ``begin`` before the step, ``end`` after it; all ranks call both.
 
-    Raises ``NoiseError`` if the program has other parallelism than data parallelism, or groups whose gradients aren't summed over all
-    ranks at the end of the step (ZeRO 2 and 3, parameter servers, local SGD), or one device and one microbatch.
+    Raises ``NoiseError`` if the program combines data parallelism with other parallelism, or has groups whose gradients aren't summed over
+    all ranks at the end of the step (ZeRO 2 and 3, parameter servers, local SGD), or one replica and one microbatch. A single replica also
+    needs backward passes that end one after the other, and no parameter that several stages share.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], schedule: Microbatches) -> None:
         ranks, share = dist.get_world_size(), schedule.share
         trained = [group for group in groups if group.layouts[0].trainable]
-        flat = [group for group in trained if isinstance(group, FlatGroup) and group.summed_ranks == ranks]
-        local = [group for group in trained if type(group) is ParameterGroup] if ranks == 1 else []
-        self._parts = ranks if ranks > 1 else share.microbatches
-        if self._parts == 1 or share.rows.numel() * ranks != share.batch or len(flat) + len(local) < len(trained):
+        flat = [group for group in trained if isinstance(group, FlatGroup) and group.summed_ranks == ranks > 1]
+        local = [group for group in trained if not group.placement.axes and group.shared is None]
+        over_ranks = len(flat) == len(trained) and share.rows.numel() * ranks == share.batch and ranks > 1
+        self._parts = ranks if over_ranks else share.microbatches
+        if self._parts == 1 or not (over_ranks or schedule.ends_backwards and len(local) == len(trained)):
             raise NoiseError(
-                "this plan has none: it needs data parallelism alone, over at least 2 ranks, with ZeRO 0 or 1, or one device and at least "
-                "2 microbatches"
+                "this plan has none: it needs data parallelism alone, over at least 2 ranks, with ZeRO 0 or 1, or at least 2 microbatches "
+                "of one data-parallel replica, without tied parameters in several stages and without the schedules zero-bubble, zbv, "
+                "dualpipev and chimera"
             )
-        self._reduced, self._groups = flat if ranks > 1 else [], [*flat, *local]
+        self._reduced, self._groups = flat if over_ranks else [], trained
         self._schedule, self._rows = schedule, share.batch // self._parts
         self._variance = self._signal = 0.0
-        self._sums: list[Tensor] = []  # the accumulated gradients after the last microbatch
+        self._sums: dict[int, list[Tensor]] = {}  # the accumulated gradients of each stage after its last microbatch
         self._norms: list[Tensor] = []  # of the gradients of each microbatch
 
     def begin(self) -> None:
@@ -65,21 +69,25 @@ class NoiseScale:
             group.local_norm = torch.zeros((), device=group.device)  # any tensor: the reduction sets it
 
     @torch.no_grad()
-    def _add_microbatch(self) -> None:
-        """Measure the gradient of the microbatch whose backward pass has ended. This keeps a copy of the gradients until the step ends."""
-        sums = [tensor for group in self._groups for tensor in group.accumulated()]
-        own = [now - before for now, before in zip(sums, self._sums, strict=True)] if self._sums else sums
-        self._norms += map(norm_of, own)
-        self._sums = [now.clone() for now in sums]
+    def _add_microbatch(self, stage: int) -> None:
+        """Measure the gradient of the microbatch whose backward pass through the stage has ended. This keeps a copy of the gradients until
+        the step ends."""
+        sums = [tensor for group in self._groups if group.stage == stage for tensor in group.accumulated()]
+        last = self._sums.get(stage)
+        self._norms += map(
+            norm_of, sums if last is None else [now - before for now, before in zip(sums, last, strict=True)]
+        )
+        self._sums[stage] = [now.clone() for now in sums]
 
     @torch.no_grad()
     def end(self, norm: Tensor | None) -> float | None:
         """Return the noise scale after a step whose gradient has this norm; ``None`` as long as the averages have no positive ``|G|^2``."""
         norms = [*self._norms, *(group.local_norm for group in self._reduced if group.local_norm is not None)]
-        squares = torch.stack(norms).double().square().sum()
+        zero = torch.zeros((), dtype=torch.float64, device=self._schedule.world.device)
+        squares = torch.stack([zero, *(norm.double() for norm in norms)]).square().sum()
         for group in self._reduced:
             group.local_norm = None
-        self._schedule.after_backward, self._sums, self._norms = None, [], []
+        self._schedule.after_backward, self._sums, self._norms = None, {}, []
         dist.all_reduce(squares)
         # losses are terms of the batch's mean: a part's own gradient is ``n`` times what it adds
         own, mean = self._parts * float(squares), math.nan if norm is None else float(norm) ** 2

@@ -104,15 +104,20 @@ class ParameterGroup:
             master.holder.grad = None
 
     def accumulated(self) -> list[Tensor]:
-        """Return the gradients of this rank's microbatches so far, before any reduction."""
-        params = [master.tensor for master in self.masters]
-        return [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        """Return the gradients of this rank's microbatches so far, before any reduction, of the masters that no earlier rank has."""
+        self._zero_missing_gradients_and_padding()
+        masters = [master for master in self.masters if self._world.first_on(master.replicated_axes)]
+        return [gradient for master in masters if (gradient := master.gradient) is not None]
 
     def finish_adding(self) -> None:
         """Wait for the reductions that the adders have started."""
 
     def finish_reduction(self) -> None:
-        """Set the masters' gradients, after a step's backward passes: zeros for a parameter that got none, and in the padding."""
+        """Set the masters' gradients, after a step's backward passes."""
+        self._zero_missing_gradients_and_padding()
+
+    def _zero_missing_gradients_and_padding(self) -> None:
+        """Set gradients to zero: those of parameters that got none in this step, and those in the padding."""
         for master in self.masters:
             param = master.tensor
             if param.grad is None:
@@ -328,16 +333,18 @@ class FlatGroup(ParameterGroup):
             self._unwritten.update(slot.layout.name for slot in self._slots)
         self.gradient_counter.reset()
 
-    def accumulated(self) -> list[Tensor]:
-        self.zero_missing_gradients()
-        return [self._grads]
-
     def zero_missing_gradients(self) -> None:
         """Set the gradients of parameters that got none in this step to zero."""
         for slot in self._slots:
             if slot.layout.name in self._unwritten:
                 self._grads[slot.start : slot.stop].zero_()
         self._unwritten.clear()
+
+    def _zero_missing_gradients_and_padding(self) -> None:
+        self.zero_missing_gradients()
+        for slot in self._slots if self._grads.numel() else ():
+            for dim, start, length in slot.layout.local_padding(self._world.coordinates):
+                self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
 
     def reduce_over_stages(self, others: Sequence[FlatGroup]) -> None:
         """Sum a tied parameter's gradients over the stages that have a copy; ``others`` are the other copies' groups on this rank."""
@@ -385,10 +392,7 @@ class FlatGroup(ParameterGroup):
 
     def start_reduction(self) -> None:
         """Start to sum the gradients over the data axes, with zeros in the padding. With parameter servers, only they get the sum."""
-        self.zero_missing_gradients()
-        for slot in self._slots if self._grads.numel() else ():
-            for dim, start, length in slot.layout.local_padding(self._world.coordinates):
-                self._grads[slot.start : slot.stop].view(slot.param.shape).narrow(dim, start, length).zero_()
+        self._zero_missing_gradients_and_padding()
         if self.local_norm is not None:
             self.local_norm = norm_of(self._grads)
         if self._scattered:

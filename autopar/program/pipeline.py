@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -30,12 +30,14 @@ class TracedStage(PipelineStage):
 
     ``links`` maps a peer rank to the process group for transfers with it; if it is empty, transfers use the pipeline's group. Torch before
     2.13 issues each transfer as a batch, and NCCL runs the batches of a group in the order of issue: an interleaved schedule of 8 ranks
-    took 1.5 times as long over the pipeline's group.
+    took 1.5 times as long over the pipeline's group. ``ended`` is called with the stage's index after each unsplit backward pass.
     """
 
-    def __init__(self, *place: Any, links: Mapping[int, dist.ProcessGroup], **options: Any) -> None:
+    def __init__(
+        self, *place: Any, links: Mapping[int, dist.ProcessGroup], ended: Callable[[int], None], **options: Any
+    ) -> None:
         super().__init__(*place, **options)
-        self._links = links
+        self._links, self._ended = links, ended
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._with_links(super().get_fwd_recv_ops(fwd_chunk_id))
@@ -65,6 +67,8 @@ class TracedStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id == 0:
             self._copy_received_gradients()
+        if full_backward:
+            self._ended(self.stage_index)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with action("W", self.stage_index, bwd_chunk_id):
@@ -141,6 +145,7 @@ class Pipeline(Microbatches):
             else self.sends(index),
             "group": self.world.mesh.get_group("pipeline"),
             "links": self.world.links,
+            "ended": self._backward_ended,
         }
         return self._make_stage((self._modules[index], index, self.last + 1, self.world.device), options)
 

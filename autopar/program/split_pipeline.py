@@ -53,5 +53,7 @@ class SplitStage(TracedStage):
 class SplitPipeline(Pipeline):
     """A pipeline of ``SplitStage``s."""
 
+    ends_backwards = False
+
     def _make_stage(self, place: Place, options: dict[str, Any]) -> TracedStage:
         return SplitStage(place, groups=self._groups[place[1]], **options)

@@ -181,7 +181,8 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-every", type=count, default=1, metavar="N", help=late)
     parser.add_argument("--log-file", metavar="FILE", help="also append the JSON lines to FILE")
     scale = (
-        "also log the gradient noise scale, in rows: under data parallelism alone with ZeRO 0 or 1, or on one device"
+        "also log the gradient noise scale, in rows: under data parallelism alone with ZeRO 0 or 1, or of one data-parallel replica with "
+        "several microbatches"
     )
     parser.add_argument("--noise-scale", action="store_true", help=scale)
     parser.add_argument("--log", dest="old_log", help=argparse.SUPPRESS)
