@@ -47,14 +47,20 @@ class NoiseScale:
         ranks, share = dist.get_world_size(), schedule.share
         trained = [group for group in groups if group.layouts[0].trainable]
         flat = [group for group in trained if isinstance(group, FlatGroup) and group.summed_ranks == ranks > 1]
-        local = [group for group in trained if not group.placement.axes and group.shared is None]
         over_ranks = len(flat) == len(trained) and share.rows.numel() * ranks == share.batch and ranks > 1
         self._parts = ranks if over_ranks else share.microbatches
-        if self._parts == 1 or not (over_ranks or schedule.ends_backwards and len(local) == len(trained)):
+        one_replica = not any(group.placement.axes for group in trained)
+        tied = [group.layouts[0].original for group in trained if group.shared is not None]
+        reasons = {
+            "this plan has none": self._parts == 1 or not (over_ranks or one_replica),
+            f"several pipeline stages share {', '.join(tied)}": not over_ranks and bool(tied),
+            f"under the schedule {schedule.program.plan['schedule']} backward passes of several microbatches overlap": not over_ranks
+            and not schedule.ends_backwards,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
             raise NoiseError(
-                "this plan has none: it needs data parallelism alone, over at least 2 ranks, with ZeRO 0 or 1, or at least 2 microbatches "
-                "of one data-parallel replica, without tied parameters in several stages and without the schedules zero-bubble, zbv, "
-                "dualpipev and chimera"
+                f"{reason}: it needs data parallelism alone, over at least 2 ranks, with ZeRO 0 or 1, or at least 2 microbatches of one "
+                "data-parallel replica"
             )
         self._reduced, self._groups = flat if over_ranks else [], trained
         self._schedule, self._rows = schedule, share.batch // self._parts

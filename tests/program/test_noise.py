@@ -113,19 +113,21 @@ def test_the_noise_scale_is_that_of_the_gradients_of_parts(plan: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "why"),
     [
-        {"data": 2, "zero": 3},
-        {"tensor": 2},
-        {"data": 1},
-        {"pipeline": 2, "chunks": 2, "schedule": "zero-bubble", "microbatches": 4},
-        {"pipeline": 2, "microbatches": 4, "tied": True},
+        ({"data": 2, "zero": 3}, "this plan has none"),
+        ({"tensor": 2}, "this plan has none"),
+        ({"data": 1}, "this plan has none"),
+        ({"pipeline": 2, "chunks": 2, "schedule": "zero-bubble", "microbatches": 4}, "under the schedule zero-bubble"),
+        ({"pipeline": 2, "microbatches": 4, "tied": True}, "several pipeline stages share blocks.0.up.weight"),
     ],
     ids=str,
 )
-def test_other_plans_are_refused(plan: dict[str, int], tmp_path: Path) -> None:
+def test_other_plans_are_refused(plan: dict[str, Any], why: str, tmp_path: Path) -> None:
     write(tmp_path / "program", **plan)
-    with pytest.raises(LaunchError, match="NoiseError: --noise-scale compares .* it needs data parallelism alone"):
+    with pytest.raises(
+        LaunchError, match=f"NoiseError: --noise-scale compares .*{why}.*: it needs data parallelism alone"
+    ):
         train(tmp_path / "program", tmp_path, 1 if plan == {"data": 1} else 2)
 
 
