@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,7 +15,9 @@ from autopar.cli.console import Messages, show
 from autopar.cli.options import PlanRequest
 from autopar.compile import emit_program
 from autopar.devices import Cluster
-from autopar.program.state import INITIAL
+from autopar.errors import UsageError
+from autopar.program.state import INITIAL, read_state, wrong_state
+from autopar.program.weights import is_weights, mapped
 from autopar.run.folder import folder_for_program
 from autopar.run.initialise import is_path, write_initial_values
 
@@ -29,6 +33,10 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
         emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
         if init and not is_path(init):
             write_initial_values(workload.model, init, 0, folder)
+        elif init and Path(init).exists():
+            _check_weights(Path(init), folder)
+        elif init:
+            messages.say(f"{init} is not on this machine: train.py checks it when the training starts")
         words = [str(folder / "train.py"), *(["--init", init] if init and is_path(init) else [])]
         commands = start_commands(cluster, plan.device_count, words)
         start = "\n".join(commands.values())
@@ -42,6 +50,25 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
                 "its state dict), or with --draw-init to draw values; or emit it with --init own"
             )
     show(as_json, {"folder": str(folder), "start": start, "has_values": has_values}, str(folder))
+
+
+def _check_weights(source: Path, folder: Path) -> None:
+    """Raise ``UsageError`` if a file or folder of weights has not those of the program in ``folder``."""
+    try:
+        wrong = wrong_state(
+            json.loads((folder / "layouts.json").read_text()),
+            mapped(source) if is_weights(source) else read_state(source),
+        )
+    except Exception as error:  # whatever torch.load raises
+        raise UsageError(
+            f"{source} cannot be read: {type(error).__name__}",
+            "give --init safetensors, or a torch.save of a state dict",
+        ) from error
+    if wrong:
+        raise UsageError(
+            f"{source} has no weights of this model: {wrong}",
+            f"{folder} is written without values: start its train.py with --init PATH of the model's weights",
+        )
 
 
 def start_commands(cluster: Cluster, devices: int, words: Sequence[str]) -> dict[str, str]:

@@ -267,6 +267,9 @@ def _factory_hint(path: Path, source: str, wanted: str = "") -> str:
         body = ast.parse(path.read_text()).body
     except (OSError, SyntaxError, UnicodeDecodeError):
         return _RETURNS
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    functions = [node for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    if not wanted:  # a factory can be called without arguments
+        functions.sort(key=lambda node: len(node.args.args) - len(node.args.defaults))
+    names = [node.name for node in functions]
     names.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted, name).ratio() if wanted else 0.0)
     return f"did you mean {' or '.join(f'{source}:{name}' for name in names[:3])}?" if names else _RETURNS

@@ -180,10 +180,11 @@ def compare_command(request: PlanRequest, first: str, second: str | None, as_jso
 
 def _compare_configuration(request: PlanRequest, source: str, as_json: bool) -> None:
     """Print a trainer's configuration beside that trainer's best one and autopar's program, and the changes that gain most."""
-    if not request.model or not request.devices:
+    missing = [name for name, given in (("--model", request.model), ("--devices", request.devices)) if not given]
+    if missing:
         raise UsageError(
             f"{source} is one file, and there is no second plan",
-            "give another plan's file, or --model and --devices if the file is a configuration of your trainer",
+            f"give another plan's file, or {' and '.join(missing)} if the file is a configuration of your trainer",
         )
     with Messages() as messages:
         found = compare_configuration(request, source, messages)

@@ -63,6 +63,8 @@ def report_command(
         path.write_text(page(subjects), "utf-8")
         with Messages() as messages:
             messages.say(f"one self-contained page of {size(path.stat().st_size)}")
+            for text in (text for one in subjects for text in one.missing):
+                messages.say(f"note: {text}")
     if path := paths.get("figure"):
         plot([(f"{one.name}: {one.plan.model} on {one.plan.devices}", one.step) for one in subjects if one.step], path)
     if path := paths.get("trace"):

@@ -513,7 +513,8 @@ def _left_out(graph: Graph, cluster: Devices, state: State, priced: PricedPlan) 
         )
         notes.append(f"time ran out before {missing} were searched; pin schedule to search one")
     if state.schedules:
-        notes.append(f"schedules searched: 1f1b, gpipe and {', '.join(state.schedules)}; pin schedule to search others")
+        *names, last = "1f1b", "gpipe", *state.schedules
+        notes.append(f"schedules searched: {', '.join(names)} and {last}; pin schedule to search others")
     free = [pins.fold_experts is None and pins.expert is None for pins in state.prices.pins]
     if cluster.count > 1 and any(
         graph.classes[layer.cls].experts and is_free for layer, is_free in zip(graph.layers, free, strict=True)

@@ -8,6 +8,7 @@ such as torchtitan's ``config_registry.py``, is read as ``FILE:FUNCTION``.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import itertools
 import re
@@ -139,6 +140,8 @@ def _of_calls(tree: ast.AST) -> Iterator[Option]:
         if not isinstance(node, ast.Call):
             continue
         words = ast.unparse(node.func).split(".")
+        if hasattr(builtins, words[0]):
+            continue
         name = words[-2] if words[-1] == "Config" and len(words) > 1 else words[-1]
         section = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Config")).lower()
         yield Option(f"{section}()", True)

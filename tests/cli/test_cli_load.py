@@ -138,6 +138,16 @@ def test_a_file_without_a_factory_names_the_candidates(factories):
     assert f"{factories}:pair" in caught.value.hint and "_hidden" not in caught.value.hint
 
 
+def test_functions_that_need_no_arguments_are_named_first(tmp_path):
+    path = tmp_path / "several.py"
+    path.write_text(
+        "def rotate(x, angle): ...\ndef tables(size, base=2): ...\ndef norm(x): ...\ndef make(seq=8): ...\n"
+    )
+    with pytest.raises(ModelError) as caught:
+        load_model(str(path), SizeOptions())
+    assert caught.value.hint == f"did you mean {path}:make or {path}:tables or {path}:norm?"
+
+
 def test_a_misspelt_factory_is_answered_in_the_users_spelling(factories, monkeypatch):
     monkeypatch.chdir(Path(factories).parent)
     with pytest.raises(ModelError) as caught:

@@ -218,6 +218,20 @@ def test_emit_writes_the_values_that_a_model_has(tmp_path: Path, capsys: pytest.
     assert "has no initial values" in said and "--draw-init" in said and initial(tmp_path / "b") is None
 
 
+def test_emit_refuses_weights_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    factory = tmp_path / "factory.py"
+    factory.write_text(FACTORY)
+    words, right = (f"{factory}:on_meta", "--init"), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    torch.save(right.state_dict(), tmp_path / "right.pt")
+    torch.save(nn.Linear(8, 16).state_dict(), tmp_path / "wrong.pt")
+    (tmp_path / "no.pt").write_text("no weights")
+    assert "not on this machine" not in emitted(capsys, tmp_path / "a", *words, str(tmp_path / "right.pt"))
+    assert "elsewhere is not on this machine" in emitted(capsys, tmp_path / "b", *words, "elsewhere")
+    for name, why in (("wrong", "has no weights of this model: it has no 0.weight"), ("no", "cannot be read")):
+        with pytest.raises(AssertionError, match=f"{name}.pt {why}"):
+            emitted(capsys, tmp_path / name, *words, str(tmp_path / f"{name}.pt"))
+
+
 def test_emit_makes_small_models_of_configurations_with_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

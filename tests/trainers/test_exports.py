@@ -60,6 +60,7 @@ def read_back(trainer: str, s: Setting, folder: Path, file: str, old: str = "", 
     (folder / file).write_text(text.replace(old, new) if old else text)
     found = read(TRAINERS[trainer], read_options(folder / file), BLOCKS, DEVICES, file)
     assert found.values.get("seq", SEQ) == SEQ
+    assert not any("()" in note for note in found.notes)  # calls of other functions than configurations
     # DeepSpeed's file and Accelerate's leave sizes to the script
     batch = found.values.get("global_batch", s.global_batch)
     back = setting_of(TRAINERS[trainer], found, DEVICES, batch, found.values.get("precision", s.precision))
