@@ -68,6 +68,7 @@ ANSWERED_BY = {
     "train": "`run` trains in local processes, and `emit` writes a folder whose train.py runs under torchrun",
     "estimate": "`price` predicts time and memory of a given plan, and `plan` finds the best one",
     "search": "`plan` searches for the best plan",
+    "export": "`plan --trainer NAME --export DIR` writes a trainer's configuration, and `emit` the program of a plan",
 }
 """Hints for words that are no commands, but that users of other tools try."""
 

@@ -64,7 +64,10 @@ def read_options(path: str | Path) -> list[Option]:
         if file.suffix == ".py":
             found: Iterable[Option] = _of_function(ast.parse(text), function, str(file))
         elif file.suffix in (".json", ".yaml", ".yml", ".toml"):
-            found = _leaves(_parsed(text, file.suffix), "")
+            parsed = _parsed(text, file.suffix)
+            if isinstance(parsed, dict) and "stages" in parsed and "mesh" in parsed:
+                raise UsageError(f"{path} is a plan, not a trainer's configuration", f"give it as --plan {path}")
+            found = _leaves(parsed, "")
         else:
             found = of_words(shell_words(text))
         options = list(itertools.islice(found, _MOST_OPTIONS + 1))

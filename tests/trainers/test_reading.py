@@ -336,6 +336,11 @@ def test_what_is_not_read_is_a_note_and_a_later_value_counts():
         ("x.sh", "--recompute-granularity half", "recompute_granularity is 'half'"),
         ("x.sh", f"{OVERLAPPED} --pipeline-model-parallel-size 4", "needs virtual stages on 4 pipeline ranks"),
         ("x.sh", f"{OVERLAPPED} --recompute-granularity full", "excludes recompute_granularity full"),
+        (
+            "x.json",
+            '{"mesh": [], "stages": [], "zero_optimization": {"stage": 1}}',
+            "is a plan, not a trainer's configuration",
+        ),
         ("x.sh", UNDISPATCHED, "needs moe_token_dispatcher_type alltoall or flex (Megatron's default is allgather"),
         (
             "x.sh",
