@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.program.importing import resolve
+from autopar.program.loader import Tensors
 from autopar.program.metrics import peak_memory_bytes
 from autopar.program.share import DataError
 from autopar.run.folder import import_runtime, import_train, optimizer_maker, program_modules
@@ -94,9 +95,11 @@ def _open_data(trainer: Any, number: int, source: Any, order: dict[str, Any], co
         if isinstance(source, dict) and "target" in source:
             source = resolve(source["target"])
         elif isinstance(source, dict) and isinstance(source.get("file"), str):
-            source = torch.load(source["file"], weights_only=True, mmap=True)
+            source = Tensors.read(source["file"]).tensors
         if callable(source) and not hasattr(source, "__getitem__"):
             source = source()
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(
             f"the data set cannot be opened: {type(error).__name__}: {error}",

@@ -305,6 +305,10 @@ def test_a_program_trains_from_a_data_set(tmp_path: Path) -> None:
         }.items():
             with pytest.raises(UsageError, match=why):
                 program.loader(source)
+        (tmp_path / "tokens.bin").write_bytes(bytes(64))
+        with pytest.raises(BatchError, match=r"tokens.bin cannot be read \(RuntimeError\)") as unreadable:
+            program.loader(str(tmp_path / "tokens.bin"))
+        assert "torch.save" in str(unreadable.value.hint)
         with pytest.raises(BatchError, match="has 5 rows, and one global batch takes 8"):
             program.loader({name: tensor[:5] for name, tensor in made().items()})
         with pytest.raises(BatchError, match="the rows of tensors are read as they are, without a collate function"):
