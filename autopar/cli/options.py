@@ -262,12 +262,15 @@ def _with_pins(words: Sequence[str]) -> Iterator[str]:
         if word == "--":
             yield from (word, *rest)
             return
-        if pin is None or (off and not pin.switch):
+        given = value if equals else rest[0] if rest else ""
+        other = name in OTHER_NAMES and not given.lstrip("-").isdecimal()  # --data FILE
+        if pin is None or other or (off and not pin.switch):
             yield word
         elif off or (pin.switch and not equals and (not rest or rest[0].startswith("-"))):
             yield from ("--pin", f"{pin.name}={'false' if off else 'true'}")
         else:
-            yield from ("--pin", f"{pin.name}={value if equals or not rest else rest.pop(0)}")
+            del rest[: not equals]
+            yield from ("--pin", f"{pin.name}={given}")
 
 
 pin_option = option(

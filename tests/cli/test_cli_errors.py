@@ -80,6 +80,8 @@ def test_without_a_command_the_help_is_shown(capsys):
         (("run", "gpt2", "--devices", "4", "--steps", "0"), "--steps"),
         (("run", "gpt2", "--devices", "4", "--resume"), "add --checkpoint DIR"),
         (("run", "gpt2", "--devices", "4", "--shuffle"), "add --dataset DATA"),
+        (("run", "gpt2", "--devices", "4", "--data", "rows.pt"), "write --dataset DATA"),
+        (("run", "gpt2", "--devices", "4", "--data", "-1"), "write data=8"),
         (("run", "gpt2", "--devices", "2", "--dataset", "nowhere.pt"), "there is no file nowhere.pt"),
         (("run", "gpt2", "--devices", "2", "--eval-data", f"{__file__}:nothing"), "has no attribute 'nothing'"),
         ((*PLAN, "--devices", "2", "--dtype", "bf16"), "hint: write --precision bfloat16"),
