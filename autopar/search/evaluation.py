@@ -30,7 +30,7 @@ from autopar.plan import (
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import max_in_flight
-from autopar.schedules.step_time import lower_bound, saved_in_pairs, simulate
+from autopar.schedules.step_time import BOUNDED, lower_bound, saved_in_pairs, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.shared_parameters import (
@@ -95,7 +95,7 @@ def step_cost(
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
     step = 0.0
-    if np.isfinite(below_s) and not schedule.multi_stage:
+    if np.isfinite(below_s) and schedule.name in BOUNDED:
         step = lower_bound(schedule, forward, backward) + once
     if step < below_s:
         step = simulate(schedule, forward, backward, weight, paired) + once

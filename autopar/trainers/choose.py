@@ -355,25 +355,31 @@ class _Choice:
         return list(dict.fromkeys(found))
 
     def _families(self) -> Iterator[Family]:
-        for s in self._degrees():
-            of_kinds = self._prices(s)
-            if of_kinds is None:
-                continue
-            prices = [(of_kinds[kind], count) for kind, count in self.kinds.items()]
-            if self._states_exceed(prices, s.pipeline):
-                continue
-            work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
-            once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
-            # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
-            bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
-            for chunks in self._chunks(s):
-                sized = dataclasses.replace(s, chunks=chunks)
-                if (
-                    refusal(schedule_of(sized)) is not None
-                ):  # such as 1F1B with fewer microbatches than stages, which torch refuses
-                    continue
-                bubble = (s.pipeline - 1) / (s.microbatches * chunks)
-                yield Family(sized, bound_s, work_s * (1 + bubble) + once_s)
+        for degrees in self._degrees():
+            sized = [dataclasses.replace(degrees, chunks=chunks) for chunks in self._chunks(degrees)]
+            # such as 1F1B with fewer microbatches than stages
+            sized = [s for s in sized if refusal(schedule_of(s), self.trainer.space.any_rounds) is None]
+            overlap = self.trainer.overlap_experts
+            for alike in [s for s in sized if not overlap(s)], [s for s in sized if overlap(s)]:
+                if alike and (least := self._bound(max(alike, key=overlap))) is not None:
+                    bound_s, work_s, once_s = least
+                    bubble = (degrees.pipeline - 1) / degrees.microbatches
+                    yield from (Family(s, bound_s, work_s * (1 + bubble / s.chunks) + once_s) for s in alike)
+
+    def _bound(self, s: Setting) -> tuple[float, float, float] | None:
+        """Return a lower bound of the step time, and a pipeline rank's mean seconds of all microbatches and of each step, without
+        recomputation; ``None`` if there is no price, or parameters, gradients and optimizer states alone exceed the memory."""
+        of_kinds = self._prices(s)
+        if of_kinds is None:
+            return None
+        prices = [(of_kinds[kind], count) for kind, count in self.kinds.items()]
+        if self._states_exceed(prices, s.pipeline):
+            return None
+        work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
+        once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
+        # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
+        bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
+        return bound_s, work_s, once_s
 
     def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:
         """Return whether parameters, gradients and optimizer states alone exceed the memory of a pipeline rank; of tied parameters, the
@@ -407,7 +413,7 @@ class _Choice:
                 yield 1
             return
         for chunks in (self.pins["chunks"],) if "chunks" in self.pins else range(1, MOST_CHUNKS + 1):
-            if s.pipeline * chunks <= len(self.layers) - 2 and (chunks == 1 or s.microbatches % s.pipeline == 0):
+            if s.pipeline * chunks <= len(self.layers) - 2 and (chunks == 1 or s.microbatches >= s.pipeline):
                 yield chunks
 
     def _degrees(self) -> Iterator[Setting]:
