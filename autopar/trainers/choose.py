@@ -214,9 +214,13 @@ class TrainerPricers:
     def of(self, s: Setting) -> Pricer:
         """Return the pricer of a setting."""
         model = self.trainer.model(s, self.cluster)
-        key = model, s.precision
-        if key not in self._pricers:
-            self._pricers[key] = Pricer(self.graph, self.cluster, s.precision, self._solve, model)
+        key, plain = (model, s.precision), (dataclasses.replace(model, overlap_experts=0.0), s.precision)
+        if plain not in self._pricers:
+            self._pricers[plain] = Pricer(self.graph, self.cluster, s.precision, self._solve, plain[0])
+        if key not in self._pricers:  # with the same sizes, whose exchanges overlap
+            other = self._pricers[plain]
+            own = dataclasses.replace(model, cpu=other.trainer.cpu, fuses_rounding=other.trainer.fuses_rounding)
+            self._pricers[key] = other.variant(trainer=own)
         return self._pricers[key]
 
     def parts(self, s: Setting) -> PlanParts:
@@ -287,10 +291,13 @@ class _Choice:
         """Price the settings of a family, least recomputation first, until one fits."""
         kinds = self.trainer.space.activations
         for bounds in self._cuts(s):
+            cut = dataclasses.replace(s, cuts=bounds[1:-1])
+            if self._is_slower(cut):
+                continue
             for kind in kinds:
                 if self.pins.get("activations", kind) != kind:
                     continue
-                chosen = dataclasses.replace(s, cuts=bounds[1:-1]).with_activations(kind)
+                chosen = cut.with_activations(kind)
                 over = self._excess(chosen)
                 if over is None:
                     break
@@ -313,6 +320,15 @@ class _Choice:
             else:
                 low = middle
         return found
+
+    def _is_slower(self, s: Setting) -> bool:
+        """Return whether a lower bound of a setting's step time, with its pipeline's bubble, is no less than the best step time."""
+        parts = self.pricers.parts(s)
+        try:
+            prices = self.pricers.prices(parts, s)
+        except AutoparError:
+            return False
+        return step_cost(parts.bounds, *prices, parts.schedule, self.best_s, exact=False).step_time_s >= self.best_s
 
     def _excess(self, s: Setting) -> float | None:
         """Return the bytes beyond the limit on the first device that lacks memory, 0 if all have enough, ``None`` without a price."""

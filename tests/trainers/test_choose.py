@@ -11,6 +11,7 @@ import pytest
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
+from autopar.price import Pricer
 from autopar.schedules import refusal
 from autopar.search import SearchOptions
 from autopar.techniques import Options
@@ -134,6 +135,10 @@ def test_bounds_are_bounds_for_exchanges_that_overlap_in_interleaved_pipelines(m
     found = best_setting(mixture, devices, MEGATRON, pins)
     assert found.setting.chunks == 2 and overlaps_experts(found.setting)
     assert refusal(schedule_of(found.setting)) is not None
+    pricers = TrainerPricers(mixture, devices, MEGATRON)  # whose pricers share what does not depend on the overlap
+    alone = Pricer(mixture, pricers.cluster, "bfloat16", trainer=MEGATRON.model(found.setting, pricers.cluster))
+    plan = pricers.parts(found.setting).evaluate(mixture, pricers.cluster, alone)
+    assert plan.prediction == pricers.plan(found.setting).prediction == found.plan.prediction
     without_bounds(monkeypatch)
     assert best_setting(mixture, devices, MEGATRON, pins).plan.prediction == found.plan.prediction
 
