@@ -63,7 +63,7 @@ class Network:
     """Measured collectives over all GPUs of 1, 2, 4, ... nodes of a cluster, with ``per_node`` GPUs each.
 
     ``gather`` (all-gather and reduce-scatter) and ``reduce`` (all-reduce) have the bus bandwidth in bytes per second for each entry of
-    ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_hop_s`` are the host's seconds for one
+    ``nodes``. ``hop_s`` is the latency of one step of a collective that spans nodes. ``pipelined_host_s`` are the host's seconds for one
     step of any collective of a layer if pipeline stages send between nodes at the same time.
     """
 
@@ -72,7 +72,7 @@ class Network:
     reduce: tuple[float, ...]
     per_node: int
     hop_s: float
-    pipelined_hop_s: float
+    pipelined_host_s: float
     source: str
 
     def bus(self, nodes: float, reduces: bool) -> float:
@@ -233,7 +233,7 @@ class Cluster:
         """Return the host's seconds for a collective of a layer over this many ranks."""
         if self.network is None or not self.pipelined:
             return self.host_s
-        return self.host_s + (ranks - 1) * self.network.pipelined_hop_s
+        return self.host_s + (ranks - 1) * self.network.pipelined_host_s
 
     @property
     def node_size(self) -> int:

@@ -125,7 +125,7 @@ def network(name: str, per_node: int, description: str) -> Network | None:
         reduce=tuple(b * _GIGA for b in found["reduce_gb_per_s"]),
         per_node=per_node,
         hop_s=found["hop_us"] * 1e-6,
-        pipelined_hop_s=found["pipelined_hop_us"] * 1e-6,
+        pipelined_host_s=found["pipelined_host_us"] * 1e-6,
         source=found["source"],
     )
 

@@ -109,7 +109,7 @@ class Pricer:
         if (key := _without_name_and_limit(cluster)) == _without_name_and_limit(self.cluster):
             return self
         if key not in self._by_cluster:
-            other = self._variant()
+            other = self.variant()
             other.cluster, other._pipelined = cluster, dataclasses.replace(cluster, pipelined=True)
             other._sized, other._by_samples, other._microbatches, other._placed = {}, {}, {}, {}
             other._replica_costs, other._contexts, other._edges, other._p2p = {}, {}, {}, {}
@@ -127,7 +127,7 @@ class Pricer:
         if (prefetch, sync) == (self.prefetch, self.sync):
             return self
         if (prefetch, sync) not in self._by_program:
-            other = self._variant()
+            other = self.variant()
             other.prefetch, other.sync, other._contexts, other._replica_costs = prefetch, sync, {}, {}
             other._adjacent = [adjacent_classes(self.graph, distance) for distance in range(1, prefetch + 1)]
             self._by_program[prefetch, sync] = other
@@ -139,18 +139,16 @@ class Pricer:
 
         The sum is priced between ranks half of the cluster apart: those of the first and the last stage are no closer.
         """
-        if copies == self.copies:
-            return self
-        if copies not in self._by_copies:
-            other = self._variant()
-            other.copies, other._replica_costs = copies, {}
-            self._by_copies[copies] = other
-        return self._by_copies[copies]
+        if copies != self.copies and copies not in self._by_copies:
+            self._by_copies[copies] = self.variant(copies=copies, _replica_costs={})
+        return self if copies == self.copies else self._by_copies[copies]
 
-    def _variant(self) -> Pricer:
-        """Return a copy of this pricer without cached layer prices and without variants."""
+    def variant(self, **changes: Any) -> Pricer:
+        """Return a copy of this pricer without cached layer prices and without variants. It shares all other caches, so what ``changes``
+        sets must matter for no other step than the last (``assemble``), or come with new caches."""
         other = copy.copy(self)
         other._layers, other._by_cluster, other._by_program, other._by_copies, other._variants = {}, {}, {}, {}, {}
+        vars(other).update(changes)
         return other
 
     def layer(self, cls_name: str, mesh: Mesh, strategy: Strategy, microbatches: int) -> LayerPrice | None:
@@ -192,7 +190,7 @@ class Pricer:
     def _with_options(self, options: Options) -> Pricer:
         """Return the pricer of a program whose layers are all rewritten and compiled according to ``options``, if their classes admit
         it."""
-        other = self._variant()
+        other = self.variant()
         other._tables, other._flags, other._bound, other._sized, other._by_samples = {}, {}, {}, {}, {}
         other._microbatches, other._placed, other._replica_costs, other._contexts, other._variants = {}, {}, {}, {}, {}
         other._variants[options.rewrites, options.compiled] = other

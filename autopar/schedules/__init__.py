@@ -159,8 +159,12 @@ def check_schedule(schedule: Schedule) -> None:
         raise UsageError(*why)
 
 
-def refusal(schedule: Schedule) -> tuple[str, str] | None:
-    """Return the message and the hint of the error that ``check_schedule`` raises; ``None`` for a valid schedule."""
+def refusal(schedule: Schedule, any_rounds: bool = False) -> tuple[str, str] | None:
+    """Return the message and the hint of the error that ``check_schedule`` raises; ``None`` for a valid schedule.
+
+    Interleaved schedules run microbatches in equal rounds. torch's need as many rounds as the pipeline ranks go into the microbatches;
+    with ``any_rounds``, as in Megatron (``microbatch_group_size_per_vp_stage``), fewer and longer rounds will do.
+    """
     name, pipeline, chunks, microbatches = schedule.name, schedule.pipeline, schedule.chunks, schedule.microbatches
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}", f"the schedules are {', '.join(SCHEDULES)}"
@@ -198,7 +202,7 @@ def refusal(schedule: Schedule) -> tuple[str, str] | None:
             f"take {2 * pipeline} microbatches or more, or zbv",
         )
     rounds = max(1, microbatches // pipeline)
-    if name in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds:
+    if name in (INTERLEAVED, ZERO_BUBBLE) and microbatches % rounds and not any_rounds:
         return (
             f"{name} needs equal rounds of {pipeline} microbatches or more, and {microbatches} microbatches don't divide into {rounds}",
             f"take a multiple of {pipeline}, or fewer than {2 * pipeline}",

@@ -67,14 +67,14 @@ def _plain(stage: int, warm: int, microbatches: int) -> Iterator[Action]:
             yield "F", stage, warm + i
 
 
-def _round(pp: int, microbatches: int) -> int:
-    """Return how many microbatches go through a chunk before the next chunk starts: one per device, or more so that rounds are equal."""
-    return microbatches // max(1, microbatches // pp)
+def round_size(pp: int, microbatches: int) -> int:
+    """Return how many microbatches go through a chunk before the next chunk starts: one per device, or as few more as make rounds equal."""
+    return next(microbatches // n for n in range(max(1, microbatches // pp), 0, -1) if microbatches % n == 0)
 
 
 def _rounds(pp: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
     """Return the (chunk, microbatch) pairs of a device's forwards in order: each round of microbatches goes through every chunk."""
-    order, size = [], _round(pp, microbatches)
+    order, size = [], round_size(pp, microbatches)
     for start in range(0, microbatches, size):
         for chunk in range(chunks):
             order += [(chunk, i) for i in range(start, min(start + size, microbatches))]
@@ -84,7 +84,7 @@ def _rounds(pp: int, chunks: int, microbatches: int) -> list[tuple[int, int]]:
 def _interleaved(rank: int, pp: int, chunks: int, microbatches: int) -> Iterator[Action]:
     """Yield the actions of torch's ``ScheduleInterleaved1F1B``, which is also Megatron's schedule."""
     forwards = _rounds(pp, chunks, microbatches)
-    warm = min((chunks - 1) * _round(pp, microbatches) + 2 * (pp - 1 - rank), len(forwards))
+    warm = min((chunks - 1) * round_size(pp, microbatches) + 2 * (pp - 1 - rank), len(forwards))
     for chunk, i in forwards[:warm]:
         yield "F", chunk * pp + rank, i
     for k, (chunk, i) in enumerate(forwards):
@@ -98,7 +98,7 @@ def _zero_bubble(rank: int, pp: int, chunks: int, microbatches: int) -> Iterator
     """Yield the actions of torch's ``ScheduleInterleavedZeroBubble``: each W runs ``rank`` backwards after its I."""
     forwards = _rounds(pp, chunks, microbatches)
     backwards = [((chunks - 1 - chunk) * pp + rank, i) for chunk, i in forwards]
-    warm = min((chunks - 1) * _round(pp, microbatches) + pp - 1 - rank, len(forwards))
+    warm = min((chunks - 1) * round_size(pp, microbatches) + pp - 1 - rank, len(forwards))
     for chunk, i in forwards[:warm]:
         yield "F", chunk * pp + rank, i
     for k, backward in enumerate(backwards):

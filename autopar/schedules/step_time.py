@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedules import GPIPE, ONE_F_ONE_B, Schedule
+from autopar.schedules import GPIPE, INTERLEAVED, NO_PIPELINE, ONE_F_ONE_B, Schedule
 from autopar.schedules.memory import peak_counts
 from autopar.schedules.orders import device_groups, warm_forwards
 
@@ -234,13 +234,21 @@ def repeats(schedule: Schedule) -> tuple[int, ...]:
     return tuple(max(m - n, 0) if schedule.name == ONE_F_ONE_B else 0 for n in own)
 
 
+BOUNDED = (NO_PIPELINE, GPIPE, ONE_F_ONE_B, INTERLEAVED)
+"""Schedules with a ``lower_bound``."""
+
+
 def lower_bound(schedule: Schedule, forward_s: Sequence[float], backward_s: Sequence[float]) -> float:
-    """Return the seconds of the longest of ``textbook_paths`` for GPipe and 1F1B, without building the paths.
+    """Return the seconds of the longest of ``textbook_paths`` for GPipe and 1F1B, without building the paths, and of a path for every
+    device under interleaved 1F1B: to the device's first stage, all of its own actions, and back.
 
     For GPipe the bound is the exact step time: two flow shops of equal jobs, one after the other.
     """
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
     total, m, stages = sum(t), schedule.microbatches, len(t)
+    if schedule.name == INTERLEAVED:
+        devices = range(schedule.pipeline)
+        return max(sum(t[:device]) + m * sum(t[device :: schedule.pipeline]) for device in devices)
     if schedule.name == GPIPE:
         return total + (m - 1) * (max(forward_s) + max(backward_s))
     best, before = total, 0.0

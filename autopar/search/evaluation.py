@@ -30,7 +30,7 @@ from autopar.plan import (
 from autopar.precision import TF32
 from autopar.schedules import Schedule
 from autopar.schedules.memory import max_in_flight
-from autopar.schedules.step_time import lower_bound, saved_in_pairs, simulate
+from autopar.schedules.step_time import BOUNDED, lower_bound, saved_in_pairs, simulate
 from autopar.search.notes import notes_of, odd_experts, offload_notes, sync_notes, unsplit_layers
 from autopar.search.problem import Configuration, Devices, Mesh, PriceSource, admits_copies, no_copies_error
 from autopar.search.shared_parameters import (
@@ -75,11 +75,12 @@ def step_cost(
     sends: Sequence[float],
     schedule: Schedule,
     below_s: float = np.inf,
+    exact: bool = True,
 ) -> Cost:
     """Return the cost of a step; ``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
     Resharding at a cut counts for the receiving stage, and a send for the sending stage: forward to the next stage, backward to the
-    previous one. If the step takes at least ``below_s``, the returned time is only a lower bound.
+    previous one. If the step takes at least ``below_s``, or unless ``exact``, the returned time is only a lower bound.
     """
     forward, backward, weight, paired, moved, steps = [], [], [], [], [], []
     last = len(bounds) - 2
@@ -94,10 +95,8 @@ def step_cost(
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
-    step = 0.0
-    if np.isfinite(below_s) and not schedule.multi_stage:
-        step = lower_bound(schedule, forward, backward) + once
-    if step < below_s:
+    step = lower_bound(schedule, forward, backward) + once if schedule.name in BOUNDED and np.isfinite(below_s) else 0.0
+    if step < below_s and exact:
         step = simulate(schedule, forward, backward, weight, paired) + once
     return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(paired), tuple(moved), tuple(steps), step)
 

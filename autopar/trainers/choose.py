@@ -226,9 +226,13 @@ class TrainerPricers:
     def of(self, s: Setting) -> Pricer:
         """Return the pricer of a setting."""
         model = self.trainer.model(s, self.cluster)
-        key = model, s.precision
-        if key not in self._pricers:
-            self._pricers[key] = Pricer(self.graph, self.cluster, s.precision, self._solve, model)
+        key, plain = (model, s.precision), (dataclasses.replace(model, overlap_experts=0.0), s.precision)
+        if plain not in self._pricers:
+            self._pricers[plain] = Pricer(self.graph, self.cluster, s.precision, self._solve, plain[0])
+        if key not in self._pricers:  # with the same sizes, whose exchanges overlap
+            other = self._pricers[plain]
+            own = dataclasses.replace(model, cpu=other.trainer.cpu, fuses_rounding=other.trainer.fuses_rounding)
+            self._pricers[key] = other.variant(trainer=own)
         return self._pricers[key]
 
     def parts(self, s: Setting) -> PlanParts:
@@ -304,10 +308,13 @@ class _Choice:
         """Price the settings of a family, least recomputation first, until one fits."""
         kinds = self.trainer.space.activations
         for bounds in self._cuts(s):
+            cut = dataclasses.replace(s, cuts=bounds[1:-1])
+            if self._is_slower(cut):
+                continue
             for kind in kinds:
                 if self.pins.get("activations", kind) != kind:
                     continue
-                chosen = dataclasses.replace(s, cuts=bounds[1:-1]).with_activations(kind)
+                chosen = cut.with_activations(kind)
                 over = self._excess(chosen)
                 if over is None:
                     break
@@ -331,6 +338,15 @@ class _Choice:
             else:
                 low = middle
         return found
+
+    def _is_slower(self, s: Setting) -> bool:
+        """Return whether a lower bound of a setting's step time, with its pipeline's bubble, is no less than the best step time."""
+        parts = self.pricers.parts(s)
+        try:
+            prices = self.pricers.prices(parts, s)
+        except AutoparError:
+            return False
+        return step_cost(parts.bounds, *prices, parts.schedule, self.best_s, exact=False).step_time_s >= self.best_s
 
     def _excess(self, s: Setting) -> float | None:
         """Return the bytes beyond the limit on the first device that lacks memory, 0 if all have enough, ``None`` without a price."""
@@ -373,25 +389,31 @@ class _Choice:
         return list(dict.fromkeys(found))
 
     def _families(self) -> Iterator[Family]:
-        for s in self._degrees():
-            of_kinds = self._prices(s)
-            if of_kinds is None:
-                continue
-            prices = [(of_kinds[kind], count) for kind, count in self.kinds.items()]
-            if self._states_exceed(prices, s.pipeline):
-                continue
-            work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
-            once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
-            # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
-            bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
-            for chunks in self._chunks(s):
-                sized = dataclasses.replace(s, chunks=chunks)
-                if (
-                    refusal(schedule_of(sized)) is not None
-                ):  # such as 1F1B with fewer microbatches than stages, which torch refuses
-                    continue
-                bubble = (s.pipeline - 1) / (s.microbatches * chunks)
-                yield Family(sized, bound_s, work_s * (1 + bubble) + once_s)
+        for degrees in self._degrees():
+            sized = [dataclasses.replace(degrees, chunks=chunks) for chunks in self._chunks(degrees)]
+            # such as 1F1B with fewer microbatches than stages
+            sized = [s for s in sized if refusal(schedule_of(s), self.trainer.space.any_rounds) is None]
+            overlap = self.trainer.overlap_experts
+            for alike in [s for s in sized if not overlap(s)], [s for s in sized if overlap(s)]:
+                if alike and (least := self._bound(max(alike, key=overlap))) is not None:
+                    bound_s, work_s, once_s = least
+                    bubble = (degrees.pipeline - 1) / degrees.microbatches
+                    yield from (Family(s, bound_s, work_s * (1 + bubble / s.chunks) + once_s) for s in alike)
+
+    def _bound(self, s: Setting) -> tuple[float, float, float] | None:
+        """Return a lower bound of the step time, and a pipeline rank's mean seconds of all microbatches and of each step, without
+        recomputation; ``None`` if there is no price, or parameters, gradients and optimizer states alone exceed the memory."""
+        of_kinds = self._prices(s)
+        if of_kinds is None:
+            return None
+        prices = [(of_kinds[kind], count) for kind, count in self.kinds.items()]
+        if self._states_exceed(prices, s.pipeline):
+            return None
+        work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
+        once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
+        # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
+        bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
+        return bound_s, work_s, once_s
 
     def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:
         """Return whether parameters, gradients and optimizer states alone exceed the memory of a pipeline rank; of tied parameters, the
@@ -425,7 +447,7 @@ class _Choice:
                 yield 1
             return
         for chunks in (self.pins["chunks"],) if "chunks" in self.pins else range(1, MOST_CHUNKS + 1):
-            if s.pipeline * chunks <= len(self.layers) - 2 and (chunks == 1 or s.microbatches % s.pipeline == 0):
+            if s.pipeline * chunks <= len(self.layers) - 2 and (chunks == 1 or s.microbatches >= s.pipeline):
                 yield chunks
 
     def _degrees(self) -> Iterator[Setting]:

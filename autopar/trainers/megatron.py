@@ -12,6 +12,7 @@ from autopar.errors import UsageError
 from autopar.graph import Graph
 from autopar.plan import NARROW_GRADIENTS
 from autopar.precision import FLOAT8, FP8
+from autopar.schedules.orders import round_size
 from autopar.techniques.activations import FULL, GRANULARITIES, KEEP
 from autopar.trainers import figures
 from autopar.trainers.flags import read_flags
@@ -66,6 +67,8 @@ FLAGS = {
     "num_virtual_stages_per_pipeline_rank": Flag("chunks", whole_number),
     "virtual_pipeline_model_parallel_size": Flag("chunks", whole_number),
     "num_layers_per_virtual_pipeline_stage": Flag("chunk_layers", whole_number),
+    "microbatch_group_size_per_virtual_pipeline_stage": Flag("round", whole_number),
+    "microbatch_group_size_per_vp_stage": Flag("round", whole_number),
     "pipeline_model_parallel_layout": Flag("layout", str),
     "decoder_first_pipeline_num_layers": Flag("first", whole_number),
     "decoder_last_pipeline_num_layers": Flag("last", whole_number),
@@ -106,6 +109,7 @@ _RESOLVED = (
     "backend",
     "grouped",
     "chunk_layers",
+    "round",
     "layout",
     "first",
     "last",
@@ -136,6 +140,7 @@ class Megatron(Trainer):
         expert=True,
         folds=(frozenset({"context"}), frozenset({"context", "tensor"})),
         chunks=True,
+        any_rounds=True,
         uneven=True,
         deviations=(FP8.name, NARROW_GRADIENTS),
     )
@@ -216,6 +221,10 @@ class Megatron(Trainer):
         if values.get("context_kind") == "a2a":
             facts.add("all-to-all context")
         facts.add("unfused attention" if values.get("attention") in ("unfused", "local") else "flash attention")
+        if (size := values.get("round")) not in (None, values.get("pipeline", 1)):
+            notes.append(
+                f"microbatch groups of {size} are priced as the smallest equal ones of a pipeline rank each or more"
+            )
         values |= _stages(values, blocks)
         if "fp8" in values:  # beside --bf16
             values["precision"] = values["fp8"]
@@ -380,7 +389,7 @@ def paired_passes(s: Setting) -> float:
     of the first rank's warm-up (``get_pp_rank_microbatches``), or without a pipeline the first one."""
     if not overlaps_experts(s):
         return 0.0
-    warmup = 2 * (s.pipeline - 1) + (s.chunks - 1) * s.pipeline + 1 if s.pipeline > 1 else 1
+    warmup = 2 * (s.pipeline - 1) + (s.chunks - 1) * round_size(s.pipeline, s.microbatches) + 1 if s.pipeline > 1 else 1
     every = s.microbatches * (s.chunks if s.pipeline > 1 else 1)
     return round(_SHARES * max(0.0, 1 - warmup / every)) / _SHARES
 
@@ -414,6 +423,8 @@ def _pipeline(s: Setting, graph: Graph) -> list[tuple[str, ...]]:
             words.append(("pipeline_model_parallel_layout", layout_text(bounds)))
         elif s.chunks > 1:
             words.append(("num_virtual_stages_per_pipeline_rank", str(s.chunks)))
+        if s.chunks > 1 and (size := round_size(s.pipeline, s.microbatches)) != s.pipeline:
+            words.append(("microbatch_group_size_per_virtual_pipeline_stage", str(size)))
     technique, _, segment = s.activations.partition(":")
     if technique == GRANULARITIES[_PART]:
         words.append(("recompute_granularity", _PART))

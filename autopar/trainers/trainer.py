@@ -24,7 +24,8 @@ class Space:
     ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation;
     ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
     ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``sequence``: tensor parallelism shards the sequence, too.
-    ``folds``: over which other axes' ranks experts may lie (``Setting.folds``). ``chunks``: interleaved 1F1B. ``uneven``: stages may have
+    ``folds``: over which other axes' ranks experts may lie (``Setting.folds``). ``chunks``: interleaved 1F1B, with
+    ``any_rounds`` in fewer rounds than torch's (``schedules.refusal``), too. ``uneven``: stages may have
     different numbers of blocks. ``deviations``: the deviations from exact training that it has, names of ``setting.DEVIATIONS``.
     """
 
@@ -38,6 +39,7 @@ class Space:
     expert: bool = False
     folds: tuple[frozenset[str], ...] = (frozenset(),)
     chunks: bool = False
+    any_rounds: bool = False
     replicate: bool = False
     uneven: bool = False
     deviations: tuple[str, ...] = ()

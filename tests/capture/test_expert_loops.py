@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,11 @@ from autopar.capture import capture, check_capture
 from autopar.capture.backward import NotTraceableError
 from autopar.devices import parse
 from autopar.errors import CaptureError
+from autopar.graph import Graph
 from autopar.price import Pricer
 from autopar.search import SearchOptions, search
 from autopar.search.manual import manual_plan
-from autopar.verify import check_plan, make_subject
+from autopar.verify import Subject, check_plan, make_subject
 from autopar.verify.attacks import compare_with_eager
 
 WIDTH, COUNT, ROWS, SEQUENCE = 8, 4, 8, 6
@@ -70,6 +72,16 @@ def model(run: Run, chosen: int = 2) -> nn.Module:
 def batch() -> dict[str, Tensor]:
     x = torch.linspace(-2, 3, ROWS * SEQUENCE * 4, dtype=torch.float64).reshape(ROWS, SEQUENCE, 4)
     return {"x": (7 * x).sin(), "t": x.cos()}
+
+
+@functools.cache
+def captured(run: Run) -> Graph:
+    return capture(model(run), batch(), precision="float64")
+
+
+@functools.cache
+def subject_of(run: Run, chosen: int = 2) -> Subject:
+    return make_subject(model(run, chosen), batch())
 
 
 def hit_loop(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -187,7 +199,7 @@ def other_width(m: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("run", "experts"), [(own_bias, COUNT), (fused_gate, COUNT), (other_width, 0)])
 def test_bodies_are_exact(run: Run, experts: int) -> None:
-    subject = make_subject(model(run), batch())
+    subject = subject_of(run)
     error = compare_with_eager(subject)
     assert error.exact, error
     assert max(cls.experts for cls in subject.graph.classes.values()) == experts
@@ -202,7 +214,7 @@ def test_bodies_are_exact(run: Run, experts: int) -> None:
     ],
 )
 def test_loops_become_mixtures(run: Run, chosen: int) -> None:
-    subject = make_subject(model(run, chosen), batch())
+    subject = subject_of(run, chosen)
     error = compare_with_eager(subject)
     assert error.exact, error
     assert COUNT in {cls.experts for cls in subject.graph.classes.values()}
@@ -210,32 +222,32 @@ def test_loops_become_mixtures(run: Run, chosen: int) -> None:
 
 @pytest.mark.parametrize("run", [hit_loop, slow(capacity), skipped])
 def test_skipped_experts_get_a_gradient_of_zeros_and_a_note(run: Run) -> None:
-    graph = capture(model(run), batch(), precision="float64")
+    graph = captured(run)
     parameters = {
         f"mixture.experts.{i}.{n}" for i in range(COUNT) for n in ("0.weight", "0.bias", "2.weight", "2.bias")
     }
     assert graph.possibly_unused == parameters
     assert any("no token chooses them" in note for note in graph.notes)
     assert "equals the model" in check_capture(graph, model(run), batch(), None).note
-    assert "mixture.experts.3.0.weight" in make_subject(model(run), batch()).gradients  # eager PyTorch has none
+    assert "mixture.experts.3.0.weight" in subject_of(run).gradients  # eager PyTorch has none
 
 
 def test_loops_that_ask_for_their_positions_need_no_comparison() -> None:
-    assert not capture(model(hit_loop), batch(), precision="float64").assumed
-    assert capture(model(numbers), batch(), precision="float64").assumed
-    assert capture(model(skipped), batch(), precision="float64").assumed
+    assert not captured(hit_loop).assumed
+    assert captured(numbers).assumed
+    assert captured(skipped).assumed
 
 
 @pytest.mark.parametrize("run", [compared, numbers])
 def test_a_plan_says_how_many_experts_each_device_has(run: Run) -> None:
-    graph, cluster = capture(model(run), batch(), precision="float64"), parse("2xH100-80GB")
+    graph, cluster = captured(run), parse("2xH100-80GB")
     plan = search(graph, cluster, Pricer(graph, cluster, "bfloat16"), SearchOptions(expert=2))
     assert not any("has the parameters of all" in note for note in plan.notes)
     assert any(f"each device has 2 of {COUNT} experts" in note for note in plan.notes)
 
 
 def test_experts_that_all_run_are_not_possibly_unused() -> None:
-    assert not capture(model(segments), batch(), precision="float64").possibly_unused
+    assert not captured(segments).possibly_unused
 
 
 @pytest.mark.parametrize(
@@ -245,7 +257,7 @@ def test_experts_that_all_run_are_not_possibly_unused() -> None:
 )
 @pytest.mark.parametrize("run", [hit_loop, segments, indexed, skipped], ids=lambda run: run.__name__)
 def test_programs_are_exact(run: Run, options: dict[str, Any], workers2: WorkerPool) -> None:
-    subject = make_subject(model(run), batch())
+    subject = subject_of(run)
     outcome = check_plan(subject, manual_plan(subject.graph, **options), workers2)
     assert outcome.error.exact, outcome.error
 
@@ -529,7 +541,7 @@ def test_a_count_of_iterations_is_no_expert() -> None:
             out.index_add_(0, token, m.experts[number](x[token]) * weights[token, choice, None])
         return out
 
-    graph = capture(model(run), batch(), precision="float64")
+    graph = captured(run)
     with pytest.raises(
         CaptureError, match="taken not to count its iterations, and the captured graph does not compute"
     ):

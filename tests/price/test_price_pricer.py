@@ -317,7 +317,7 @@ def test_the_host_of_a_pipeline_takes_longer_for_each_step_of_a_collective():
     """The host's time bounds a layer's passes from below."""
     found: dict[tuple[bool, float], float] = {}
     for hop_s in (0.0, 1e-3):
-        network = Network((1, 2), (1e11, 5e10), (1e11, 5e10), 8, hop_s=1e-6, pipelined_hop_s=hop_s, source="")
+        network = Network((1, 2), (1e11, 5e10), (1e11, 5e10), 8, hop_s=1e-6, pipelined_host_s=hop_s, source="")
         pricer = Pricer(
             chain(mlp(B, SEQ, H, 4 * H), 4), dataclasses.replace(CLUSTER, network=network), "bfloat16", solve_mlp
         )
@@ -334,7 +334,7 @@ def test_the_host_of_a_pipeline_takes_longer_for_each_step_of_a_collective():
 
 
 def test_a_group_on_many_nodes_sends_as_fast_as_its_gpus_and_no_faster_than_its_ring():
-    network = Network((1, 2, 4), (8e11, 4e11, 1e11), (8e11, 4e11, 1e11), 8, hop_s=0.0, pipelined_hop_s=0.0, source="")
+    network = Network((1, 2, 4), (8e11, 4e11, 1e11), (8e11, 4e11, 1e11), 8, hop_s=0.0, pipelined_host_s=0.0, source="")
     cluster = dataclasses.replace(parse("4x8xH100-80GB"), network=network, collective_s=0.0)
 
     def bus(size: int, per_node: int, nodes: int) -> float:

@@ -104,10 +104,10 @@ def _hop(cluster: Cluster, value: float) -> Cluster:
     return dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, hop_s=value * 1e-6))
 
 
-def _pipelined_hop(cluster: Cluster, value: float) -> Cluster:
+def _pipelined_host(cluster: Cluster, value: float) -> Cluster:
     if cluster.network is None:
         return cluster
-    return dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, pipelined_hop_s=value * 1e-6))
+    return dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, pipelined_host_s=value * 1e-6))
 
 
 def _reserve(cluster: Cluster, value: float) -> Cluster:
@@ -174,11 +174,11 @@ FITTED = (
         cluster=_hop,
     ),
     FittedConstant(
-        "p5-efa: pipelined_hop_us",
+        "p5-efa: pipelined_host_us",
         (100.0, 150.0, 200.0, 240.0, 300.0, 450.0),
         0.0,
         "the host takes as long as without a pipeline",
-        cluster=_pipelined_hop,
+        cluster=_pipelined_host,
     ),
     FittedConstant("TENSOR_OVERLAP", (0.15, 0.45, 0.6, 0.8), 0.0, "nothing is hidden", model=_tensor_overlap),
     FittedConstant("HEAVY_HEAD", (0.0, 1.0, 1.5, 3.0, 4.0), NEVER, "the head never counts", setting=_heavy_head),

@@ -11,7 +11,8 @@ from autopar.errors import UsageError
 from autopar.plan import Plan
 from autopar.schedules import Schedule, refusal
 from autopar.schedules.memory import max_in_flight, peak_counts
-from autopar.schedules.orders import device_groups, device_order
+from autopar.schedules.orders import device_groups, device_order, round_size
+from autopar.schedules.step_time import lower_bound, simulate
 from autopar.search.manual import manual_plan
 from autopar.torch_private import pipeline_order
 
@@ -40,6 +41,24 @@ def test_orders_are_torchs(name: str) -> None:
     for schedule in sizes(name):
         own = [list(device_groups(schedule, rank)) for rank in range(schedule.pipeline)]
         assert own == torchs(schedule), schedule
+
+
+def test_rounds_of_any_size_are_megatrons() -> None:
+    """Megatron's list of forwards (``get_schedule_table``) and its warm-up (``get_pp_rank_microbatches``) in groups of more microbatches
+    than pipeline ranks."""
+    for p, m, v, size in ((4, 14, 2, 7), (16, 120, 2, 20), (4, 10, 3, 5), (4, 7, 2, 7), (8, 44, 3, 11)):
+        schedule = Schedule("interleaved-1f1b", p, m, v)
+        assert refusal(schedule, any_rounds=True) is None and round_size(p, m) == size
+        table = [(i, chunk) for at in range(0, m, size) for chunk in range(v) for i in range(at, at + size)]
+        for rank in range(p):
+            actions = list(device_order(schedule, rank))
+            forwards = [(i, stage // p) for kind, stage, i in actions if kind == "F"]
+            backwards = [(i, v - 1 - stage // p) for kind, stage, i in actions if kind == "B"]
+            assert forwards == backwards == table
+            first = next(at for at, action in enumerate(actions) if action[0] == "B")
+            assert first == min(2 * (p - 1 - rank) + (v - 1) * size + 1, m * v)
+        f, b = [1.0 + stage / 7 for stage in range(p * v)], [2.0] * p * v
+        assert lower_bound(schedule, f, b) <= simulate(schedule, f, b) < sum(f + b) * m
 
 
 @pytest.mark.parametrize(("name", "torchs_name"), [("gpipe", "GPipe"), ("1f1b", "1F1B")])

@@ -14,12 +14,15 @@ from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.price import Pricer
+from autopar.schedules import refusal
 from autopar.search import SearchOptions
 from autopar.techniques import Options
 from autopar.trainers import ACCELERATE, DEEPSPEED, MEGATRON, TORCHTITAN, Setting, Trainer, choose
 from autopar.trainers.changes import best_changes
 from autopar.trainers.choose import TrainerPricers, balanced_bounds, best_setting, folds_of
-from autopar.trainers.layout import even_bounds, is_even
+from autopar.trainers.layout import even_bounds, is_even, schedule_of
+from autopar.trainers.megatron import overlaps_experts
 from autopar.trainers.reading import exported_plan, setting_of_plan
 from autopar.validate.architecture import Architecture
 from autopar.validate.models import graph_of
@@ -158,11 +161,31 @@ def test_bounds_are_bounds_for_long_sequences(limit: float, monkeypatch: pytest.
     long = graph_of(Architecture(12, 2048, 16, 8, 5504, True, 32000, 16384, False, False), BATCH)
     pins = {"context": 1, "zero": 1}
     found = best_setting(long, cluster(limit), MEGATRON, pins).plan.prediction.step_time_s
+    without_bounds(monkeypatch)
+    assert best_setting(long, cluster(limit), MEGATRON, pins).plan.prediction.step_time_s == found
+
+
+def test_bounds_are_bounds_for_exchanges_that_overlap_in_interleaved_pipelines(monkeypatch: pytest.MonkeyPatch):
+    """Megatron hides exchanges of experts in a pipeline with virtual stages alone; 14 microbatches are two rounds of 7 over 4 stages."""
+    sizes = Architecture(8, 2048, 16, 8, 5504, True, 32000, 4096, False, False, experts=8, experts_per_token=2)
+    mixture, pins = graph_of(sizes, 112), {"tensor": 1, "pipeline": 4, "microbatch": 1, "expert": 8}
+    devices = parse("8x4xA100-80GB")
+    found = best_setting(mixture, devices, MEGATRON, pins)
+    assert found.setting.chunks == 2 and overlaps_experts(found.setting)
+    assert refusal(schedule_of(found.setting)) is not None
+    pricers = TrainerPricers(mixture, devices, MEGATRON)  # whose pricers share what does not depend on the overlap
+    alone = Pricer(mixture, pricers.cluster, "bfloat16", trainer=MEGATRON.model(found.setting, pricers.cluster))
+    plan = pricers.parts(found.setting).evaluate(mixture, pricers.cluster, alone)
+    assert plan.prediction == pricers.plan(found.setting).prediction == found.plan.prediction
+    without_bounds(monkeypatch)
+    assert best_setting(mixture, devices, MEGATRON, pins).plan.prediction == found.plan.prediction
+
+
+def without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     families = choose._Choice._families
     monkeypatch.setattr(
         choose._Choice, "_families", lambda self: (dataclasses.replace(f, bound_s=0.0) for f in families(self))
     )
-    assert best_setting(long, cluster(limit), MEGATRON, pins).plan.prediction.step_time_s == found
 
 
 @pytest.mark.parametrize("trainer", [DEEPSPEED, MEGATRON], ids=lambda trainer: trainer.name)

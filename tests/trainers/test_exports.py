@@ -193,5 +193,9 @@ def test_what_trainers_refuse_is_not_exported():
     degrees |= {"facts": frozenset({"Megatron"})}
     words = exported("megatron", setting("megatron", zero=1, **degrees)).files["megatron_args.sh"]
     assert "--moe-token-dispatcher-type alltoall" in words and "--overlap-moe" not in words
+    chunked = {"zero": 1, "pipeline": 4, "chunks": 2, "cuts": EVEN[1:-1]}
+    for batch, group in ((512, ()), (14 * 32, ("--microbatch-group-size-per-virtual-pipeline-stage 7",))):
+        words = exported("megatron", setting("megatron", global_batch=batch, **chunked)).files["megatron_args.sh"]
+        assert all(word in words for word in group) and ("--microbatch-group" in words) == bool(group)
     alone = dataclasses.replace(setting("accelerate", zero=0, tensor=8), data=1)
     assert "fsdp" not in exported("accelerate", alone).files["accelerate.yaml"].lower()
