@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.flow import gradient_flow, parameter_nodes, placeholders
 from autopar.graph import LayerClass
+from autopar.ops.compilation import is_compiled
 from autopar.ops.meta import meta
 from autopar.plan import Strategy
 from autopar.sharding import AxisTypes, Sharding, local_shape
@@ -52,6 +53,11 @@ class LocalLayer:
     def computed(self) -> Sharding:
         """The sharding of the microbatch, or of its half, that ``graph`` computes."""
         return self.half or self.sharding
+
+    @property
+    def compiled(self) -> bool:
+        """Whether ``torch.compile`` compiles the layer."""
+        return is_compiled(self.cls, self.strategy.options)
 
     @property
     def chained(self) -> bool:
@@ -112,7 +118,7 @@ def local_layer(
     cls: LayerClass, sharding: Sharding, strategy: Strategy, deferred: frozenset[int] = frozenset()
 ) -> LocalLayer:
     """Run the passes on one layer class. ``deferred`` has the indices of the parameters whose gradients the schedule may compute after
-    the input gradients; if there are any, ``strategy`` must come from ``Strategy.under``."""
+    the input gradients, which compiled code can't; if there are any, ``strategy`` must come from ``Strategy.under``."""
     assert not deferred or strategy.options.admits_split, strategy
     graph_sharding = computed(cls, sharding, strategy.options)
     cls = pad_class(cls, graph_sharding)
@@ -130,7 +136,7 @@ def local_layer(
     )
     for name, value, rewrite in local_rewrites(strategy.options):
         gm = run(gm, [(name, functools.partial(rewrite, cls=cls, sharding=graph_sharding, value=value))])
-    if deferred:
+    if deferred and not is_compiled(cls, strategy.options):
         parameters = [node for node in gm.graph.nodes if node.op == "placeholder"][-len(cls.parameters) :]
         deferred_weights = [parameters[i] for i in deferred]
         gm = run(gm, [("defer_weights", lambda gm: defer_weights_pass(gm, deferred_weights))])

@@ -13,7 +13,6 @@ from autopar.emit.expressions import Text, literal
 from autopar.emit.modules import torch_modules
 from autopar.emit.names import Names, attributes, remark
 from autopar.emit.pieces import COMPILED, compiled_pieces
-from autopar.ops.compilation import stays_eager
 from autopar.ops.meta import meta
 from autopar.techniques.technique import Call
 from autopar.types import SpmdType
@@ -131,7 +130,7 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
         described = f"{tuple(meta(node)['val'].shape)}: {types_text(axes, layer.border(index))}"
         notes.setdefault(described, []).append(argument)
     comments = [f"        # {', '.join(several)} {described}" for described, several in notes.items()]
-    compiled = is_compiled(layer) and not watch
+    compiled = layer.compiled and not watch
     seeds = [node for node in nodes if node.target is random_seed] if compiled else []
     texts.update({node: Text(f"seeds[{number}]") for number, node in enumerate(seeds)})
     typed = ", ".join(["self", *(f"{argument}: torch.Tensor" for argument in arguments)])
@@ -163,11 +162,6 @@ def _forward(layer: LocalLayer, axes: tuple[str, ...], shared: frozenset[int], w
     ]
 
 
-def is_compiled(layer: LocalLayer) -> bool:
-    """Return whether ``torch.compile`` compiles the layer."""
-    return layer.strategy.options.compiled and not stays_eager(layer.cls)
-
-
 def _outer(
     layer: LocalLayer, arguments: list[str], resident: list[str], seeds: list[fx.Node], rows: list[int | None]
 ) -> list[str]:
@@ -191,7 +185,7 @@ def _outer(
         joined=batch_dims(layer.cls, layer.sharding.types[0])[1],
         inputs=tuple(arguments),
         resident=tuple(resident),
-        compiled=is_compiled(layer),
+        compiled=layer.compiled,
         gives_loss=layer.cls.gives_loss,
     )
     changed = layer.strategy.options.wrap_call(call)

@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.emit.custom import custom_modules
 from autopar.emit.expressions import literal
 from autopar.emit.ignored import ignored_labels
-from autopar.emit.layer import buffer_paths, is_compiled, layer_body, parameter_paths
+from autopar.emit.layer import buffer_paths, layer_body, parameter_paths
 from autopar.emit.names import CALLED, Names, quoted, remark
 from autopar.emit.opaque import describe_opaque, imported_modules
 from autopar.emit.parts import runtime_parts
@@ -204,7 +204,7 @@ def _imports(body: str, modules: Set[str], program: LocalProgram) -> str:
         "nn": "from torch import nn",
         "checkpoint": "from torch.utils.checkpoint import checkpoint",
     }
-    compiled = any(map(is_compiled, program.layers))
+    compiled = any(layer.compiled for layer in program.layers)
     lines = [line for name, line in usual.items() if name in used and not (name == "spmd" and compiled)]
     lines += ["", *(f"import {name}" for name in custom_modules(program.graph))]
     if imported := sorted(used & CALLED | modules):

@@ -6,6 +6,7 @@ from torch import fx
 
 from autopar.graph import LayerClass
 from autopar.ops.facts import OpKind, facts, is_custom
+from autopar.techniques import Options
 
 
 def stays_eager(cls: LayerClass) -> str:
@@ -16,6 +17,13 @@ def stays_eager(cls: LayerClass) -> str:
         if node.op == "call_function" and (reason := _reason(node)):
             return reason
     return ""
+
+
+def is_compiled(cls: LayerClass, options: Options) -> bool:
+    """Return whether ``torch.compile`` compiles layers of the class with these options.
+
+    Under a schedule that splits the backward pass, a compiled layer runs all of it in the first part."""
+    return options.compiled and not stays_eager(cls)
 
 
 def _reason(node: fx.Node) -> str:

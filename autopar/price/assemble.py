@@ -175,7 +175,7 @@ class _Alike:
         elif not each_time:  # the copies lengthen the last backward
             last_s = exposed(back_s + seconds.reduce, backward_s + copies_s[2])
             step_s = step_s + (copies_s[2] + last_s - exposed(back_s, backward_s) + waits_s[2])
-        weight_s = own.weight_s + accumulate_s
+        weight_s = own.weight_s + accumulate_s * (own.weight_s > 0)  # in the part that computes weight gradients
         # a pair takes no less time than the arithmetic or the launches of its passes
         unhidden_s = forward_s + own.forward_wire_s - most(own.forward_s + copies_s[0], own.forward_host_s)
         unhidden_s = unhidden_s + backward_s + own.backward_wire_s - most(device_s, own.backward_host_s)

@@ -540,9 +540,9 @@ class Pricer:
 
     def _build(self, cls_name: str, cls: LayerClass) -> tuple[tables.ClassTable, tables.ShapeRows]:
         """Build the table of ``cls``: the class ``cls_name`` or its padded version."""
-        eager = self._layers_compiled and stays_eager(self.graph.classes[cls_name])
-        trainer = dataclasses.replace(self.trainer, fused=False) if eager else self.trainer
-        return tables.build(cls, self.precision, trainer)
+        eager = bool(stays_eager(self.graph.classes[cls_name]))
+        trainer = dataclasses.replace(self.trainer, fused=False) if self._layers_compiled and eager else self.trainer
+        return tables.build(cls, self.precision, trainer, splits=eager or not self._layers_compiled)
 
     def _padded_table(
         self, cls_name: str, counts: tuple[int, ...], runs: Runs, types: tuple[AxisTypes, ...]

@@ -3,7 +3,7 @@
 Only the end of the step waits for W, so zero-bubble schedules run it when a device would otherwise be idle. In emitted programs
 (``program.weight_gradients``) W has one matrix product for each weight of ``ops.products.weight_of``; everything else belongs to I:
 recomputation, collectives, and the gradients of biases, norms and embeddings. Between I and W, memory has the input of each such product
-and the gradient of its result; I frees all other saved values.
+and the gradient of its result; I frees all other saved values. Compiled layers have no W (``ops.compilation.is_compiled``).
 """
 
 from __future__ import annotations

@@ -118,8 +118,10 @@ def model_dtype(cls: LayerClass) -> torch.dtype:
     return torch.float32
 
 
-def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED) -> tuple[ClassTable, ShapeRows]:
-    """Build the arrays of ``cls``; this runs the class once on the meta device."""
+def build(
+    cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED, splits: bool = True
+) -> tuple[ClassTable, ShapeRows]:
+    """Build the arrays of ``cls``; this runs the class once on the meta device. ``splits``: a schedule may split the layer's backward."""
     run = trainer.trace(cls)
     nodes = [node for node in cls.graph.graph.nodes if node.op != "output"]
     called = [node for node in nodes if node.op == "call_function" and cost.tensors(node.meta.get("val"))]
@@ -135,7 +137,7 @@ def build(cls: LayerClass, precision: Precision, trainer: TrainerModel = EMITTED
     costs = op_costs(called, run, size, passes, trainer.fuses_rounding)
     trainer.adapt(costs)
     ops, slots = costs.nodes, costs.slots
-    weight_share = weight_shares(ops, run, parameters)
+    weight_share = weight_shares(ops, run, parameters if splits else ())
     deferred = deferred_values(ops, run, weight_share)
     saved, selection = trainer.selection(cls, ops, run, costs.saved)
     arguments = {run.storage[name] for name in names if name in run.storage}

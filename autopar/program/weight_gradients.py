@@ -3,7 +3,8 @@
 Zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024) run the second part when a pipeline rank would otherwise
 wait. The backward of ``linear`` computes the input gradient; inside ``deferred`` it adds the matmul for the weight gradient to a list, for
 the second part. All other gradients (of biases, norms, embeddings) are cheap, and belong to the first part.
-Outside of ``deferred`` the backward pass is the usual one.
+Outside of ``deferred`` the backward pass is the usual one, and so is that of compiled layers, which don't call ``linear``: it runs in the
+first part.
 
 Between the two parts, memory holds the input of every product and the gradient of its result.
 """

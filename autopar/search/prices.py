@@ -167,6 +167,7 @@ class Prices:
         )
         if alike not in self._candidates:
             known = {"refused": refused, "chain": chain, "segments": config.segments, "several_microbatches": m > 1}
+            known["split"] = config.schedule.split
             found = candidates(
                 config.mesh,
                 batch,

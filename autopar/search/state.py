@@ -44,7 +44,8 @@ BEHIND, FEW_PRICED = 2, 5
 ones are opened with other schedules at once, and first steps precede further prices."""
 
 SMALL_LAYERS = 16
-"""Schedules that split backwards leave layers eager: for models with compiled layers they are tried up to this number of layers."""
+"""Schedules that split backwards have each layer compiled and eager among their candidates, which takes most of a search's time limit in
+large models: if layers may be compiled, these schedules are tried up to this number of layers."""
 
 
 @dataclass(order=True)
@@ -176,8 +177,8 @@ class State:
         """Return ``under_other_schedules`` of a configuration, each group with ascending chunks; nothing if a pin decides the schedule or
         the chunks.
 
-        Schedules that split backward passes don't compile layers: they are tried if layers are eager in any case, or in models of at most
-        ``SMALL_LAYERS`` layers, provided that activations stay on the device.
+        Schedules that split backward passes are tried if layers are eager in any case, or in models of at most ``SMALL_LAYERS`` layers,
+        provided that activations stay on the device.
         """
         if not self.options.leaves_schedules:
             return []

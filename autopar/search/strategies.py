@@ -123,14 +123,11 @@ def context_of(options: SearchOptions, **known: Any) -> Context:
 
 
 def may_split(pins: LayerPins, context: Context, small: bool) -> bool:
-    """Return whether schedules that split the backward pass are tried without a pin. They are not if a pin requires a technique that they
-    exclude, if layers may be offloaded (such plans have no exact search) or, unless the model is ``small``, if they exclude a technique
-    that gains more (``Technique.outweighs_split``)."""
-    allowed = {technique: technique.allowed(pins.of, context) for technique in LAYER}
-    for technique, values in allowed.items():
-        wanted = not small and technique.outweighs_split and technique.under_split not in values
-        if wanted or any(technique.mode(value).offload_tier for value in values):
-            return False
+    """Return whether schedules that split the backward pass are tried without a pin. They are not if a pin requires a value that they
+    exclude, if layers may be offloaded (such plans have no exact search) or, unless the model is ``small``, if layers may be compiled."""
+    modes = [technique.mode(value) for technique in LAYER for value in technique.allowed(pins.of, context)]
+    if any(mode.offload_tier or (mode.compiled and not small) for mode in modes):
+        return False
     return all(pins.of(name) in (None, value) for name, value in UNDER_SPLIT.items())
 
 

@@ -20,12 +20,11 @@ class Compilation(Technique):
     )
     example = "compile=none"
     switch = True
-    under_split = NONE
-    outweighs_split = True
     former_fields = {"compiled": bool}
 
     def candidates(self, context: Context) -> tuple[str, ...]:
-        return (LAYERS,) if context.compiled else (NONE,)
+        """Return both values under a schedule that splits the backward pass: an eager layer leaves weight gradients for its second part."""
+        return (self.values if context.split else (LAYERS,)) if context.compiled else (NONE,)
 
     def read(self, layer: Mapping[str, Any]) -> str:
         return str(layer.get(self.name, LAYERS if layer.get("compiled", False) else NONE))

@@ -179,14 +179,15 @@ class Context:
 
     ``refused`` has the layer's refusal reasons by technique (``Technique.refusal``). Up to ``chain`` layers of its class may be recomputed
     as one segment, and ``segments`` says whether a search tries this without a pin. ``several_microbatches``: whether a step has several
-    microbatches. ``allow``: the numerical deviations that the user allows. ``compiled``: whether layers are compiled by default. ``nvme``:
-    whether the cluster describes its NVMe.
+    microbatches. ``split``: whether the schedule splits the backward pass. ``allow``: the numerical deviations that the user allows.
+    ``compiled``: whether layers are compiled by default. ``nvme``: whether the cluster describes its NVMe.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict, hash=False)
     chain: int = 1
     segments: bool = False
     several_microbatches: bool = False
+    split: bool = False
     allow: Collection[str] = field(default=(), hash=False)
     compiled: bool = False
     nvme: bool = False
@@ -262,9 +263,6 @@ class Technique:
     """The value of layers in plan files that are older than the technique; empty for the default."""
     under_split: ClassVar[str] = ""
     """The value that layers must have under schedules that split the backward pass; empty for any value."""
-    outweighs_split: ClassVar[bool] = False
-    """Whether the technique gains more than a schedule that splits the backward pass; such schedules are then tried for small models
-    only."""
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     former_pins: ClassVar[tuple[Pin, ...]] = ()
     """Old pins, each of which decides a part of the technique's value."""

@@ -98,7 +98,14 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
 
 def _has_rows(operand: fx.Node, rank: int) -> bool:
     """Return whether a parameter has the dim of the rows of a value of this rank, or dims before it: they don't fit an unmerged value."""
-    return "parameter" in meta(operand) and shape_of(operand)[: 1 - rank] not in ((), (1,))
+    return _is_of_parameters(operand) and shape_of(operand)[: 1 - rank] not in ((), (1,))
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Return whether a value is a parameter or is computed from parameters alone, such as a router's weight in float32."""
+    if node.op == "placeholder":
+        return "parameter" in meta(node)
+    return bool(node.all_input_nodes) and all(map(_is_of_parameters, node.all_input_nodes))
 
 
 def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.Node | None:
@@ -107,7 +114,7 @@ def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.No
     rows = prod(lead)
     if _merged_dims(operand) == lead:
         return args_of(operand)[0]
-    if operand.op == "placeholder" and ("parameter" in meta(operand) or len(shape_of(operand)) < 2):
+    if _is_of_parameters(operand) or (operand.op == "placeholder" and len(shape_of(operand)) < 2):
         return operand
     sizes = shape_of(operand)
     if operand.target is aten.full.default and sizes[:1] == (rows,):

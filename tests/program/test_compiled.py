@@ -33,7 +33,6 @@ from autopar.planning import find_plan
 from autopar.price import Pricer
 from autopar.program.spec import layers_of
 from autopar.run import remote as run_remote
-from autopar.schedules import Schedule
 from autopar.search import SearchOptions, search
 from autopar.search.manual import manual_plan
 from autopar.shard import annotate
@@ -298,10 +297,23 @@ def test_only_layers_that_admit_it_are_compiled(tmp_path: Path) -> None:
     assert "import spmd_types as spmd" in (tmp_path / "model.py").read_text()
 
 
-def test_schedules_that_split_the_backward_pass_compile_nothing() -> None:
-    split, whole = Schedule("zero-bubble", 2, 4), Schedule("1f1b", 2, 4)
-    strategy = Strategy((Role.DATA,), compile="layers")
-    assert strategy.under(whole).options.compiled and not strategy.under(split).options.compiled
+def test_only_layers_that_stay_eager_defer_weight_gradients(tmp_path: Path) -> None:
+    """Under a schedule that splits the backward pass; their prices say the same."""
+    graph = blocks(3, counts=True)
+    pins = {"pipeline": 2, "schedule": "zero-bubble"}  # statistics of the whole batch need a single microbatch
+    texts = []
+    for how in ("none", "layers"):
+        plan = manual_plan(graph, compile=how, **pins)
+        emit(graph, plan, tmp_path / how)
+        texts += (tmp_path / how / "model.py").read_text().split("\nclass ")
+        pricer = Pricer(graph, parse("2xH100-80GB"), "float32")
+        for layer in plan.layers:
+            price = pricer.layer(layer.cls, plan.mesh, layer.strategy, 1)
+            assert price is not None and 0 <= price.weight_s < price.backward_s
+            eager = how == "none" or bool(stays_eager(graph.classes[layer.cls]))
+            assert eager == (price.weight_s > 0) == (price.deferred_bytes > 0), (how, layer.name)
+    layers = [text for text in texts if "(Layer):" in text]
+    assert {(COMPILED in text, "weight_gradients.linear(" in text) for text in layers} == {(True, False), (False, True)}
 
 
 def test_a_plan_keeps_what_is_compiled() -> None:

@@ -3,7 +3,9 @@ one after the other."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,19 +13,24 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 from exactness import make_subject, subject
 from expert_models import mixtral
+from functorch.compile import make_boxed_func
 from tiers import slow
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from workers import WorkerPool
 
 from autopar.checks.nccl.records import Operation, RankTrace, Wait
 from autopar.data_files import MalformedFileError
 from autopar.emit import emit
 from autopar.errors import UsageError
+from autopar.measure import EXACT
 from autopar.plan_schema import check_plan
 from autopar.program.pairs import BACKWARD, FORWARD, Turns, _Schedule
 from autopar.program.tracing import COMMUNICATION, COMPUTATION, PAIRED, PAIRED_KEY, action_name
@@ -34,6 +41,8 @@ from autopar.schedules.orders import device_groups
 from autopar.search import SearchOptions
 from autopar.search.manual import make_mesh, manual_plan
 from autopar.search.options import pins_by_layer
+from autopar.verify import remote
+from autopar.verify.case import compare_step
 from autopar.verify.recording import Workers, record
 
 PIPELINE: dict[str, Any] = {"pipeline": 2, "chunks": 2, "microbatches": 4, "schedule": "dualpipev"}
@@ -180,6 +189,64 @@ def test_loss_and_gradients_are_bitwise_those_of_one_pass_after_the_other(
     for (loss, ours), (other, theirs) in zip(*found, strict=True):
         assert loss == other and ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def compiling_gradients(
+    folder: str, state: str, batch: dict[str, Tensor]
+) -> tuple[tuple[float, dict[str, Tensor], dict[str, Tensor]], set[tuple[str, bool]]]:
+    """In a worker: the step that verification compares, and for each graph whether it is a forward or a backward one, and whether the
+    thread of paired backward passes compiled it. The first pair compiles anew."""
+    found: set[tuple[str, bool]] = set()
+
+    def compiler(side: str, gm: torch.fx.GraphModule, _: Any) -> Any:
+        found.add((side, threading.current_thread() is not threading.main_thread()))
+        return make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    forward, backward = (functools.partial(compiler, side) for side in ("forward", "backward"))
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=backend)):
+        return remote.gradients(folder, state, batch), found
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {},
+        slow({"zero": 3, "activations": "full"}),
+        slow({"zero": 1}),
+        slow({"zero": 2, "activations": "selective"}),
+        slow({"mesh": make_mesh(("relay", 2))}),
+    ],
+    ids=str,
+)
+def test_both_passes_of_a_pair_compile_layers(pins: dict[str, Any], workers4: WorkerPool, tmp_path: Path) -> None:
+    """While one pass waits for its turn, the other one compiles what it runs: forward graphs, those of a recomputation, and backward
+    graphs. A pass that waits inside of a lock of the compiler would stop both; the limit is a multiple of what the step takes."""
+    given, found = subject("mixtral"), {}
+    torch.save(given.state, tmp_path / "initial.pt")
+    for overlap in ("pairs", "none") if pins else ("pairs",):
+        folder = tmp_path / overlap
+        given_pins = {**(PIPELINE if "mesh" in pins else PINS), **pins, "overlap": overlap}
+        emit(given.graph, manual_plan(given.graph, compile="layers", cuts=CUTS, **given_pins), folder)
+        if overlap == "pairs":
+            path = folder / "runtime" / "pairs.py"
+            text, count = re.subn(
+                r"(        global _turns\n)(        forward)", r"\1        forget_compiled()\n\2", path.read_text()
+            )
+            assert count == 1
+            path.write_text(f"{text}\n\nforget_compiled = functools.cache(torch._dynamo.reset)\n")
+        found[overlap] = workers4.run(
+            "test_pairs:compiling_gradients", str(folder), str(tmp_path / "initial.pt"), given.batch, timeout_s=120
+        )
+    where = set().union(*(threads for _, threads in found["pairs"]))
+    assert where >= {("forward", False), ("backward", False), ("backward", True)}
+    assert (("forward", True) in where) == ("activations" in pins)
+    error = compare_step(given, *found["pairs"][0][0])
+    assert error.value <= EXACT, error
+    if pins:
+        (loss, gradients, _), (other_loss, others, _) = (found[overlap][0][0] for overlap in ("pairs", "none"))
+        assert loss == other_loss and all(torch.equal(gradients[name], others[name]) for name in gradients)
 
 
 def check_trace(path: Path, schedule: Schedule, in_turns: bool) -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
-from pipelines import emitted, is_right
-from tiers import in_short
+from pipelines import CHUNKS, MICROBATCHES, emitted, is_right, stepped
+from test_compiled import BACKEND
+from test_overlap import captured
+from tiers import in_short, slow
+from torch import Tensor
+from torch._dynamo.utils import counters
 from workers import WorkerPool
 
+from autopar.emit import emit
+from autopar.emit.pieces import COMPILED
 from autopar.errors import LaunchError
 from autopar.program.weight_gradients import deferred, linear
+from autopar.search.manual import manual_plan
 
 SPLIT = ["zero-bubble", "zbv", "dualpipev"]
 
@@ -36,6 +48,47 @@ def test_with_data_parallelism(schedule: str, zero: int, workers4: WorkerPool, t
     recompute = "full" if zero == 3 else "none"
     folder, model, batch = emitted(tmp_path, schedule=schedule, pipeline=2, data=2, zero=zero, recompute=recompute)
     assert is_right(workers4.run("pipelines:stepped", folder, model.state_dict(), batch), model)
+
+
+def compiled_steps(folder: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """In a worker: ``pipelines.stepped``, and the number of compiled graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch("torch.compile", functools.partial(torch.compile, backend=BACKEND)):
+        return stepped(folder, state, batch), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pins"),
+    [
+        ("zbv", {"data": 2, "zero": 2}),
+        slow("zero-bubble", {"data": 2, "zero": 1, "recompute": "selective"}),
+        slow("zero-bubble", {"data": 2, "zero": 3, "recompute": "full"}),
+        slow("zbv", {"tensor": 2}),
+        slow("dualpipev", {"data": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_compiled_layers_beside_eager_ones(
+    schedule: str, pins: dict[str, Any], workers4: WorkerPool, tmp_path: Path
+) -> None:
+    """A compiled layer computes its whole backward in the first part, every other layer leaves weight gradients for the second part."""
+    _, model, batch = emitted(tmp_path, schedule=schedule, pipeline=2, **pins)
+    graph = captured(model, (batch["x"], batch["targets"]))
+    options = {"chunks": CHUNKS[schedule], "microbatches": MICROBATCHES, "schedule": schedule, "pipeline": 2}
+    plan = manual_plan(graph, compile="layers", **options, **pins)
+    layers = [
+        replace(layer, strategy=layer.strategy.with_options(compile="none")) if number % 2 else layer
+        for number, layer in enumerate(plan.layers)
+    ]
+    emit(graph, replace(plan, layers=tuple(layers)), tmp_path / "mixed")
+    found = workers4.run(
+        "test_zero_bubble:compiled_steps", str(tmp_path / "mixed"), model.state_dict(), batch, timeout_s=120
+    )
+    assert all(graphs > 0 for _, graphs in found)
+    text = (tmp_path / "mixed" / "model.py").read_text()
+    assert COMPILED in text and "weight_gradients.linear(" in text
+    assert is_right([gradients for gradients, _ in found], model)
 
 
 def test_the_input_of_a_product_may_be_a_vector() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from brute_force import compare, problem
-from price_models import chain, mlp, solve_mlp
+from price_models import chain, llama_block, mlp, solve_mlp
 from search_models import Devices, TransformerPricer
 from search_models import chain as blocks
 
@@ -124,7 +124,7 @@ def test_pinned_plans(plans: dict[str, Plan]) -> None:
     [
         (8, {"compile": "none"}, "interleaved-1f1b, zero-bubble, zbv"),
         (8, {}, "interleaved-1f1b, zero-bubble, zbv"),
-        (8, {"compile": "layers"}, "interleaved-1f1b"),
+        (8, {"compile": "layers"}, "interleaved-1f1b, zero-bubble, zbv"),
         (8, {"overlap": "tensor"}, "interleaved-1f1b"),
         (24, {}, "interleaved-1f1b"),
         (24, {"compile": "none"}, "interleaved-1f1b, zero-bubble, zbv"),
@@ -148,6 +148,21 @@ def test_a_pipeline_that_waits_is_tried_with_them_where_layers_are_eager_or_few(
     assert plan.bound_s <= min(steps.values()) * (1 + 1e-9)
     assert plan.prediction.step_time_s <= min(steps.values()) * 1.01
     assert not any("numbers of chunks" in note for note in best(chunks=1).notes)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_each_layer_is_compiled_or_leaves_weight_gradients_for_later(schedule: str) -> None:
+    """Where few microbatches leave long bubbles, some of each are faster than all of one."""
+    graph, cluster = chain(llama_block(4, 4096, 4096, 32, 8, 14336), 8), parse("4xH100-80GB")
+    pricer = Pricer(graph, cluster, "bfloat16")
+    pins = {"schedule": schedule, "pipeline": 4, "microbatches": 4}
+    mixed, layers, none = (
+        search(graph, cluster, pricer, SearchOptions(**pins, compile=how)) for how in (None, "layers", "none")
+    )
+    for plan, values in ((mixed, {"none", "layers"}), (layers, {"layers"}), (none, {"none"})):
+        assert {layer.strategy.options.by_name["compile"] for layer in plan.layers} == values
+    steps = [plan.prediction.step_time_s for plan in (layers, none)]
+    assert mixed.bound_s <= mixed.prediction.step_time_s < min(steps)
 
 
 @pytest.mark.parametrize(("family", "seed"), [("plain", 24_110_692), ("mixed devices", 24_110_648)])

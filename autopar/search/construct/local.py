@@ -4,8 +4,9 @@ The constructors choose candidates by the seconds of one stage or device. But if
 on which of them a slower layer is in: every microbatch takes longer there, and the neighbouring devices wait for it, unless their slower
 layers are in stages that run at the same time.
 
-- ``change_candidates``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate. The layout
-  (``Strategy.layout``) stays, so resharding does too. All such changes are simulated at once, and the best one that fits is kept.
+- ``change_candidates``: layers of the same kind on one device exchange candidates, or a single layer takes another candidate; if
+  backward passes are split, also all layers of a kind. The layout (``Strategy.layout``) stays, so resharding does too. All such changes are
+  simulated at once, and the best one that fits is kept.
 - ``move_layers``: a layer moves from one stage to another. All such moves are simulated at once, with unchanged candidates; for the best
   moves the candidates of the stages are chosen again.
 
@@ -21,12 +22,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.schedules.step_time import parts_of, simulate_many
 from autopar.search.cuts import moved
 from autopar.search.evaluation import Solution, cost, fits, memories
 from autopar.search.pareto import Array, Indices
-from autopar.search.tables import Instance
+from autopar.search.tables import Instance, Table
 
 ROUNDS, ROUNDS_TIMES_ACTIONS = 24, 200_000
 """Maximum number of rounds, and of rounds times the actions of a schedule: long schedules get fewer rounds."""
@@ -67,6 +69,8 @@ class _Evaluated:
     def changes(self) -> Iterator[Change]:
         """Yield every change that may shorten the step; of layers of the same kind, stage and candidate, only one is changed."""
         instance, pick = self.instance, self.solution.pick
+        if len(self.parts) > 2:
+            yield from self._changes_of_kinds()
         alike = {(int(self.stage[i]), int(instance.kind[i]), k): i for i, k in enumerate(pick)}
         for ((s, kind, k), a), ((z, other, j), b) in itertools.combinations(alike.items(), 2):
             near = kind == other and s != z and instance.rank_of_stage[s] == instance.rank_of_stage[z]
@@ -75,12 +79,20 @@ class _Evaluated:
         for (s, _, k), i in alike.items():
             table = instance.table(i, instance.placement.place[s])
             needs = table.live(float(instance.in_flight[s]), float(instance.waiting[s])) + table.transient
-            faster = table.step < table.step[k]
-            for part in table.seconds:
-                faster |= part < part[k]
             fit = needs - needs[k] <= self.spare[instance.rank_of_stage[s]] + table.transient[k]
-            for new in np.flatnonzero(faster & fit & (table.layout_index == table.layout_index[k])).tolist():
+            for new in np.flatnonzero(_faster(table, k) & fit).tolist():
                 yield ((i, new),)
+
+    def _changes_of_kinds(self) -> Iterator[Change]:
+        """Yield changes of all layers of a kind with the same candidate. If backward passes are split, another division between their parts
+        may not shorten the step until most pipeline ranks have it."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for i, k in enumerate(self.solution.pick):
+            alike.setdefault((int(self.instance.kind[i]), k), []).append(i)
+        for (_, k), layers in alike.items():
+            table = self.instance.table(layers[0], self.instance.placement.place[self.stage[layers[0]]])
+            for new in np.flatnonzero(_faster(table, k)).tolist():
+                yield tuple((i, new) for i in layers)
 
     def trial(self, change: Change) -> Solution:
         pick = list(self.solution.pick)
@@ -100,6 +112,14 @@ class _Evaluated:
                 parts[:, s, number] += [float(part[k] - part[now]) for part in table.seconds]
                 once[s, number] += table.step[k] - table.step[now]
         return np.asarray(simulate_many(instance.schedule, parts) + (instance.owns.T @ once).max(axis=0))
+
+
+def _faster(table: Table, k: int) -> NDArray[np.bool_]:
+    """Return which candidates of the same layout as ``k`` have a part of the step that is faster than that of ``k``."""
+    found = table.step < table.step[k]
+    for part in table.seconds:
+        found |= part < part[k]
+    return np.asarray(found & (table.layout_index == table.layout_index[k]))
 
 
 def change_candidates(instance: Instance, solution: Solution, deadline: float = np.inf) -> Solution:
