@@ -71,9 +71,13 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
     args: Any = rewrite(user, lead) if rewrite is not None else user.args
     if args is None:
         return []
-    rank = len(shape_of(merged))
-    if is_pointwise(user) and any(_has_rows(operand, rank) for operand in user.all_input_nodes):
-        return []
+    parameters = [operand for operand in user.all_input_nodes if _is_of_parameters(operand)]
+    if is_pointwise(user):
+        rank = len(shape_of(merged))
+        if any(_has_rows(operand, rank) for operand in parameters):
+            return []
+    elif parameters and op_name(user) != "aten.linear" and not isinstance(user.target, Experts):
+        return []  # such as a gather from it, whose dims are those of the rows
     unmerged = [_unmerged(operand, lead, user) for operand in user.all_input_nodes]
     if any(operand is None for operand in unmerged):
         return []
@@ -97,8 +101,8 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
 
 
 def _has_rows(operand: fx.Node, rank: int) -> bool:
-    """Return whether a parameter has the dim of the rows of a value of this rank, or dims before it: they don't fit an unmerged value."""
-    return _is_of_parameters(operand) and shape_of(operand)[: 1 - rank] not in ((), (1,))
+    """Return whether an operand has the dim of the rows of a value of this rank, or dims before it: they don't fit an unmerged value."""
+    return shape_of(operand)[: 1 - rank] not in ((), (1,))
 
 
 def _is_of_parameters(node: fx.Node) -> bool:

@@ -359,6 +359,14 @@ class TestRows:
         gm = apply(b, b.module(b.call(aten.mul.Tensor, merged, b.parameter("g", *sizes))), clean.rows_pass)
         assert ops(gm) == ["reshape", "mul.Tensor"]
 
+    def test_rows_of_a_parameter_from_which_others_are_picked_keep_it(self) -> None:
+        b = Build()
+        table = b.call(aten.expand.default, b.parameter("g", 1, 4), [6, 4])
+        merged = b.call(aten.reshape.default, b.input("x", 2, 3, 2, dtype=torch.int64), [6, 2])
+        picked = b.call(aten.gather.default, table, 1, b.call(aten.clamp.default, merged, 0, 3))
+        gm = apply(b, b.module(picked), clean.rows_pass)
+        assert ops(gm) == ["expand", "clamp", "reshape", "gather"]
+
     def test_a_parameter_of_one_row_does_not(self) -> None:
         b = Build()
         merged = b.call(aten.reshape.default, b.input("x", 2, 3, 4), [6, 4])

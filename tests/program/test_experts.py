@@ -155,16 +155,20 @@ def test_float64_has_grouped_products() -> None:
         close(mine, theirs)
 
 
-def router(op: Any, *args: Any) -> tuple[Build, fx.GraphModule]:
-    """``op`` between a product on flattened rows and what restores batch and sequence."""
+def router(op: Any, *args: Any, cast: bool = False) -> tuple[Build, fx.GraphModule]:
+    """``op`` between a product on flattened rows and what restores batch and sequence; ``cast``: by a converted weight."""
     b = Build()
     flat = b.call(aten.reshape.default, b.input("x", 2, 3, WIDTH), [6, WIDTH])
-    scores = b.call(op, b.call(aten.linear.default, flat, b.parameter("gate", COUNT, WIDTH)), *args)
+    weight = b.parameter("gate", COUNT, WIDTH)
+    weight = b.call(aten.to.dtype, b.call(aten.neg.default, weight), torch.float64) if cast else weight
+    scores = b.call(op, b.call(aten.linear.default, flat, weight), *args)
     return b, b.module(b.call(aten.reshape.default, scores, [2, 3, COUNT]))
 
 
-def test_rows_stay_batch_and_sequence() -> None:
-    b, gm = router(aten.softmax.int, -1)
+@pytest.mark.parametrize("cast", [False, True])
+def test_rows_stay_batch_and_sequence(cast: bool) -> None:
+    """DeepSeek's router multiplies by its weight in float32."""
+    b, gm = router(aten.softmax.int, -1, cast=cast)
     gm = apply(b, gm, clean.rows_pass, exact=False)
     sizes = {n.target: tuple(n.meta["val"].shape) for n in gm.graph.nodes if n.op == "call_function"}
     assert sizes[aten.linear.default] == sizes[aten.softmax.int] == (2, 3, COUNT)
