@@ -400,7 +400,7 @@ def _check_schedule(data: Mapping[str, Any]) -> None:
         raise MalformedFileError(
             f"{microbatches:,} microbatches of {stages} stages are more than {MAX_ACTIONS:,} forwards in a step"
         )
-    if (why := refusal(schedule, any_rounds="trainer" in data)) is not None:
+    if (why := refusal(schedule, any_rounds=bool(data.get("request", {}).get("trainer")))) is not None:
         raise MalformedFileError(why[0])
     if schedule.name == NO_PIPELINE and schedule.pipeline > 1:
         raise MalformedFileError(f"schedule is {schedule.name}, and the pipeline has {schedule.pipeline} devices")

@@ -55,16 +55,14 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
 def _check_weights(source: Path, folder: Path) -> None:
     """Raise ``UsageError`` if a file or folder of weights has not those of the program in ``folder``."""
     try:
-        wrong = wrong_state(
-            json.loads((folder / "layouts.json").read_text()),
-            mapped(source) if is_weights(source) else read_state(source),
-        )
+        state = mapped(source) if is_weights(source) else read_state(source)
     except Exception as error:  # whatever torch.load raises
+        why = next(iter(str(error).splitlines()), "")
         raise UsageError(
-            f"{source} cannot be read: {type(error).__name__}",
+            f"{source} cannot be read: {type(error).__name__}{why and ': '}{why}",
             "give --init safetensors, or a torch.save of a state dict",
         ) from error
-    if wrong:
+    if wrong := wrong_state(json.loads((folder / "layouts.json").read_text()), state):
         raise UsageError(
             f"{source} has no weights of this model: {wrong}",
             f"{folder} is written without values: start its train.py with --init PATH of the model's weights",

@@ -53,11 +53,13 @@ class NoiseScale:
         tied = [group.layouts[0].original for group in trained if group.shared is not None]
         reasons = {
             "this plan has none": self._parts == 1 or not (over_ranks or one_replica),
-            f"several pipeline stages share {', '.join(tied)}": not over_ranks and bool(tied),
+            f"several pipeline stages share {', '.join(tied) or 'a parameter'}": not over_ranks and bool(tied),
             f"under the schedule {schedule.program.plan['schedule']} backward passes of several microbatches overlap": not over_ranks
             and not schedule.ends_backwards,
         }
-        for reason in (reason for reason, holds in reasons.items() if holds):
+        holds = torch.tensor([*reasons.values()], dtype=torch.int32, device=schedule.world.device)
+        dist.all_reduce(holds, dist.ReduceOp.MAX)  # other ranks have other groups, and all must raise
+        for reason in (reason for reason, one in zip(reasons, holds.tolist(), strict=True) if one):
             raise NoiseError(
                 f"{reason}: it needs data parallelism alone, over at least 2 ranks, with ZeRO 0 or 1, or at least 2 microbatches of one "
                 "data-parallel replica"

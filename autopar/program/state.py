@@ -60,9 +60,12 @@ def read_constants(folder: Path) -> dict[str, Tensor]:
 
 
 def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the state dict in a ``torch.save`` file, memory-mapped: tensors are read when they are used."""
-    state: dict[str, Tensor] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    return state
+    """Return the state dict in a ``torch.save`` file, memory-mapped: tensors are read when they are used. Raises ``TypeError`` for a file
+    of anything else."""
+    state: Any = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    if not isinstance(state, Mapping):
+        raise TypeError(f"it has a {type(state).__name__}, and a state dict is expected")
+    return dict(state)
 
 
 def initial(folder: str | os.PathLike[str]) -> Path | None:

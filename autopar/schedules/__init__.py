@@ -162,8 +162,8 @@ def check_schedule(schedule: Schedule) -> None:
 def refusal(schedule: Schedule, any_rounds: bool = False) -> tuple[str, str] | None:
     """Return the message and the hint of the error that ``check_schedule`` raises; ``None`` for a valid schedule.
 
-    Interleaved schedules run microbatches in equal rounds. torch's need as many rounds as the pipeline ranks go into the microbatches;
-    with ``any_rounds``, as in Megatron (``microbatch_group_size_per_vp_stage``), fewer and longer rounds will do.
+    Interleaved schedules run microbatches in equal rounds. torch's have ``microbatches // pipeline`` rounds. ``any_rounds``: the number
+    of rounds may be smaller, as in Megatron (``microbatch_group_size_per_vp_stage``).
     """
     name, pipeline, chunks, microbatches = schedule.name, schedule.pipeline, schedule.chunks, schedule.microbatches
     if name not in SCHEDULES:

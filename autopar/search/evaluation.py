@@ -80,7 +80,8 @@ def step_cost(
     """Return the cost of a step; ``edges[i]`` and ``sends[i]`` are the seconds of resharding and of a send after layer ``i``.
 
     Resharding at a cut counts for the receiving stage, and a send for the sending stage: forward to the next stage, backward to the
-    previous one. If the step takes at least ``below_s``, or unless ``exact``, the returned time is only a lower bound.
+    previous one. If the step takes at least ``below_s``, the returned time is only a lower bound. Without ``exact`` it is one of the
+    microbatches alone.
     """
     forward, backward, weight, paired, moved, steps = [], [], [], [], [], []
     last = len(bounds) - 2
@@ -95,9 +96,10 @@ def step_cost(
         moved.append(sum(p.communication_s for p in prices[i:j]) + reshard + out + back)
         steps.append(sum(p.step_s for p in prices[i:j]))
     once = max(schedule.by_device(steps))
-    step = lower_bound(schedule, forward, backward) + once if schedule.name in BOUNDED and np.isfinite(below_s) else 0.0
-    if step < below_s and exact:
-        step = simulate(schedule, forward, backward, weight, paired) + once
+    step = lower_bound(schedule, forward, backward) if schedule.name in BOUNDED and np.isfinite(below_s) else 0.0
+    if exact:
+        step += once
+        step = step if step >= below_s else simulate(schedule, forward, backward, weight, paired) + once
     return Cost(tuple(forward), tuple(backward), tuple(weight), tuple(paired), tuple(moved), tuple(steps), step)
 
 

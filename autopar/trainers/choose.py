@@ -114,8 +114,9 @@ def best_setting(
     """Return the fastest setting of ``trainer`` that fits; ``pins`` fixes fields of ``Setting`` (``PINS``).
 
     A setting with more of the deviations that ``options`` allows must be faster by more than the target gap. ``options.interrupt`` is
-    called before each kind of settings. Each combination of deviations has an equal share of the time limit; if no setting was found in
-    it, the search goes on to the first one. Without ``options`` there is no limit.
+    called before each kind of settings is priced. Each combination of deviations has an equal share of the time limit; if no setting was
+    found in it, the search goes on to the first one. No limit ends the listing of the kinds of settings, which takes seconds for thousands
+    of GPUs. Without ``options`` there is no limit.
 
     Raises:
         UsageError: the trainer can't run what is pinned, or doesn't have a deviation.
@@ -282,7 +283,7 @@ class _Choice:
 
     def run(self, deadline_s: float, report: Report | None, interrupt: Callable[[], None] | None) -> TrainerPlan:
         """Return the best setting that is found until ``thread_time`` reaches ``deadline_s``, or the first one."""
-        families = sorted(self._families(), key=lambda family: family.estimate_s)
+        families = sorted(self._families(interrupt or (lambda: None)), key=lambda family: family.estimate_s)
         left: list[float] = []
         for number, family in enumerate(families):
             if interrupt is not None:
@@ -388,8 +389,9 @@ class _Choice:
             found.append(balanced_bounds(seconds, s.stages))
         return list(dict.fromkeys(found))
 
-    def _families(self) -> Iterator[Family]:
+    def _families(self, interrupt: Callable[[], None]) -> Iterator[Family]:
         for degrees in self._degrees():
+            interrupt()
             sized = [dataclasses.replace(degrees, chunks=chunks) for chunks in self._chunks(degrees)]
             # such as 1F1B with fewer microbatches than stages
             sized = [s for s in sized if refusal(schedule_of(s), self.trainer.space.any_rounds) is None]
@@ -411,8 +413,8 @@ class _Choice:
             return None
         work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
         once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
-        # unequal devices have other prices; and where few microbatches hide a reduction, recomputation may hide more of it
-        bound_s = 0.0 if self.cluster.parts else work_s + (once_s if s.microbatches >= s.pipeline else 0.0)
+        # unequal devices have other prices; and with recomputation, backward passes may hide more of a step's reductions
+        bound_s = 0.0 if self.cluster.parts else work_s
         return bound_s, work_s, once_s
 
     def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:

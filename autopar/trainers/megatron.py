@@ -209,7 +209,7 @@ class Megatron(Trainer):
         if "global_batch" not in values:
             notes.append("no global_batch_size: the model's is priced; Megatron's default is a single microbatch")
         values |= _fold(values)
-        if all(option.name.startswith("-") for option in options):  # of pretrain_gpt.py; elsewhere a recipe may set it
+        if any(option.name.startswith("--") for option in options):  # of pretrain_gpt.py; elsewhere a recipe may set it
             values.setdefault("dispatcher", _DEFAULT_DISPATCHER)
             values.setdefault("grouped", False)
         if values.get("expert", 1) > 1 and values.get("dispatcher") == _DEFAULT_DISPATCHER:
@@ -221,11 +221,8 @@ class Megatron(Trainer):
         if values.get("context_kind") == "a2a":
             facts.add("all-to-all context")
         facts.add("unfused attention" if values.get("attention") in ("unfused", "local") else "flash attention")
-        if (size := values.get("round")) not in (None, values.get("pipeline", 1)):
-            notes.append(
-                f"microbatch groups of {size} are priced as the smallest equal ones of a pipeline rank each or more"
-            )
         values |= _stages(values, blocks)
+        notes += _group_notes(values, devices)
         if "fp8" in values:  # beside --bf16
             values["precision"] = values["fp8"]
         if kind := values.get("granularity"):
@@ -297,6 +294,17 @@ def _stages(values: Mapping[str, Any], blocks: int) -> dict[str, Any]:
     if pipeline > 1 and blocks and any(name in values for name in ("first", "last", "embedding_counts", "loss_counts")):
         return {"cuts": _uneven_cuts(values, blocks, pipeline)}
     return {}
+
+
+def _group_notes(values: Mapping[str, Any], devices: int) -> list[str]:
+    """Return a note if an interleaved pipeline runs its microbatches in groups of another size than priced."""
+    tensor, pipeline, context = (values.get(name, 1) for name in ("tensor", "pipeline", "context"))
+    ranks = devices // (tensor * pipeline * context) * values.get("microbatch", 1)
+    microbatches = values.get("global_batch", 0) // ranks if ranks else 0
+    if "round" not in values or values.get("chunks", 1) == 1 or pipeline == 1 or not microbatches:
+        return []
+    priced, given = round_size(pipeline, microbatches), values["round"]
+    return [f"microbatch groups of {given} are priced as groups of {priced}"] if given != priced else []
 
 
 def _uneven_cuts(values: Mapping[str, Any], blocks: int, pipeline: int) -> tuple[int, ...]:

@@ -143,11 +143,10 @@ def _of_calls(tree: ast.AST) -> Iterator[Option]:
         if not isinstance(node, ast.Call):
             continue
         words = ast.unparse(node.func).split(".")
-        if hasattr(builtins, words[0]):
-            continue
         name = words[-2] if words[-1] == "Config" and len(words) > 1 else words[-1]
         section = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removesuffix("Config")).lower()
-        yield Option(f"{section}()", True)
+        if not hasattr(builtins, words[0]):
+            yield Option(f"{section}()", True)
         for keyword in node.keywords:
             with contextlib.suppress(ValueError, TypeError):
                 yield Option(f"{section}.{keyword.arg}", _literal(keyword.value))

@@ -12,6 +12,7 @@ from autopar.errors import BatchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import DEGREES, Plan, Role
 from autopar.precision import FLOAT8
+from autopar.schedules import refusal
 from autopar.techniques import Options
 from autopar.techniques.activations import ACTIVATIONS, KEEP
 from autopar.trainers import TRAINERS
@@ -185,6 +186,8 @@ def exported_plan(trainer: Trainer, plan: Plan, graph: Graph, cluster: Cluster) 
                 f"{layer.name} differs from the other layers in a way that {trainer.title} cannot run",
                 f"`autopar plan --trainer {trainer.name} --export DIR` writes the configuration of a plan that it can",
             )
+    if why := refusal(parts.schedule, trainer.space.any_rounds):
+        raise UsageError(*why)
     if parts.schedule != plan.sized_schedule:
         raise UsageError(f"{trainer.title} has no schedule {plan.schedule} here", f"it runs {parts.schedule.name}")
     return trainer.export(setting, graph, cluster)

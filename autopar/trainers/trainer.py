@@ -24,9 +24,9 @@ class Space:
     ``zero`` are its ZeRO stages, ``activations`` its values of ``techniques.activations``, from least to most recomputation;
     ``some_blocks``: the last of them may apply to the first blocks of each stage only. ``tensor``, ``pipeline``, ``context``, ``expert``,
     ``replicate``: it has this kind of parallelism (``replicate``: HSDP). ``sequence``: tensor parallelism shards the sequence, too.
-    ``folds``: over which other axes' ranks experts may lie (``Setting.folds``). ``chunks``: interleaved 1F1B, with
-    ``any_rounds`` in fewer rounds than torch's (``schedules.refusal``), too. ``uneven``: stages may have
-    different numbers of blocks. ``deviations``: the deviations from exact training that it has, names of ``setting.DEVIATIONS``.
+    ``folds``: over which other axes' ranks experts may lie (``Setting.folds``). ``chunks``: interleaved 1F1B; ``any_rounds``: also for
+    numbers of microbatches that torch's schedule refuses (``schedules.refusal``). ``uneven``: stages may have different numbers of blocks.
+    ``deviations``: the deviations from exact training that it has, names of ``setting.DEVIATIONS``.
     """
 
     zero: tuple[int, ...]

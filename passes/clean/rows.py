@@ -25,11 +25,12 @@ from passes.clean.nodes import add, aten, calls, replace
 def rows_pass(gm: fx.GraphModule) -> fx.GraphModule:
     """Push down every ``reshape`` that only merges leading dims; see the module's docstring."""
     _separate_copies(gm)
+    parameters = _of_parameters(gm)
     queue = [node for node in calls(gm, aten.reshape.default) if _merged_dims(node)]
     while queue:
         node = queue.pop(0)
         for user in list(node.users):
-            queue += _push(user, _merged_dims(node), node)
+            queue += _push(user, _merged_dims(node), node, parameters)
         if not node.users:
             gm.graph.erase_node(node)
     return gm
@@ -61,7 +62,17 @@ def _merged_dims(node: object) -> tuple[int, ...]:
     return before[:merged] if merged > 1 and len(after) > 1 and before[merged:] == after[1:] else ()
 
 
-def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node]:
+def _of_parameters(gm: fx.GraphModule) -> set[fx.Node]:
+    """Return the parameters, and what is computed from parameters alone, such as a router's weight in float32."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        if "parameter" in meta(node) if node.op == "placeholder" else inputs and found.issuperset(inputs):
+            found.add(node)
+    return found
+
+
+def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node, parameters: set[fx.Node]) -> list[fx.Node]:
     """Let ``user`` work on unmerged dims; return the reshapes that now follow it."""
     if user.op != "call_function":
         return []
@@ -71,14 +82,14 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
     args: Any = rewrite(user, lead) if rewrite is not None else user.args
     if args is None:
         return []
-    parameters = [operand for operand in user.all_input_nodes if _is_of_parameters(operand)]
+    weights = parameters.intersection(user.all_input_nodes)
     if is_pointwise(user):
         rank = len(shape_of(merged))
-        if any(_has_rows(operand, rank) for operand in parameters):
+        if any(_has_rows(operand, rank) for operand in weights):
             return []
-    elif parameters and op_name(user) != "aten.linear" and not isinstance(user.target, Experts):
+    elif weights and op_name(user) != "aten.linear" and not isinstance(user.target, Experts):
         return []  # such as a gather from it, whose dims are those of the rows
-    unmerged = [_unmerged(operand, lead, user) for operand in user.all_input_nodes]
+    unmerged = [each if each in weights else _unmerged(each, lead, user) for each in user.all_input_nodes]
     if any(operand is None for operand in unmerged):
         return []
     swap = dict(zip(user.all_input_nodes, unmerged, strict=True))
@@ -101,15 +112,8 @@ def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node) -> list[fx.Node
 
 
 def _has_rows(operand: fx.Node, rank: int) -> bool:
-    """Return whether an operand has the dim of the rows of a value of this rank, or dims before it: they don't fit an unmerged value."""
+    """Return whether an operand has the dim of the rows of a value of this rank, or dims before it: an unmerged value has neither."""
     return shape_of(operand)[: 1 - rank] not in ((), (1,))
-
-
-def _is_of_parameters(node: fx.Node) -> bool:
-    """Return whether a value is a parameter or is computed from parameters alone, such as a router's weight in float32."""
-    if node.op == "placeholder":
-        return "parameter" in meta(node)
-    return bool(node.all_input_nodes) and all(map(_is_of_parameters, node.all_input_nodes))
 
 
 def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.Node | None:
@@ -118,8 +122,6 @@ def _unmerged(operand: fx.Node, lead: tuple[int, ...], anchor: fx.Node) -> fx.No
     rows = prod(lead)
     if _merged_dims(operand) == lead:
         return args_of(operand)[0]
-    if _is_of_parameters(operand) or (operand.op == "placeholder" and len(shape_of(operand)) < 2):
-        return operand
     sizes = shape_of(operand)
     if operand.target is aten.full.default and sizes[:1] == (rows,):
         return add(anchor, aten.full.default, ([*lead, *sizes[1:]], args_of(operand)[1]), dict(operand.kwargs))

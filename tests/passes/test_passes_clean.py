@@ -359,6 +359,15 @@ class TestRows:
         gm = apply(b, b.module(b.call(aten.mul.Tensor, merged, b.parameter("g", *sizes))), clean.rows_pass)
         assert ops(gm) == ["reshape", "mul.Tensor"]
 
+    def test_many_steps_before_the_rows_are_no_recursion(self) -> None:
+        b = Build()
+        x, weight = b.input("x", 2, 3, 4), b.parameter("g", 4)
+        for _ in range(1100):  # more than Python's limit of recursion
+            x, weight = b.call(aten.neg.default, x), b.call(aten.add.Tensor, weight, weight)
+        merged = b.call(aten.reshape.default, x, [6, 4])
+        gm = apply(b, b.module(b.call(aten.mul.Tensor, merged, weight)), clean.rows_pass)
+        assert ops(gm)[-2:] == ["mul.Tensor", "reshape"]
+
     def test_rows_of_a_parameter_from_which_others_are_picked_keep_it(self) -> None:
         b = Build()
         table = b.call(aten.expand.default, b.parameter("g", 1, 4), [6, 4])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 from typing import Any
 
 import pytest
 
+from autopar.data_files import MalformedFileError
 from autopar.devices import Cluster, parse
 from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.graph import Graph
 from autopar.plan import Plan
+from autopar.plan_schema import check_plan
 from autopar.price import Pricer
 from autopar.schedules import refusal
 from autopar.search import SearchOptions
@@ -127,7 +130,8 @@ def test_the_time_limit_ends_the_search_with_a_plan_and_a_true_bound(
 ):
     """A clock of one second a family replaces the processor's; the first families do not fit in 3 GB."""
     all_families = sorted(
-        choose._Choice(graph, cluster(limit), MEGATRON, {})._families(), key=lambda family: family.estimate_s
+        choose._Choice(graph, cluster(limit), MEGATRON, {})._families(lambda: None),
+        key=lambda family: family.estimate_s,
     )
     exact = best_setting(graph, cluster(limit), MEGATRON)
     assert exact.left == 0 and exact.bound_s == exact.plan.prediction.step_time_s
@@ -177,6 +181,13 @@ def test_bounds_are_bounds_for_exchanges_that_overlap_in_interleaved_pipelines(m
     alone = Pricer(mixture, pricers.cluster, "bfloat16", trainer=MEGATRON.model(found.setting, pricers.cluster))
     plan = pricers.parts(found.setting).evaluate(mixture, pricers.cluster, alone)
     assert plan.prediction == pricers.plan(found.setting).prediction == found.plan.prediction
+    request = {"trainer": "megatron", "facts": sorted(found.setting.facts)}
+    recorded = dataclasses.replace(found.plan, request=request)
+    check_plan(json.loads(recorded.dumps()))
+    (text,) = exported_plan(MEGATRON, recorded, mixture, devices).files.values()
+    assert "--microbatch-group-size-per-virtual-pipeline-stage 7\n" in text
+    with pytest.raises(MalformedFileError, match="equal rounds"):  # a plan for programs of autopar
+        check_plan(json.loads(found.plan.dumps()))
     without_bounds(monkeypatch)
     assert best_setting(mixture, devices, MEGATRON, pins).plan.prediction == found.plan.prediction
 
@@ -184,8 +195,9 @@ def test_bounds_are_bounds_for_exchanges_that_overlap_in_interleaved_pipelines(m
 def without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     families = choose._Choice._families
     monkeypatch.setattr(
-        choose._Choice, "_families", lambda self: (dataclasses.replace(f, bound_s=0.0) for f in families(self))
+        choose._Choice, "_families", lambda *args: (dataclasses.replace(f, bound_s=0.0) for f in families(*args))
     )
+    monkeypatch.setattr(choose._Choice, "_is_slower", lambda self, s: False)
 
 
 @pytest.mark.parametrize("trainer", [DEEPSPEED, MEGATRON], ids=lambda trainer: trainer.name)

@@ -295,6 +295,27 @@ def test_accelerate_with_fsdp_1(tmp_path: Path):
     assert "FSDP1 is priced as FSDP2" in reading.notes
 
 
+def test_literals_in_a_dict_are_read_and_builtins_are_no_options(tmp_path: Path):
+    text = "assert isinstance(1, int)\nOVERRIDES = dict(tensor_model_parallel_size=8, micro_batch_size=1)\n"
+    reading = read(MEGATRON, read_options(written(tmp_path, "a.py", text)), BLOCKS, DEVICES, "a")
+    assert reading.values == {"tensor": 8, "microbatch": 1}
+    assert not any("isinstance" in note for note in reading.notes)
+
+
+def test_a_word_that_is_no_flag_leaves_megatrons_defaults():
+    words = f"docker run image:latest pretrain_gpt.py --bf16 {UNDISPATCHED}".split()
+    with pytest.raises(UsageError, match="needs moe_token_dispatcher_type alltoall or flex"):
+        read(MEGATRON, of_words(words), BLOCKS, DEVICES, "flags")
+
+
+def test_microbatch_groups_of_another_size_than_priced_are_a_note():
+    words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --bf16 --global-batch-size 224"
+    for size, noted in (("7", False), ("14", True)):
+        flags = [*words.split(), "--microbatch-group-size-per-virtual-pipeline-stage", size]
+        notes = read(MEGATRON, of_words(flags), BLOCKS, DEVICES, "flags").notes
+        assert (f"microbatch groups of {size} are priced as groups of 7" in notes) is noted
+
+
 def test_what_is_not_read_is_a_note_and_a_later_value_counts():
     options = of_words(["--overlap-cat", "--micro-batch-size", "2", "--micro-batch-size", "4", "--seq-length", "$SEQ"])
     reading = read(MEGATRON, options, BLOCKS, DEVICES, "flags")
