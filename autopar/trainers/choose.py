@@ -397,14 +397,16 @@ class _Choice:
             sized = [s for s in sized if refusal(schedule_of(s), self.trainer.space.any_rounds) is None]
             overlap = self.trainer.overlap_experts
             for alike in [s for s in sized if not overlap(s)], [s for s in sized if overlap(s)]:
-                if alike and (least := self._bound(max(alike, key=overlap))) is not None:
-                    bound_s, work_s, once_s = least
+                if alike and (least := self._seconds(max(alike, key=overlap))) is not None:
+                    work_s, once_s = least
+                    # recomputation adds work, but backward passes may hide more of a step's reductions then
+                    bound_s = 0.0 if self.cluster.parts else work_s  # unequal devices have other prices
                     bubble = (degrees.pipeline - 1) / degrees.microbatches
                     yield from (Family(s, bound_s, work_s * (1 + bubble / s.chunks) + once_s) for s in alike)
 
-    def _bound(self, s: Setting) -> tuple[float, float, float] | None:
-        """Return a lower bound of the step time, and a pipeline rank's mean seconds of all microbatches and of each step, without
-        recomputation; ``None`` if there is no price, or parameters, gradients and optimizer states alone exceed the memory."""
+    def _seconds(self, s: Setting) -> tuple[float, float] | None:
+        """Return a pipeline rank's mean seconds of all microbatches, and of what a step does once, without recomputation; ``None`` if there
+        is no price, or parameters, gradients and optimizer states alone exceed the memory."""
         of_kinds = self._prices(s)
         if of_kinds is None:
             return None
@@ -412,10 +414,7 @@ class _Choice:
         if self._states_exceed(prices, s.pipeline):
             return None
         work_s = s.microbatches * sum(n * (p.forward_s + p.backward_s) for p, n in prices) / s.pipeline
-        once_s = sum(n * p.step_s for p, n in prices) / s.pipeline
-        # unequal devices have other prices; and with recomputation, backward passes may hide more of a step's reductions
-        bound_s = 0.0 if self.cluster.parts else work_s
-        return bound_s, work_s, once_s
+        return work_s, sum(n * p.step_s for p, n in prices) / s.pipeline
 
     def _states_exceed(self, prices: list[tuple[LayerPrice, int]], pipeline: int) -> bool:
         """Return whether parameters, gradients and optimizer states alone exceed the memory of a pipeline rank; of tied parameters, the
