@@ -135,7 +135,7 @@ def two_plans_side_by_side(page: tuple[Browser, Server]) -> None:
         "return [...document.querySelectorAll('.versus tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
     )
     found = {row[0]: row[1:] for row in rows}
-    assert found["TP"][:2] == ["2", "1"] and found["DP"] == ["4", "8"]
+    assert found["TP"][:2] == ["2", "1"] and found["DP"] == ["2", "8"]  # a pipeline of 2 with tensor 2
     assert found["one step"][2].startswith("−") and "plan 3 is" in texts(session, ".verdict")[0]
     assert {"parameters", "gradients", "optimizer states", "activations", "buffers", "exposed communication"} <= set(
         found
