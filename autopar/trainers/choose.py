@@ -230,7 +230,7 @@ class TrainerPricers:
         key, plain = (model, s.precision), (dataclasses.replace(model, overlap_experts=0.0), s.precision)
         if plain not in self._pricers:
             self._pricers[plain] = Pricer(self.graph, self.cluster, s.precision, self._solve, plain[0])
-        if key not in self._pricers:  # with the same sizes, whose exchanges overlap
+        if key not in self._pricers:  # only the last step of a price depends on ``overlap_experts``
             other = self._pricers[plain]
             own = dataclasses.replace(model, cpu=other.trainer.cpu, fuses_rounding=other.trainer.fuses_rounding)
             self._pricers[key] = other.variant(trainer=own)

@@ -303,8 +303,8 @@ def _group_notes(values: Mapping[str, Any], devices: int) -> list[str]:
     microbatches = values.get("global_batch", 0) // ranks if ranks else 0
     if "round" not in values or values.get("chunks", 1) == 1 or pipeline == 1 or not microbatches:
         return []
-    priced, given = round_size(pipeline, microbatches), values["round"]
-    return [f"microbatch groups of {given} are priced as groups of {priced}"] if given != priced else []
+    priced, size = round_size(pipeline, microbatches), values["round"]
+    return [f"microbatch groups of {size} are priced as groups of {priced}"] if size != priced else []
 
 
 def _uneven_cuts(values: Mapping[str, Any], blocks: int, pipeline: int) -> tuple[int, ...]:

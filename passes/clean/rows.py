@@ -64,12 +64,12 @@ def _merged_dims(node: object) -> tuple[int, ...]:
 
 def _of_parameters(gm: fx.GraphModule) -> set[fx.Node]:
     """Return the parameters, and what is computed from parameters alone, such as a router's weight in float32."""
-    found: set[fx.Node] = set()
+    parameters: set[fx.Node] = set()
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        if "parameter" in meta(node) if node.op == "placeholder" else inputs and found.issuperset(inputs):
-            found.add(node)
-    return found
+        if "parameter" in meta(node) if node.op == "placeholder" else inputs and parameters.issuperset(inputs):
+            parameters.add(node)
+    return parameters
 
 
 def _push(user: fx.Node, lead: tuple[int, ...], merged: fx.Node, parameters: set[fx.Node]) -> list[fx.Node]:

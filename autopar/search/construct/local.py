@@ -116,10 +116,10 @@ class _Evaluated:
 
 def _faster(table: Table, k: int) -> NDArray[np.bool_]:
     """Return which candidates of the same layout as ``k`` have a part of the step that is faster than that of ``k``."""
-    found = table.step < table.step[k]
+    faster = table.step < table.step[k]
     for part in table.seconds:
-        found |= part < part[k]
-    return np.asarray(found & (table.layout_index == table.layout_index[k]))
+        faster |= part < part[k]
+    return np.asarray(faster & (table.layout_index == table.layout_index[k]))
 
 
 def change_candidates(instance: Instance, solution: Solution, deadline: float = np.inf) -> Solution:
