@@ -476,6 +476,22 @@ def pipeline_order(
     ``schedule`` is a name for ``get_schedule_class``. "B" is a full backward, "I" its input gradients and "W" its weight gradients; the
     lists of GPipe and 1F1B also have a "REDUCE_GRAD". (torch 2.13)
     """
+    made = pipeline_schedule(schedule, ranks, chunks, microbatches)
+    return [
+        [
+            tuple(
+                (str(each.computation_type.value), each.stage_index, each.microbatch_index)
+                for each in action.sub_actions or (action,)
+            )
+            for action in made.pipeline_order[rank]
+            if action is not None
+        ]
+        for rank in range(ranks)
+    ]
+
+
+def pipeline_schedule(schedule: str, ranks: int, chunks: int, microbatches: int) -> Any:
+    """Return a torch schedule whose stages have no model, for its lists of actions. (torch 2.13)"""
     from types import SimpleNamespace
 
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
@@ -492,18 +508,7 @@ def pipeline_order(
         for _ in range(chunks)
     ]
     kind = get_schedule_class(schedule)
-    made = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches)
-    return [
-        [
-            tuple(
-                (str(each.computation_type.value), each.stage_index, each.microbatch_index)
-                for each in action.sub_actions or (action,)
-            )
-            for action in made.pipeline_order[rank]
-            if action is not None
-        ]
-        for rank in range(ranks)
-    ]
+    return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches)
 
 
 def object_tensor(value: Any) -> torch.Tensor:

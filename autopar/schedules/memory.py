@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.schedules import GPIPE, NO_PIPELINE, ONE_F_ONE_B, Schedule
+from autopar.schedules import NO_PIPELINE, Schedule
 from autopar.schedules.orders import Group, device_groups, device_order
 
 Indices = NDArray[np.int64]
@@ -116,21 +116,57 @@ def _max_in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
     return tuple(int(counts[d][schedule.stages_of(d).index(s)]) for s, d in enumerate(schedule.rank_of_stage))
 
 
+def _most_received(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """Return each stage's maximum number of inputs, and of gradients, that other devices have sent and whose microbatch has not ended its
+    backward pass there.
+
+    torch lists the actions of all devices round by round: in each, a device takes its next action if its inputs were sent, and the
+    receive becomes the other device's next action. (torch also gives rounds to the gathers of ZeRO 3, which may add a few gradients.)
+    """
+    stages, ranks = schedule.stages, schedule.rank_of_stage
+    remaining = [[*device_groups(schedule, d)][::-1] for d in range(schedule.pipeline)]
+    sent: list[set[tuple[bool, int, int]]] = [set() for _ in remaining]
+    received, most, ended = ([0] * stages, [0] * stages), ([0] * stages, [0] * stages), [0] * stages
+
+    def is_ready(device: int, kind: str, stage: int, microbatch: int) -> bool:
+        source = stage - 1 if kind == "F" else stage + 1
+        return kind == "W" or source in (-1, stages) or (kind != "F", source, microbatch) in sent[device]
+
+    while any(remaining):
+        length = sum(map(len, remaining))
+        for device, groups in enumerate(remaining):
+            if not groups or not all(is_ready(device, *action) for action in groups[-1]):
+                continue
+            for kind, stage, microbatch in groups.pop():
+                ended[stage] += kind in ("B", "W")
+                target = stage + 1 if kind == "F" else stage - 1
+                if kind == "W" or target in (-1, stages):
+                    continue
+                sent[ranks[target]].add((kind != "F", stage, microbatch))
+                if ranks[target] != device:
+                    of_kind, count = most[kind != "F"], received[kind != "F"]
+                    count[target] += 1
+                    of_kind[target] = max(of_kind[target], count[target] - ended[target])
+        assert sum(map(len, remaining)) < length, f"{schedule} is no order in which devices can run"
+    return most
+
+
 @functools.lru_cache(maxsize=512)
 def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
     """Return each stage's number of pipeline buffers: tensors of the size that one stage sends to the next, besides saved activations. They
-    hold outputs until their backward, received gradients, inputs received early (see ``program.pipeline`` for 1F1B), and the last gradient
-    sent. No buffers lie between two stages of one device."""
+    hold outputs until their backward, received gradients, inputs received early (``program.pipeline``), and the last gradient sent. No
+    buffers lie between two stages of one device."""
     m, buffers, links = schedule.microbatches, [], (None, *schedule.links, None)
+    received = _most_received(schedule) if schedule.multi_stage and schedule.copies == 1 else None
     for s, n in enumerate(_max_in_flight_per_stage(schedule)):
         if schedule.name == NO_PIPELINE:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
-        elif schedule.name == ONE_F_ONE_B:
-            outputs, gradients, inputs, sent = n, 2, 0, int(m > n)
+        elif received is not None:
+            outputs, gradients, inputs, sent = n, received[1][s], max(0, received[0][s] - n), 1
         elif schedule.copies > 1:  # ``program.chimera`` receives into fresh tensors, at most two inputs early
             outputs, gradients, inputs, sent = n, 1, 2, 1
-        else:
-            outputs, gradients, inputs, sent = n, m, m - n, int(schedule.name != GPIPE)
+        else:  # GPipe and 1F1B
+            outputs, gradients, inputs, sent = n, 1, 0, int(m > n)
         buffers.append((outputs + gradients) * (links[s + 1] is not None) + (inputs + sent) * (links[s] is not None))
     return tuple(buffers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from workers import WorkerPool
 
 from autopar.compile import emit_program
-from autopar.errors import LaunchError
 from autopar.program.noise import DECAY, NoiseError
 from autopar.program.trainer import Trainer
-from autopar.run.torchrun import torchrun
 from autopar.search.manual import manual_plan
 from autopar.workload import Workload
 
@@ -65,12 +65,16 @@ def write(folder: Path, tied: bool = False, **plan: Any) -> Model:
     return model
 
 
-def train(folder: Path, tmp_path: Path, ranks: int) -> list[dict[str, Any]]:
+def train(workers: WorkerPool, tmp_path: Path) -> tuple[list[dict[str, Any]], set[str]]:
+    """Return the log, and what ``train.py`` says to people."""
     torch.save(data(), tmp_path / "data.pt")
     log = tmp_path / "log"
-    options = ["--device", "cpu", "--dataset", str(tmp_path / "data.pt"), "--steps", str(STEPS), "--lr", "0"]
-    torchrun(folder, ranks, [*options, "--noise-scale", "--log-file", str(log)], port=0, env={})
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    options = ["--dataset", str(tmp_path / "data.pt"), "--steps", str(STEPS), "--lr", "0"]
+    said = workers.run(
+        "programs:ran", str(tmp_path / "program"), *options, "--noise-scale", "--log-file", str(log), timeout_s=60
+    )
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return records, {talk for _, talk in said}
 
 
 @pytest.mark.parametrize(
@@ -86,10 +90,13 @@ def train(folder: Path, tmp_path: Path, ranks: int) -> list[dict[str, Any]]:
     ],
     ids=str,
 )
-def test_the_noise_scale_is_that_of_the_gradients_of_parts(plan: dict[str, Any], tmp_path: Path) -> None:
+def test_the_noise_scale_is_that_of_the_gradients_of_parts(
+    plan: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     model = write(tmp_path / "program", **plan)
     replicas, microbatches = plan.get("data", 1), plan["microbatches"]
-    records = train(tmp_path / "program", tmp_path, replicas * plan.get("tensor", 1) * plan.get("pipeline", 1))
+    ranks = replicas * plan.get("tensor", 1) * plan.get("pipeline", 1)
+    records, _ = train(request.getfixturevalue(f"workers{ranks}"), tmp_path)
     parts = replicas if replicas > 1 else microbatches
     signal = variance = 0.0
     for step, record in enumerate(records):
@@ -123,12 +130,14 @@ def test_the_noise_scale_is_that_of_the_gradients_of_parts(plan: dict[str, Any],
     ],
     ids=str,
 )
-def test_other_plans_are_refused(plan: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_other_plans_are_refused(
+    plan: dict[str, Any], why: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     write(tmp_path / "program", **plan)
-    with pytest.raises(
-        LaunchError, match=f"NoiseError: --noise-scale compares .*{why}.*: it needs data parallelism alone"
-    ):
-        train(tmp_path / "program", tmp_path, 1 if plan == {"data": 1} else 2)
+    workers = request.getfixturevalue("workers1" if plan == {"data": 1} else "workers2")
+    records, said = train(workers, tmp_path)
+    sentence = f"exit NoiseError: --noise-scale compares .*{why}.*: it needs data parallelism alone"
+    assert not records and all(re.search(sentence, talk) for talk in said)
 
 
 @pytest.mark.parametrize(("late", "scale", "why"), [(1, None, "of an earlier step"), (None, 1, "scaled in float16")])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 from workers import WorkerPool
@@ -19,7 +22,7 @@ class Skip(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         x = y = self.first(x)
@@ -28,12 +31,26 @@ class Skip(nn.Module):
         return self.last(y * x)
 
 
-def test_more_microbatches_than_buffers(workers4: WorkerPool) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"pipeline": 4, "microbatches": 8, "schedule": "1f1b"},
+        {"pipeline": 2, "microbatches": 8, "schedule": "gpipe"},
+        {"pipeline": 2, "chunks": 3, "microbatches": 16, "schedule": "interleaved-1f1b"},
+        {"pipeline": 2, "chunks": 3, "microbatches": 16, "schedule": "zero-bubble"},
+        {"pipeline": 2, "chunks": 2, "microbatches": 16, "schedule": "zbv"},
+        {"pipeline": 2, "chunks": 2, "microbatches": 16, "schedule": "dualpipev"},
+    ],
+    ids=lambda schedule: schedule["schedule"],
+)
+def test_more_microbatches_than_buffers(schedule: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    """Also of a model whose stages pass an input and its gradient on as they came."""
     torch.manual_seed(0)
     batch = (torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64))
     subject = make_subject(Skip(), batch, nn.functional.mse_loss)
-    plan = kind("pipeline 4", pipeline=4, microbatches=8, schedule="1f1b").plan(subject.graph)
-    assert check_plan(subject, plan, workers4, typed=False).error.value <= 1e-9
+    plan = kind("a pipeline", **schedule).plan(subject.graph)
+    workers = request.getfixturevalue(f"workers{schedule['pipeline']}")
+    assert check_plan(subject, plan, workers, typed=False).error.value <= 1e-9
 
 
 def test_what_is_received_takes_the_place_of_a_microbatch_that_is_done() -> None:
