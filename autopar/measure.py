@@ -1,9 +1,7 @@
-"""The error between two runs of a model, and the peak memory of this process."""
+"""The error between two runs of a model."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -89,9 +87,3 @@ def largest_finite(tensor: Tensor) -> float:
 def as_real(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers in float64, with a further dim for the two parts of complex ones."""
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().double()
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)

@@ -17,7 +17,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.expert_loads import EVEN, UNEVEN
 from autopar.explain import Study, suggest
 from autopar.graph import Graph
-from autopar.measure import peak_memory_bytes
+from autopar.memory import peak_memory_bytes
 from autopar.ops.compilation import stays_eager
 from autopar.ops.cost import is_attention
 from autopar.pins import refuse_pins

@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "layer_price": set(),
     "measure": set(),
+    "memory": set(),
     "pins": set(),
     "techniques": set(),
     "plan_files": set(),

@@ -24,6 +24,7 @@ from autopar.progress import Progress
 from autopar.run.initialise import with_buffer_values
 from autopar.search import SearchOptions
 from autopar.search.numerics import Numerics
+from autopar.trainers.reading import trainer_named
 from autopar.units import parse_size
 from autopar.workload import Recapture, Workload, with_numerics
 
@@ -63,6 +64,12 @@ def make_plan(
             progress=messages,
             for_program=not few_blocks,
         )
+        if request.trainer and request.plan_file:
+            title = trainer_named(request.trainer).title
+            messages.say(
+                f"the plan was made for {title}: this is autopar's own program with the same degrees, and its time and memory differ from "
+                f"those of {title}"
+            )
     return workload, cluster, graph, replace(plan, request=plan.request or recorded_options(request))
 
 

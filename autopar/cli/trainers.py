@@ -22,7 +22,7 @@ from autopar.cli.recorded import recorded_options
 from autopar.devices import Cluster
 from autopar.errors import UsageError
 from autopar.graph import Graph
-from autopar.measure import peak_memory_bytes
+from autopar.memory import peak_memory_bytes
 from autopar.plan import Plan
 from autopar.planning import capture_model, compared_graph, plan_graph
 from autopar.precision import FLOAT8, name_of, normalise

@@ -7,19 +7,18 @@ bandwidths of NVLink (per GPU) and of the network (per node) are for one directi
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
 from autopar.devices import constants as c
 from autopar.devices.cluster import Gpu, Host, Link, Network
 from autopar.errors import DeviceError
+from autopar.memory import machine_memory_bytes
 from autopar.precision import FP8_PRECISIONS, FP8_RECIPES, TF32
 
 _GIGA, _TERA = 1e9, 1e12
@@ -318,12 +317,3 @@ def cpu(processes: int) -> tuple[Gpu, Link]:
         sources=(("flops", c.CPU_FLOPS.source), ("memory", c.CPU_BYTES_PER_S.source)),
     )
     return device, Link(c.GLOO_HOP_S.value, c.GLOO_BYTES_PER_S.value, c.GLOO_BYTES_PER_S.source)
-
-
-def machine_memory_bytes() -> int:
-    """Return this machine's memory, or the container's limit if that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total

@@ -76,6 +76,7 @@ from autopar.devices import hardware
 from autopar.devices.calibration import apply_calibration
 from autopar.devices.cluster import Cluster, Gpu, Host, Link, Nvme, joined
 from autopar.errors import DeviceError
+from autopar.memory import machine_memory_bytes
 from autopar.precision import FP8_RECIPES
 from autopar.units import size
 
@@ -254,7 +255,7 @@ def _local_cuda(name: str, indices: tuple[int, ...]) -> Cluster:
     entry = hardware.match_device(seen[0].name, memory)
     intra, inter = hardware.links(entry, len(indices))
     devices = tuple(f"cuda:{index}" for index in indices)
-    host = dataclasses.replace(hardware.host(entry), memory_bytes=hardware.machine_memory_bytes())
+    host = dataclasses.replace(hardware.host(entry), memory_bytes=machine_memory_bytes())
     return Cluster(name, 1, len(indices), "cuda", hardware.gpu(entry, memory), intra, inter, True, devices, host=host)
 
 

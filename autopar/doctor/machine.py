@@ -14,6 +14,7 @@ from typing import Any
 from autopar.devices import calibration, hardware
 from autopar.doctor.findings import ABSENT, BROKEN, OK, WARNING, Finding
 from autopar.errors import DeviceError
+from autopar.memory import available_memory_bytes, machine_memory_bytes
 from autopar.units import size
 
 PART, GPUS = "machine", "GPUs"
@@ -45,20 +46,13 @@ def machine() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    total, free = hardware.machine_memory_bytes(), _available_bytes()
-    free = min(free, total)
+    total, free = machine_memory_bytes(), available_memory_bytes()
     is_low = free < _LOW_MEMORY_BYTES
     hint = (
         "planning a large model takes up to several GB: end other programs, or use a larger machine" if is_low else ""
     )
     figures = {"total_bytes": total, "available_bytes": free}
     return Finding(PART, "memory", WARNING if is_low else OK, f"{size(free)} free of {size(total)}", hint, figures)
-
-
-def _available_bytes() -> int:
-    info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.is_file() else None
-    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _temporary_folder() -> Finding:

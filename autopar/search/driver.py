@@ -32,7 +32,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.graph import Graph
-from autopar.measure import peak_memory_bytes
+from autopar.memory import peak_memory_bytes
 from autopar.plan import Alternative, PinPrice, Plan, Role
 from autopar.precision import FP8_RECIPES, TF32
 from autopar.schedules import copies_of

@@ -17,12 +17,14 @@ from torch import Tensor
 from autopar.compile import emit_program
 from autopar.errors import LaunchError, ProgramError
 from autopar.graph import Graph
+from autopar.memory import available_memory_bytes, machine_memory_bytes
 from autopar.plan import Plan
 from autopar.run.processes import Placement, Processes
 from autopar.summary import memory_bytes
 
 LEARNING_RATE = 1e-4
 TIMEOUT_S = 300.0  # of one call of the workers, and of one collective
+_RESERVE = 0.1  # of the machine's memory, which the program that is opened next takes
 LOSS_TOLERANCE = 2e-3
 """Relative tolerance. Float32 sums in another order differ by about 1e-6, losses of another computation by far more."""
 
@@ -33,7 +35,8 @@ class TimingSession:
     All programs get the values ``state`` and the tensors ``batch``. By program, ``rounds`` has the median seconds of the timed steps of
     each measurement, ``losses`` the losses of all steps, and ``peak_bytes`` the latest peak on a GPU. ``errors`` has the errors of programs
     that failed; the error of a ``required`` program is raised. ``remaining``: the programs that are still measured. Emitted programs that
-    are predicted to take more than ``room_bytes`` of a device together are not kept open at the same time.
+    are predicted to take more than ``room_bytes`` of a device together are not kept open at the same time, nor are programs on CPUs that
+    leave this machine less than a tenth of its memory.
     """
 
     def __init__(
@@ -157,9 +160,15 @@ class TimingSession:
     def _make_room(self, name: str) -> None:
         """Close the programs that were not used for longest until all open ones fit into memory with ``name``."""
         others = [other for other in self._open if other != name]
-        while others and sum(self._bytes.get(other, 0.0) for other in (*others, name)) > self._room_bytes:
+        while others and (
+            sum(self._bytes.get(other, 0.0) for other in (*others, name)) > self._room_bytes or self._is_memory_low()
+        ):
             self._processes.call("autopar.timing.remote:close_program", oldest := others.pop(0), timeout_s=TIMEOUT_S)
             self._open.remove(oldest)
+
+    def _is_memory_low(self) -> bool:
+        """Return whether the workers' memory is this machine's, and little of it is left."""
+        return self.device == "cpu" and available_memory_bytes() < _RESERVE * machine_memory_bytes()
 
     def _start(self) -> Processes:
         processes = Processes(self.count, placement=self._placement)

@@ -205,7 +205,9 @@ class Megatron(Trainer):
         if "unpriced" in values:
             raise UsageError(f"{values['unpriced']} is not priced", "without it, ZeRO 1 (use_distributed_optimizer) is")
         if "precision" not in values and "fp8" not in values:
-            notes.append("neither bf16 nor fp16: priced in the model's precision; Megatron's default is float32")
+            notes.append(
+                "neither bf16 nor fp16: priced in the model's precision; without them Megatron trains in float32"
+            )
         if "global_batch" not in values:
             notes.append("no global_batch_size: the model's is priced; Megatron's default is a single microbatch")
         values |= _fold(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_page
@@ -21,6 +22,7 @@ from autopar.bench.report import failures, table, verdict
 from autopar.cli.console import plain_table
 from autopar.errors import LaunchError, ProgramError
 from autopar.measure import EXACT, compare
+from autopar.memory import machine_memory_bytes
 from autopar.timing import paired_ratio
 
 SMALL: dict[str, BenchModel] = {
@@ -219,6 +221,7 @@ def test_a_loss_that_is_nan_is_no_rank_without_a_loss():
     session = object.__new__(BenchmarkSession)
     session.batch_file, session.steps, session.rounds, session.losses = Path("batch.pt"), 1, {"a": [], "b": []}, {}
     session._open, session._bytes, session._room_bytes, session.peak_bytes = ["a", "b"], {}, math.inf, {}
+    session.device = "cuda"
     of_ranks: list[list[float | None]] = [[None, None], [3.0, 1.0], [1.0, 1.0]]
     session.call = lambda *_, **__: [  # type: ignore[method-assign]
         {"seconds": [1.0, 1.0], "losses": losses, "peak_bytes": 0} for losses in of_ranks
@@ -231,6 +234,20 @@ def test_a_loss_that_is_nan_is_no_rank_without_a_loss():
     for ours in ("a", "b"):
         with pytest.raises(ProgramError, match="the first loss of .* is .*nan"):
             session.check_losses(ours)
+
+
+def test_programs_are_closed_where_the_machine_has_little_memory(monkeypatch: pytest.MonkeyPatch):
+    session = object.__new__(BenchmarkSession)
+    session.device, session._open, session._bytes, session._room_bytes = "cpu", ["a", "b", "c"], {}, math.inf
+    closed: list[str] = []
+    session._processes = SimpleNamespace(call=lambda _, name, **__: closed.append(name))  # type: ignore[assignment]
+    free = iter((0.05, 0.09, 0.2))
+    monkeypatch.setattr("autopar.timing.session.available_memory_bytes", lambda: next(free) * machine_memory_bytes())
+    session._make_room("b")
+    assert closed == ["a", "c"] and session._open == ["b"]
+    session.device = "cuda"
+    session._make_room("d")
+    assert session._open == ["b"]
 
 
 def test_reports_say_what_was_measured():

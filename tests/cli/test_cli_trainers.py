@@ -53,6 +53,10 @@ def test_an_exported_plan_is_read_back_and_has_the_same_price(trainer: str, tmp_
     assert again["step_time_s"] == pytest.approx(plan["step_time_s"], rel=1e-9)
     with pytest.raises(UsageError, match="this one is for "):
         invoke("explain", str(folder / "plan.json"))
+    if trainer == "megatron":
+        emitted = ("emit", "--plan", str(folder / "plan.json"), "-o", str(tmp_path / "program"), "--no-type-check")
+        said = CliRunner().invoke(cli, emitted, catch_exceptions=False).stderr
+        assert "the plan was made for Megatron-Core: this is autopar's own program" in said
     with pytest.raises(UsageError, match="exists already"):
         invoke(
             "plan", "no-model", *REQUEST[1:], "--trainer", trainer, "--export", str(folder)

@@ -14,6 +14,7 @@ from autopar.devices import Cluster, constants, gpu_names, hardware, parse
 from autopar.devices.constants import Constant
 from autopar.devices.figures import cluster_figures
 from autopar.errors import DeviceError
+from autopar.memory import machine_memory_bytes
 from autopar.plan import Axis
 from autopar.price.collectives import group, group_time_s, p2p_s
 from autopar.types import Collective
@@ -196,7 +197,7 @@ def test_an_integer_is_processes_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     four, two = parse(4), parse("2")
     assert (four.kind, four.count, four.local, four.nodes) == ("cpu", 4, True, 1)
-    assert four.gpu.memory_bytes == hardware.machine_memory_bytes() // 4
+    assert four.gpu.memory_bytes == machine_memory_bytes() // 4
     assert abs(two.gpu.memory_bytes - 2 * four.gpu.memory_bytes) <= 2
     assert parse(["cpu", torch.device("cpu"), "cpu"]).count == 3
     with pytest.raises(DeviceError, match="cuda:1 is not on this machine"):

@@ -209,12 +209,14 @@ tuned one, picked by its measured times, which favours it.
 The contest is a later run of other processes, so its times are independent of those that the tuning measured. A tuned plan is *predicted*
 by the falsified calibration, priced by the *corrected* one, and *expected* to take what the corrected price and the measurements of this
 plan and of similar ones say together.
+
+{summary}
 """
 
 
 def page(lines: list[Line]) -> str:
     machine = next(line["calibration"]["machine"] for line in lines if line["part"] == LINK)
-    parts = [HEAD.format(rate=FAST, cores=machine["cores"], processor=machine["processor"])]
+    parts = [HEAD.format(rate=FAST, cores=machine["cores"], processor=machine["processor"], summary=_summary(lines))]
     parts += ["\n## Tuned plans against all others\n", "\n".join(_contests(lines))]
     parts += ["\n\n## Predictions of the tuned plans\n", "\n".join(_predictions(lines))]
     return "\n".join(parts) + "\n\nMade by `make report NAME=tune`. Do not edit.\n"
@@ -222,6 +224,46 @@ def page(lines: list[Line]) -> str:
 
 def _by_key(lines: list[Line]) -> dict[tuple[str, str], Line]:
     return {(line["part"], line["name"]): line for line in lines if "error" not in line}
+
+
+def _ratio(contest: Line, ours: str) -> tuple[str, float, tuple[float, float]]:
+    """Return the fastest of all other programs of a contest, and the ratio of ours to it with its interval."""
+    times = {name: statistics.median(rounds) for name, rounds in contest["rounds_s"].items()}
+    best = min((name for name in times if name != ours), key=times.__getitem__)
+    return best, *paired_ratio(contest["rounds_s"][ours], contest["rounds_s"][best], contest["seed"])
+
+
+def _tuned(lines: list[Line]) -> Iterator[tuple[Line, Line]]:
+    """Yield every tuning with its contest."""
+    done = _by_key(lines)
+    for line in lines:
+        contest = done.get((CONTEST, f"{line.get('model')} on {line.get('nodes')} nodes"))
+        if line["part"] == TUNING and "error" not in line and contest is not None:
+            yield line, contest
+
+
+def _contest_s(line: Line, contest: Line) -> float:
+    """Return the seconds that the contest measured of a tuned plan."""
+    return statistics.median(contest["rounds_s"][contest["chosen"][line["false"]]])
+
+
+def _summary(lines: list[Line]) -> str:
+    ratios, inside, later, drift = [], [], [], []
+    for line, contest in _tuned(lines):
+        best, contest_s = line["trials"][0], _contest_s(line, contest)
+        ratios.append(_ratio(contest, contest["chosen"][line["false"]])[1])
+        inside.append(abs(best["expected_s"] / best["measured_s"] - 1))
+        later.append(abs(best["expected_s"] / contest_s - 1))
+        drift.append(abs(contest_s / best["measured_s"] - 1))
+
+    def both(values: list[float], form: str) -> str:
+        return f"{statistics.median(values):{form}} in the median, {max(values):{form}} at most"
+
+    return (
+        f"{len(ratios)} tunings: tuned / best other is {both(ratios, '.2f')}. Expected times err by {both(inside, '.0%')}, from what the "
+        f"tuning measured, and by {both(later, '.0%')}, from what the contest measured; these two measurements of one program differ by "
+        f"{both(drift, '.0%')}."
+    )
 
 
 def _contests(lines: list[Line]) -> Iterator[str]:
@@ -232,8 +274,7 @@ def _contests(lines: list[Line]) -> Iterator[str]:
             continue
         times = {name: statistics.median(rounds) for name, rounds in line["rounds_s"].items()}
         for false, ours in line["chosen"].items():
-            best = min((name for name in times if name != ours), key=times.__getitem__)
-            ratio, (low, high) = paired_ratio(line["rounds_s"][ours], line["rounds_s"][best], line["seed"])
+            best, ratio, (low, high) = _ratio(line, ours)
             other = f"{1e3 * times[best]:.0f} ms: {line['plans'].get(best, best)}, of {line['tried'] - 1}"
             title = false if false == TRUE else f"tuned from {false}"
             yield (
@@ -243,19 +284,16 @@ def _contests(lines: list[Line]) -> Iterator[str]:
 
 
 def _predictions(lines: list[Line]) -> Iterator[str]:
-    yield "| tuning | minutes | plans run | predicted before | corrected price | expected | measured in the contest | errors of the three |"
-    yield "|---|---|---|---|---|---|---|---|"
-    done = _by_key(lines)
-    for line in lines:
-        if line["part"] != TUNING or "error" in line:
-            continue
+    yield (
+        "| tuning | minutes | plans run | predicted before | corrected price | expected | measured in the tuning | in the contest "
+        "| errors of the three, from the contest |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for line, contest in _tuned(lines):
         best = line["trials"][0]
-        if (contest := done.get((CONTEST, f"{line['model']} on {line['nodes']} nodes"))) is None:
-            continue
-        rounds = contest["rounds_s"][contest["chosen"][line["false"]]]
-        measured_s = statistics.median(rounds)
+        measured_s = _contest_s(line, contest)
         predictions = [best[key] for key in ("predicted_s", "corrected_s", "expected_s")]
-        cells = [f"{1e3 * seconds:.0f} ms" for seconds in (*predictions, measured_s)]
+        cells = [f"{1e3 * seconds:.0f} ms" for seconds in (*predictions, best["measured_s"], measured_s)]
         cells.append(", ".join(f"{predicted_s / measured_s - 1:+.0%}" for predicted_s in predictions))
         yield f"| {line['name']} | {line['minutes']:.1f} | {len(line['trials'])} | {' | '.join(cells)} |"
 

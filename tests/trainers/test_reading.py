@@ -227,7 +227,7 @@ def test_switches_that_are_off_and_defaults(tmp_path: Path):
     both = of_words(["--bf16", "--fp8-format", "hybrid"])
     assert read(MEGATRON, both, BLOCKS, DEVICES, "flags").values == {"precision": "float8"}
     notes = read(MEGATRON, of_words(["--micro-batch-size", "1"]), BLOCKS, DEVICES, "flags").notes
-    assert any("Megatron's default is float32" in note for note in notes)
+    assert any("Megatron trains in float32" in note for note in notes)
     plain = read(TORCHTITAN, of_words(["--training.local_batch_size", "1"]), BLOCKS, DEVICES, "flags")
     assert plain.values["activations"] == "selective" and any("torchtitan's default" in note for note in plain.notes)
     kinds = {"FullAC.Config()": "full", "None": "keep", "SelectiveAC.Config(debug=True)": "selective"}
