@@ -37,6 +37,7 @@ LEAVES = {
     "precision",
     "units",
     "measure",
+    "memory",
     "picture",
     "torch_private",
     "pins",
