@@ -29,8 +29,8 @@ runs once, in a new random order. After the first round, programs more than twic
 picked by its measured times, after the runs. Two processes have a core each, and are the result; four processes share the two cores.
 """
 
-RATIOS = """Times are medians over rounds (fastest to slowest round). A ratio is the median of automatic / best by hand within one round,
-with a bootstrap 95 % interval. It is not the quotient of the two medians. An interval that contains 1 shows no difference.
+RATIOS = """Times are medians over rounds (fastest to slowest round). The ratio is the median of automatic / best by hand in the same round,
+with a bootstrap 95 % interval; it is not the quotient of the two medians. Where the interval contains 1, the rounds show no difference.
 """
 
 SCHEDULES = {

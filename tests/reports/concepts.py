@@ -143,7 +143,7 @@ def overview() -> Page:
         for name, p in plans.items()
     ]
     return Page(
-        {"overview": table(" way | sent by a device | memory of a device | step | MFU ", lines)},
+        {"overview": table(" plan | sent per device | memory per device | step | MFU ", lines)},
         {"overview.svg": functools.partial(pictures.memory_and_time, bars_of(plans), limit(plans["tensor"]))},
     )
 
@@ -251,7 +251,7 @@ def tensor() -> Page:
     for name, sequence in (("tensor", False), ("tensor+sequence", True)):
         plan = manual_plan(graph, mesh=make_mesh(("tensor", 4)), sequence=sequence, precision="float32")
         panels.append((name, held(graph, plan)))
-    head = " layers | activations | memory of a device | exposed communication | step "
+    head = " layers | activations | memory per device | exposed communication | step "
     return Page({"tensor": table(head, lines)}, {"tensor.svg": functools.partial(pictures.block, panels)})
 
 

@@ -41,8 +41,9 @@ def choice() -> str:
         r"Regret ([\d.]+)% on average and ([\d.]+)% at worst over (\d+) cells", _text("published.md")
     )
     mean, worst, cells = small
-    return f"""Among the published layouts of another trainer, the automatic choice is {mean} % slower than the best measured one, on
-average over {cells} cells of up to 16 nodes ({worst} % at worst), and {float(large[0]):.0f} % slower in the only cell of 64 nodes.
+    return f"""In a published sweep of nanotron layouts, the layout that autopar picks is {mean} % slower than the best measured one, on
+average over {cells} cells (one model on one number of nodes) of up to 16 nodes ({worst} % at worst), and \
+{float(large[0]):.0f} % slower in the only cell of 64 nodes.
 """
 
 
@@ -51,8 +52,8 @@ def gaps() -> str:
     small, large = (
         _row("endtoend.md", name)[5].strip("*").removesuffix("%") for name in ("Llama-3-70B", "Llama-3-405B")
     )
-    return f"""There, the gap is {small} % for Llama-3-70B on 1,024 GPUs, and {large} % for Llama-3-405B on 16,384, where the bound of \
-interleaved pipelines is loose.
+    return f"""For example, the gap is {small} % for Llama-3-70B on 1,024 GPUs, and {large} % for Llama-3-405B on 16,384, where the bound \
+of interleaved pipelines is loose.
 """
 
 
