@@ -154,7 +154,7 @@ def _most_received(schedule: Schedule) -> tuple[list[int], list[int]]:
 @functools.lru_cache(maxsize=512)
 def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
     """Return each stage's number of pipeline buffers: tensors of the size that one stage sends to the next, besides saved activations. They
-    hold outputs until their backward, received gradients, inputs received early (``program.pipeline``), and the last gradient sent. No
+    hold outputs until their backward, received gradients, inputs received early (``program.pipeline``), and the last gradients sent. No
     buffers lie between two stages of one device."""
     m, buffers, links = schedule.microbatches, [], (None, *schedule.links, None)
     received = _most_received(schedule) if schedule.multi_stage and schedule.copies == 1 else None
@@ -162,7 +162,7 @@ def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
         if schedule.name == NO_PIPELINE:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
         elif received is not None:
-            outputs, gradients, inputs, sent = n, received[1][s], max(0, received[0][s] - n), 1
+            outputs, gradients, inputs, sent = n, received[1][s], max(0, received[0][s] - n), 2
         elif schedule.copies > 1:  # ``program.chimera`` receives into fresh tensors, at most two inputs early
             outputs, gradients, inputs, sent = n, 1, 2, 1
         else:  # GPipe and 1F1B

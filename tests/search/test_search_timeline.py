@@ -132,12 +132,12 @@ def test_the_maximum_is_the_predicted_memory(pipeline, schedule, chunks):
         (4, 8, "1f1b", 1, (4 + 1, 3 + 1 + 1, 2 + 1 + 1, 1)),
         (2, 2, "1f1b", 1, (2 + 1, 1)),
         (3, 4, "gpipe", 1, (4 + 1, 4 + 1, 0)),
-        # outputs in flight, gradients and inputs that come early, the gradient that was sent last; inputs in flight are saved anyway
-        (2, 4, "interleaved-1f1b", 2, (4 + 1, 3 + 2 + 1 + 1, 2 + 1 + 1, 1 + 1)),
+        # outputs in flight, gradients and inputs that come early, two gradients that were sent; inputs in flight are saved anyway
+        (2, 4, "interleaved-1f1b", 2, (4 + 1, 3 + 2 + 1 + 2, 2 + 1 + 2, 1 + 2)),
         # outputs in flight and a gradient; two inputs that come early, and the gradient that was sent last
         (4, 8, "chimera", 1, (4 + 1, 3 + 1 + 2 + 1, 2 + 1 + 2 + 1, 2 + 1)),
         # nothing is received where the next stage is on the same device
-        (2, 4, "zbv", 2, (4 + 2, 1, 2 + 1, 1 + 1)),
+        (2, 4, "zbv", 2, (4 + 2, 2, 2 + 1, 1 + 2)),
     ],
 )
 def test_tensors_between_stages(pipeline, microbatches, schedule, chunks, held):
