@@ -44,6 +44,7 @@ NORMAL_95 = 1.96  # standard deviations on each side of a 95 % interval
 MEDIAN_ERROR = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean, for normal samples
 PATIENCE = 20.0  # a program that takes this many times as long as expected hangs
 HOPELESS = 1.5  # a new plan that takes this many times as long as the best one gets no further rounds
+WORTHWHILE = 0.02  # a plan that could be faster than the best one by more than this, or than the noise, is measured
 DRAWS = 2  # plans are also made under prices that are drawn from the posterior
 FAMILIES_SHARE, SEARCH_SHARE, FINAL_SHARE = (
     0.2,
@@ -220,8 +221,8 @@ class Tuning:
 
     def _most_promising(self, posterior: Posterior) -> Plan | None:
         """Return the plan that could be fastest, one standard deviation below its expected time, or ``None`` if none could be faster than
-        the best measured one by more than the noise."""
-        chosen, least_s = None, self._times()[self._best()] * (1 - self._noise())
+        the best measured one by more than the margin."""
+        chosen, least_s = None, self._times()[self._best()] * (1 - self._margin())
         for plan in self._untried():
             expected_s, deviation = posterior.predict(plan)
             if (hoped_s := expected_s * math.exp(-deviation)) < least_s:
@@ -229,15 +230,15 @@ class Tuning:
         return chosen
 
     def _why_none(self, bound_s: float) -> str:
-        best_s, noise = self._times()[self._best()], self._noise()
-        if bound_s >= best_s * (1 - noise):
+        best_s, margin = self._times()[self._best()], self._margin()
+        if bound_s >= best_s * (1 - margin):
             return (
                 f"no plan takes less than {seconds(bound_s)} under the corrected prices (proved), and the best one takes "
-                f"{seconds(best_s)}, measured to within {noise:.1%}"
+                f"{seconds(best_s)}, measured to within {self._noise():.1%}"
             )
         return (
-            f"all plans that could be faster than {seconds(best_s)} by more than the noise of {noise:.1%} were measured; "
-            f"the bound under the corrected prices is {seconds(bound_s)}"
+            f"all plans found that could be faster than {seconds(best_s)} by more than {margin:.1%} were measured; the bound under the "
+            f"corrected prices is {seconds(bound_s)}"
         )
 
     def _compare_best(self) -> tuple[str, RunnerUp | None]:
@@ -356,6 +357,10 @@ class Tuning:
         return {
             name: MEDIAN_ERROR * deviation / math.sqrt(len(own)) for name, own in zip(self._times(), logs, strict=True)
         }
+
+    def _margin(self) -> float:
+        """Return by how much a plan must promise to be faster than the best one, to be measured."""
+        return min(self._noise(), WORTHWHILE)
 
     def _noise(self) -> float:
         """Return the relative standard error of the best plan's step time."""

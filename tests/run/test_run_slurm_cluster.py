@@ -59,8 +59,8 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
-NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000
-NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
+NodeName={nodes[0]} NodeHostname={host} Port={ports[1]} CPUs=2 RealMemory=4000
+NodeName={nodes[1]} NodeHostname={host} Port={ports[2]} CPUs=2 RealMemory=4000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -82,9 +82,9 @@ def wait_for(condition: Callable[[], bool], limit_s: float, what: str) -> None:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The names of the nodes of a cluster, whose commands are on PATH and find it. Both names are of this machine."""
+    """The names of the nodes of a cluster, whose commands are on PATH and find it. Both are this machine."""
     home, host = tmp_path_factory.mktemp("slurm"), socket.gethostname()
-    names = ("localhost", host)
+    names = ("127.0.0.1", "127.0.0.2")
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as running:
         patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
         patch.setenv("SLURM_CONF", str(home / "slurm.conf"))
@@ -129,7 +129,7 @@ def test_ranks_and_tunings_in_an_allocation(nodes: tuple[str, str], tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    first, second = sorted(nodes)
+    first, second = nodes
     assert found["nodes"] == [first, first, second, second] and found["ranks"] == ["0", "1", "2", "3"]
     assert found["refused"] == "the SLURM allocation has 2 nodes, and the devices are 3 nodes"
     assert found["ran"] >= 2 and found["groups"] == [
