@@ -98,6 +98,13 @@ def memory_kinds() -> tuple[PlanKind, ...]:
         kind("pipeline 2, zero bubble, 8 microbatches", pipeline=2, microbatches=8, schedule="zero-bubble"),
         kind("pipeline 4, zero bubble, 8 microbatches", pipeline=4, microbatches=8, schedule="zero-bubble"),
         kind("pipeline 2, ZBV, 4 microbatches", pipeline=2, chunks=2, microbatches=4, schedule="zbv"),
+        kind(
+            "pipeline 3 of 2 chunks, zero bubble, 8 microbatches",
+            pipeline=3,
+            chunks=2,
+            microbatches=8,
+            schedule="zero-bubble",
+        ),
         *(
             kind(
                 f"pipeline 2 of 2 chunks, {name}, 16 microbatches", pipeline=2, chunks=2, microbatches=16, schedule=name
