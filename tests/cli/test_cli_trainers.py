@@ -54,7 +54,15 @@ def test_an_exported_plan_is_read_back_and_has_the_same_price(trainer: str, tmp_
     with pytest.raises(UsageError, match="this one is for "):
         invoke("explain", str(folder / "plan.json"))
     if trainer == "megatron":
-        emitted = ("emit", "--plan", str(folder / "plan.json"), "-o", str(tmp_path / "program"), "--no-type-check")
+        emitted = (
+            "emit",
+            "--plan",
+            str(folder / "plan.json"),
+            "-o",
+            str(tmp_path / "program"),
+            "--no-type-check",
+            "--no-capture-check",
+        )
         said = CliRunner().invoke(cli, emitted, catch_exceptions=False).stderr
         assert "the plan was made for Megatron-Core: this is autopar's own program" in said
     with pytest.raises(UsageError, match="exists already"):
