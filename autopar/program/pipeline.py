@@ -49,13 +49,16 @@ class TracedStage(PipelineStage):
     overwrites (``_ReceiveBuffers``), and sends a copy. Outputs that are passed on have arrived when their buffer is used again.
     """
 
-    frees_sent = False
-
     def __init__(
-        self, *place: Any, links: Mapping[int, dist.ProcessGroup], ended: Callable[[int], None], **options: Any
+        self,
+        *place: Any,
+        links: Mapping[int, dist.ProcessGroup],
+        ended: Callable[[int], None],
+        frees_sent: bool,
+        **options: Any,
     ) -> None:
         super().__init__(*place, **options)
-        self._links, self._ended = links, ended
+        self._links, self._ended, self._frees_sent = links, ended, frees_sent
         self._sending: dict[tuple[str, int], list[dist.Work]] = {}  # by the kind and the microbatch of the pass
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -88,7 +91,7 @@ class TracedStage(PipelineStage):
     def _started(self, kind: str, microbatch: int, transfers: list[dist.P2POp]) -> list[dist.P2POp]:
         """Start the sends of a pass, or return them for the schedule to start."""
         transfers = self._with_links(transfers)
-        if not self.frees_sent:
+        if not self._frees_sent:
             return transfers
         self._sending[kind, microbatch] = start_transfers(transfers)
         return []
@@ -219,7 +222,6 @@ class Pipeline(Microbatches):
             inputs = {stage.stage_index: self.world.pipeline - stage.stage_index} if name == "1f1b" else {}
             gradients = {stage.stage_index: 1}
         for stage in stages:
-            stage.frees_sent = name in self.schedules
             if stage.stage_index in inputs:
                 stage.args_recv_info = _ReceiveBuffers(inputs[stage.stage_index])
             if stage.stage_index in gradients:
@@ -235,6 +237,7 @@ class Pipeline(Microbatches):
             "group": self.world.mesh.get_group("pipeline"),
             "links": self.world.links,
             "ended": self._backward_ended,
+            "frees_sent": self.program.plan["schedule"] in self.schedules,
         }
         return self._make_stage((self._modules[index], index, self.last + 1, self.world.device), options)
 

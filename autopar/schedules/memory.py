@@ -162,7 +162,7 @@ def pipeline_buffers(schedule: Schedule) -> tuple[int, ...]:
         if schedule.name == NO_PIPELINE:
             outputs, gradients, inputs, sent = 0, 0, 0, 0
         elif received is not None:
-            outputs, gradients, inputs, sent = n, received[1][s], max(0, received[0][s] - n), 2
+            outputs, gradients, inputs, sent = n, received[1][s], received[0][s] - n, 2
         elif schedule.copies > 1:  # ``program.chimera`` receives into fresh tensors, at most two inputs early
             outputs, gradients, inputs, sent = n, 1, 2, 1
         else:  # GPipe and 1F1B

@@ -167,7 +167,7 @@ class TimingSession:
             self._open.remove(oldest)
 
     def _is_memory_low(self) -> bool:
-        """Return whether the workers' memory is this machine's, and little of it is left."""
+        """Return whether the programs run on CPUs and this machine has little memory left."""
         return self.device == "cpu" and available_memory_bytes() < _RESERVE * machine_memory_bytes()
 
     def _start(self) -> Processes:
