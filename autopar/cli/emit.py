@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from autopar.cli.commands import init_of, make_plan
 from autopar.cli.console import Messages, show
@@ -27,14 +28,21 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
     folder = folder_for_program(output)
     torch.manual_seed(0)
     init = init_of(request)
+    weights = (
+        _weights(Path(init)) if init and is_path(init) and Path(init).exists() else None
+    )  # before the search, which may take minutes
     workload, cluster, graph, plan = make_plan(request, device="meta" if init else None)
     with Messages() as messages:
         state = None if init else workload.model.state_dict()
         emit_program(graph, plan, folder, messages, type_check=request.type_check, state=state)
         if init and not is_path(init):
             write_initial_values(workload.model, init, 0, folder)
-        elif init and Path(init).exists():
-            _check_weights(Path(init), folder)
+        elif weights is not None:
+            if wrong := wrong_state(json.loads((folder / "layouts.json").read_text()), weights):
+                raise UsageError(
+                    f"{init} has no weights of this model: {wrong}",
+                    f"{folder} is written without values: start its train.py with --init PATH of the model's weights",
+                )
         elif init:
             messages.say(f"{init} is not on this machine: train.py checks it when the training starts")
         words = [str(folder / "train.py"), *(["--init", init] if init and is_path(init) else [])]
@@ -52,21 +60,16 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
     show(as_json, {"folder": str(folder), "start": start, "has_values": has_values}, str(folder))
 
 
-def _check_weights(source: Path, folder: Path) -> None:
-    """Raise ``UsageError`` if a file or folder of weights has not those of the program in ``folder``."""
+def _weights(source: Path) -> dict[str, Tensor]:
+    """Return the state dict in a file or folder, memory-mapped. Raises ``UsageError`` if it cannot be read."""
     try:
-        state = mapped(source) if is_weights(source) else read_state(source)
+        return mapped(source) if is_weights(source) else read_state(source)
     except Exception as error:  # whatever torch.load raises
         why = next(iter(str(error).splitlines()), "")
         raise UsageError(
             f"{source} cannot be read: {type(error).__name__}{why and ': '}{why}",
             "give --init safetensors, or a torch.save of a state dict",
         ) from error
-    if wrong := wrong_state(json.loads((folder / "layouts.json").read_text()), state):
-        raise UsageError(
-            f"{source} has no weights of this model: {wrong}",
-            f"{folder} is written without values: start its train.py with --init PATH of the model's weights",
-        )
 
 
 def start_commands(cluster: Cluster, devices: int, words: Sequence[str]) -> dict[str, str]:

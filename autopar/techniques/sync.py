@@ -78,9 +78,10 @@ class Sync(Technique):
             return f"local SGD replicas cannot train independently: the model writes {next(iter(graph.buffers))}"
         if len(set(data)) > 1 or None in data:
             found = ", ".join("any" if n is None else str(n) for n in dict.fromkeys(data))
+            only_some = "gradients are late only in layers that have replicas"
             return (
-                "the result depends on the number of replicas, which must be pinned, to one number for all layers and without expert "
-                f"parallelism; the layers' data degrees are {found}"
+                f"{only_some if mode.stale else 'the result depends on the number of replicas'}, so the data degree must be pinned, to one "
+                f"number for all layers and without expert parallelism; the layers' data degrees are {found}"
             )
         return ""
 

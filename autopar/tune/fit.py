@@ -37,16 +37,6 @@ MODEL_SD = Constant(
 )
 _STEP = 0.05  # of finite differences, in log of a factor: wide enough to smooth the kinks of maxima in prices
 _LARGEST_MOVE, _ITERATIONS, _SMALLEST_MOVE = 0.7, 12, 1e-3
-_LEAST_NOISE = 1e-3  # relative; a single round says nothing of its noise
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A plan with its measured step time, and the relative standard error of that time."""
-
-    plan: Plan
-    seconds: float
-    error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +82,14 @@ class Posterior:
         return float(np.exp(price)), float(np.sqrt(max(variance, 0.0)))
 
 
-def fit(log_prices: LogPrices, groups: tuple[str, ...], measured: Sequence[Measured]) -> Posterior:
-    """Return the posterior after these measurements; without any it is the prior."""
-    plans = tuple(one.plan for one in measured)
-    observed = np.log([one.seconds for one in measured])
-    noise = np.array([max(one.error, _LEAST_NOISE) for one in measured])
+def fit(
+    log_prices: LogPrices, groups: tuple[str, ...], plans: Sequence[Plan], observed: Floats, noise: Floats
+) -> Posterior:
+    """Return the posterior after measurements of ``plans``: the logarithms of their step times, and the covariance of the errors of these.
+    Without any it is the prior."""
+    plans = tuple(plans)
     alike = np.array([[similarity(a, b) for b in plans] for a in plans]).reshape(len(plans), len(plans))
-    precision = _inverse(MODEL_SD.value**2 * alike + np.diag(noise**2))
+    precision = _inverse(MODEL_SD.value**2 * alike + noise)
     prior = np.eye(len(groups)) / PRIOR_SD.value**2
     theta = np.zeros(len(groups))
     if not plans:

@@ -23,7 +23,7 @@ from autopar.errors import HANG, OUT_OF_MEMORY, UsageError
 from autopar.plan import Plan
 from autopar.plan_schema import check_plan
 
-VERSION = 1
+VERSION = 2
 WRONG_LOSS, CRASH = "wrong loss", "crash"
 CAUSES = (OUT_OF_MEMORY, HANG, WRONG_LOSS, CRASH)
 _HINT = "give another --log, or remove the file to start again"
@@ -31,10 +31,13 @@ _HINT = "give another --log, or remove the file to start again"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is tuned; the log of one request does not continue another."""
+    """What is tuned; the log of one request does not continue another. ``memory_limit_bytes`` is that of predictions without errors."""
 
     model: str
-    devices: int
+    cluster: str
+    nodes: int
+    gpus_per_node: int
+    memory_limit_bytes: int
     device: str
     precision: str
     global_batch: int
@@ -67,7 +70,7 @@ class Log:
     """
 
     def __init__(self, path: Path | None, request: Request) -> None:
-        self.path = path
+        self.path, self.request = path, request
         self.base: Calibration | None = None
         self.plans: dict[str, Plan] = {}
         self.rounds: list[Round] = []

@@ -31,8 +31,8 @@ def memory_factor(log: Log) -> float | None:
     for name, failure in log.failures.items():
         if failure.cause != OUT_OF_MEMORY:
             continue
-        limits = ((stage.memory_limit_bytes, stage.memory.total) for stage in log.plans[name].stages)
-        needed = min(limit / total for limit, total in limits)
+        # the stages' own limits have the factor that was known when they were planned
+        needed = log.request.memory_limit_bytes / memory_bytes(log.plans[name])
         if math.log(needed) <= max(_PLAUSIBLE, math.log(factor or 1.0) + _PLAUSIBLE):
             factor = max(factor or 1.0, needed * _BEYOND)
     return factor

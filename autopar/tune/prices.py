@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from autopar.plan import Plan
 from autopar.planning import find_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
+from autopar.schedules import INTERLEAVED, NO_PIPELINE, SCHEDULES
 from autopar.search import SearchOptions, reprice
 from autopar.tune.fit import Floats
 
@@ -64,22 +66,35 @@ class CorrectedPrices:
         pricer = self._pricer.on(cluster)
         return [reprice(self.graph, cluster, pricer, plan, plan.precision) for plan in plans]
 
-    def plan(self, factors: Mapping[str, float], time_limit_s: float) -> Plan:
-        """Return the best plan under corrected prices, with its bound. Raises ``InfeasibleError``."""
-        return self._search(self.options, self.cluster(factors), time_limit_s)
-
-    def families(self, factors: Mapping[str, float], time_limit_s: float) -> Iterator[Plan | None]:
-        """Yield the best plan of each family that the user's pins admit, under corrected prices; ``None`` where there is none."""
-        cluster, count = self.cluster(factors), self._cluster.count
+    def families(self) -> list[dict[str, Any]]:
+        """Return the pins of each family of plans that an expert might choose."""
+        cluster, count = self._cluster, self._cluster.count
         alone = [{name: count} for name in ("pipeline", "tensor", "expert", "ulysses", "ring")]
         known = definitions(cluster.gpus_per_node, count, cluster.host is not None, cluster.has_nvme)
-        for pins in [*alone, *(pins for _, _, pins in known)]:
-            if any(self.options.pins.get(name, value) != value for name, value in pins.items()):
-                continue
-            try:
-                yield self._search(dataclasses.replace(self.options, **pins), cluster, time_limit_s)
-            except (InfeasibleError, UsageError):
-                yield None
+        return [*alone, *(pins for _, _, pins in known)]
+
+    def neighbours(self, plan: Plan) -> list[dict[str, Any]]:
+        """Return the pins of pipelines like that of ``plan``: with twice or half the microbatches, with other numbers of stages per device,
+        and with other schedules. Few of them differ by more in price than prices err."""
+        own: dict[str, Any] = {"pipeline": plan.pipeline, "schedule": plan.schedule}
+        own |= {"chunks": plan.chunks, "microbatches": plan.microbatches}
+        counts = {2 * plan.microbatches, plan.microbatches // 2} - {0}
+        found = [own | {"microbatches": count} for count in sorted(counts)]
+        if plan.pipeline > 1:
+            chunks = sorted({plan.chunks + 1, plan.chunks - 1, 2 * plan.chunks} - {0, 1})
+            found += [own | {"schedule": INTERLEAVED, "chunks": count} for count in chunks]
+            alike = {name: own[name] for name in ("pipeline", "microbatches")}
+            found += [alike | {"schedule": name} for name in SCHEDULES if name not in (plan.schedule, NO_PIPELINE)]
+        return found
+
+    def best_with(self, pins: Mapping[str, Any], factors: Mapping[str, float], time_limit_s: float) -> Plan | None:
+        """Return the best plan with these pins under corrected prices; ``None`` if there is none, or if the user's pins are others."""
+        if any(self.options.pins.get(name, value) != value for name, value in pins.items()):
+            return None
+        try:
+            return self._search(dataclasses.replace(self.options, **pins), self.cluster(factors), time_limit_s)
+        except (InfeasibleError, UsageError):
+            return None
 
     def _search(self, options: SearchOptions, cluster: Cluster, time_limit_s: float) -> Plan:
         limited = dataclasses.replace(options, time_limit_s=min(options.time_limit_s, time_limit_s), explained=False)

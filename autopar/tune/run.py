@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from autopar.devices import Cluster
 from autopar.devices.calibration import MEMORY, Calibration, calibrated
-from autopar.errors import OUT_OF_MEMORY, AutoparError, InfeasibleError, LaunchError, UsageError
+from autopar.errors import OUT_OF_MEMORY, AutoparError, LaunchError, UsageError
 from autopar.graph import Graph
 from autopar.plan import DEGREES, Plan
 from autopar.planning import compared_graph, plan_graph
@@ -25,25 +29,21 @@ from autopar.profile import profile
 from autopar.progress import Progress, report
 from autopar.run.processes import Placement
 from autopar.search import SearchOptions
-from autopar.timing import TimingSession, median_interval, paired_ratio
+from autopar.timing import TimingSession
 from autopar.timing.session import LOSS_TOLERANCE, TIMEOUT_S
-from autopar.tune.fit import Measured, Posterior, fit, program_of
+from autopar.tune.fit import Posterior, fit, program_of
 from autopar.tune.log import CRASH, WRONG_LOSS, Failure, Log, Request, Round
 from autopar.tune.memory import memory_factor
 from autopar.tune.prices import CorrectedPrices
 from autopar.tune.result import Correction, RunnerUp, Trial, TuneResult
-from autopar.units import Constant, seconds
+from autopar.tune.times import NORMAL_95, StepTimes, estimate
+from autopar.units import seconds
 from autopar.workload import Workload
 
-ROUND_SD = Constant(
-    0.065,
-    "log of a step time",
-    "measured: docs/evidence/measured-time.jsonl, deviation of a program's rounds, median over programs; until rounds are repeated",
-)
-NORMAL_95 = 1.96  # standard deviations on each side of a 95 % interval
-MEDIAN_ERROR = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean, for normal samples
 PATIENCE = 20.0  # a program that takes this many times as long as expected hangs
-HOPELESS = 1.5  # a new plan that takes this many times as long as the best one gets no further rounds
+CLEARLY = 2.0  # a plan that is slower than the best one by more than this many standard errors gets no further rounds
+AT_ONCE = 3  # the most plans, of different kinds, that are measured in the same rounds as the best one
+FINALISTS = 4  # the most plans in the final comparison
 WORTHWHILE = 0.02  # a plan that could be faster than the best one by more than this, or than the noise, is measured
 DRAWS = 2  # plans are also made under prices that are drawn from the posterior
 FAMILIES_SHARE, SEARCH_SHARE, FINAL_SHARE = (
@@ -51,13 +51,17 @@ FAMILIES_SHARE, SEARCH_SHARE, FINAL_SHARE = (
     1 / 30,
     0.2,
 )  # of the time: all families, one search, the final comparison
+REGRET = (
+    0.005  # the final comparison ends when the best plan is expected to be slower than another one by less than this
+)
 SPREAD = 2.0  # the first plans are priced at most this many times as slow as the best one
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: in about ``seconds`` in total, ``rounds`` of ``steps`` timed steps for each plan, starting with ``first_plans``
-    different ones; the best two get ``final_rounds``. A program that does not answer is ended after ``floor_s`` seconds or later."""
+    """How much is measured: in about ``seconds`` in total, at most ``rounds`` of ``steps`` timed steps for each plan, starting with
+    ``first_plans`` different ones; the best ones get ``final_rounds`` or more. A program that does not answer is ended after ``floor_s``
+    seconds or later."""
 
     seconds: float = 300.0
     steps: int = 3
@@ -103,7 +107,13 @@ def tune(
             base = profile([cluster.count], cluster.kind, lambda text, *_: report(progress, "run", text))
         record.set_base(base)
     if record.base is not None:
+        if base not in (None, record.base):
+            raise UsageError(
+                f"{log} was started with another calibration, whose corrections it has",
+                "give another --log, or the calibration with which it was started",
+            )
         cluster = calibrated(cluster, record.base, cluster.notes, "profile")
+    start_s = time.monotonic()
     known = next(iter(record.plans.values()), None)
     graph, first = plan_graph(captured, cluster, options, workload.resized, plan=known, progress=progress)
     prices = CorrectedPrices(graph, cluster, record.base, options)
@@ -120,13 +130,15 @@ def tune(
             room_bytes=cluster.memory_limit_bytes,
         ) as session,
     ):
-        return Tuning(prices, record, effort, session, progress).run(first)
+        return Tuning(prices, record, effort, session, progress, start_s).run(first)
 
 
 def _request(graph: Graph, cluster: Cluster, options: SearchOptions) -> Request:
+    limit_bytes = dataclasses.replace(cluster, memory_beyond=1.0).memory_limit_bytes
+    devices = cluster.name, cluster.nodes, cluster.gpus_per_node, limit_bytes, cluster.kind
     sizes = graph.batch_size, graph.tokens
     pins = json.loads(json.dumps(options.pins))
-    return Request(graph.name, cluster.count, cluster.kind, name_of(graph.dtype), *sizes, pins, sorted(options.allow))
+    return Request(graph.name, *devices, name_of(graph.dtype), *sizes, pins, sorted(options.allow))
 
 
 class Tuning:
@@ -139,49 +151,62 @@ class Tuning:
         effort: Effort,
         session: TimingSession,
         progress: Progress | None = None,
+        start_s: float | None = None,
     ) -> None:
         self.prices, self.log, self.effort, self.session, self.progress = prices, log, effort, session, progress
         self._random = random.Random(effort.seed)
         self._draws = np.random.default_rng(effort.seed)
-        self._start_s = time.monotonic()
+        self._start_s = time.monotonic() if start_s is None else start_s
         self._pool: list[Plan] = []  # plans that were made, measured or not
+        self._bound_s: float | None = None  # under the latest corrected prices
+        self._families = collections.deque(prices.families())  # those that were searched least recently first
+        self._varied: set[str] = set()  # the plans whose neighbours were searched
+        self._retried: set[str] = set()  # plans that ran, failed, and were opened again
+        self._known: tuple[tuple[int, int], StepTimes] = (
+            (0, 0),
+            estimate([]),
+        )  # the estimate after so many rounds and failures
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self, first: Plan) -> TuneResult:
-        """Run the loop, then compare the best two plans."""
+        """Run the loop, then compare the best plans."""
         self._pool = [first, *self.log.plans.values()]
+        try:
+            is_time_over = not self._explore(first)
+            self._compare_best()
+        except LaunchError as error:
+            if not self._times():
+                raise
+            return self._result(f"programs can no longer be started: {error.message}")
+        return self._result(f"the time of {seconds(self.effort.seconds)} is over" if is_time_over else self._why_none())
+
+    def _explore(self, first: Plan) -> bool:
+        """Measure plans until no plan found could be faster than the best one; return whether this was so before the time was over."""
         if not self._times():
             self._measure_first(first)
-        widened, bound_s = False, 0.0
         while True:
             if not self._times():
                 if (untried := self._untried()) and self._left_s() > 0:
                     self._measure([self._name(untried[0])], self.effort.rounds)
                     continue
-                raise self._none_runs()
-            posterior = self._fit()
+                name, failure = next(iter(self.log.failures.items()))
+                raise LaunchError(
+                    f"all {len(self.log.failures)} plans failed to run: {name}: {failure.error}",
+                    "`autopar doctor` checks what programs need; `autopar run` runs one plan",
+                )
             if self._left_s() < 0:
-                stopped = f"the time of {seconds(self.effort.seconds)} is over"
-                break
-            bound_s = self._plan_again(posterior)
-            choice = self._most_promising(posterior)
-            if choice is None and not widened:
-                widened = True
-                report(self.progress, "search", "the best plan of each kind, under corrected prices")
-                self._pool += self._families(posterior.factors)
-                choice = self._most_promising(posterior)
-            if choice is None:
-                stopped = self._why_none(bound_s)
-                break
-            self._measure([self._name(choice), self._best()], self.effort.rounds)
-        winner, runner_up = self._compare_best()
-        return self._result(winner, runner_up, bound_s, stopped)
+                return False
+            posterior = self._fit()
+            promising = (self._most_promising(posterior) for _ in self._searches(posterior))
+            if not (choices := next(filter(None, promising), [])):
+                return self._left_s() >= 0
+            self._measure([*map(self._name, choices), self._best()], self.effort.rounds)
 
     def _measure_first(self, first: Plan) -> None:
         """Measure the first plan and the best plans of different kinds, under uncorrected prices."""
         report(self.progress, "search", "the best plan of each kind")
-        self._pool += self._families({})
+        self._search_families({})
         limit_s = SPREAD * first.prediction.step_time_s
         chosen: dict[object, Plan] = {}
         for plan in [first, *sorted(self._pool, key=lambda plan: plan.prediction.step_time_s)]:
@@ -190,97 +215,131 @@ class Tuning:
         names = [self._name(plan) for plan in list(chosen.values())[: self.effort.first_plans]]
         self._measure(names, self.effort.rounds)
 
-    def _families(self, factors: dict[str, float]) -> list[Plan]:
-        """Return the best plans of families, as many as a share of the time allows."""
-        begun_s, found = time.monotonic(), []
-        for plan in self.prices.families(factors, self._search_s()):
-            if plan is not None:
-                found.append(plan)
-            if time.monotonic() - begun_s > FAMILIES_SHARE * self.effort.seconds:
-                break
-        return found
-
-    def _plan_again(self, posterior: Posterior) -> float:
-        """Plan under the corrected prices and under prices drawn from the posterior; return the bound under the corrected ones."""
+    def _searches(self, posterior: Posterior) -> Iterator[None]:
+        """Search for plans in steps, each of which takes longer than those before: the best plan under corrected prices, under prices drawn
+        from the posterior, pipelines like that of the best measured plan, and families."""
         learned = posterior.factors | self._memory()
-        bound_s = 0.0
-        for number, factors in enumerate(
-            [learned, *(posterior.draw(self._draws) | self._memory() for _ in range(DRAWS))]
-        ):
-            report(self.progress, "search", "under corrected prices" if not number else "under other likely prices")
-            without = {name: f for name, f in factors.items() if name != MEMORY}
-            for tried in [factors, *([without] if MEMORY in factors else [])]:
-                try:
-                    plan = self.prices.plan(tried, self._search_s())
-                except InfeasibleError:
-                    continue
-                self._pool.append(plan)
-                bound_s = bound_s if number else plan.bound_s
-                break
-        return bound_s
+        report(self.progress, "search", "under corrected prices")
+        self._search_best(learned)
+        yield
+        report(self.progress, "search", "under other likely prices")
+        for _ in range(DRAWS):
+            self._plan(posterior.draw(self._draws) | self._memory())
+        yield
+        if (best := self._best()) not in self._varied:
+            self._varied.add(best)
+            report(self.progress, "search", f"pipelines like that of {best}")
+            for pins in self.prices.neighbours(self.log.plans[best]):
+                self._plan(learned, pins)
+            yield
+        report(self.progress, "search", "the best plan of each kind, under corrected prices")
+        self._search_families(learned)
+        yield
 
-    def _most_promising(self, posterior: Posterior) -> Plan | None:
-        """Return the plan that could be fastest, one standard deviation below its expected time, or ``None`` if none could be faster than
-        the best measured one by more than the margin."""
-        chosen, least_s = None, self._times()[self._best()] * (1 - self._margin())
-        for plan in self._untried():
+    def _search_best(self, factors: dict[str, float]) -> None:
+        """Search for the best plan under corrected prices, or under those of time alone if no plan fits, and keep its bound."""
+        without = {name: factor for name, factor in factors.items() if name != MEMORY}
+        plan = self._plan(factors) or (self._plan(without) if MEMORY in factors else None)
+        self._bound_s = None if plan is None else plan.bound_s
+
+    def _search_families(self, factors: dict[str, float]) -> None:
+        """Search for the best plans of families, as many as a share of the time allows."""
+        begun_s = time.monotonic()
+        for _ in range(len(self._families)):
+            self._plan(factors, self._families[0])
+            self._families.rotate(-1)
+            if time.monotonic() - begun_s > FAMILIES_SHARE * self.effort.seconds:
+                return
+
+    def _plan(self, factors: dict[str, float], pins: Mapping[str, Any] = MappingProxyType({})) -> Plan | None:
+        """Search for the best plan with these pins and keep it; ``None`` if there is none, or if the time to measure it is over."""
+        if self._left_s() < 0 and self._times():
+            return None
+        plan = self.prices.best_with(pins, factors, max(1.0, SEARCH_SHARE * self.effort.seconds))
+        if plan is not None:
+            self._pool.append(plan)
+        return plan
+
+    def _most_promising(self, posterior: Posterior) -> list[Plan]:
+        """Return plans of different kinds that could be faster than the best measured one by more than the margin, one standard deviation
+        below their expected times; the fastest first."""
+        limit_s, hoped_s = self._times()[self._best()] * (1 - self._margin()), {}
+        plans = self._untried()
+        for k, plan in enumerate(plans):
             expected_s, deviation = posterior.predict(plan)
-            if (hoped_s := expected_s * math.exp(-deviation)) < least_s:
-                chosen, least_s = plan, hoped_s
-        return chosen
+            hoped_s[k] = expected_s * math.exp(-deviation)
+        chosen: dict[object, Plan] = {}
+        for k in sorted(hoped_s, key=hoped_s.__getitem__):
+            if hoped_s[k] < limit_s:
+                plan = plans[k]
+                chosen.setdefault((_kind(plan), plan.chunks, plan.microbatches), plan)
+        return list(chosen.values())[:AT_ONCE]
 
-    def _why_none(self, bound_s: float) -> str:
-        best_s, margin = self._times()[self._best()], self._margin()
-        if bound_s >= best_s * (1 - margin):
-            return (
-                f"no plan takes less than {seconds(bound_s)} under the corrected prices (proved), and the best one takes "
-                f"{seconds(best_s)}, measured to within {self._noise():.1%}"
-            )
+    def _why_none(self) -> str:
+        best_s, margin, error = self._times()[self._best()], self._margin(), self._estimate().error(self._best())
+        limit = "no plan fits" if self._bound_s is None else f"no plan takes less than {seconds(self._bound_s)}"
+        if self._bound_s is not None and self._bound_s >= best_s * (1 - margin):
+            return f"under the corrected prices {limit}, and the best one takes {seconds(best_s)}, with a standard error of {error:.1%}"
         return (
-            f"all plans found that could be faster than {seconds(best_s)} by more than {margin:.1%} were measured; the bound under the "
-            f"corrected prices is {seconds(bound_s)}"
+            f"all plans found that could be faster than {seconds(best_s)} by more than {margin:.1%} were measured; under the corrected "
+            f"prices {limit}"
         )
 
-    def _compare_best(self) -> tuple[str, RunnerUp | None]:
-        """Measure the best two plans in shared rounds until they have ``final_rounds``; return the winner, and how the other compares."""
-        if not (times := self._times()):
-            raise self._none_runs()
-        best, *others = sorted(times, key=times.__getitem__)[:2]
-        if not others:
-            return best, None
-        missing = self.effort.final_rounds - len(self.log.rounds_of(best, others[0]))
-        self._measure([best, others[0]], missing, final=True)
-        if {best, others[0]} & self.log.failures.keys():
-            return self._compare_best()
-        if not (pairs := self.log.rounds_of(best, others[0])):
-            return best, None
-        ours, theirs = zip(*pairs, strict=True)
-        ratio, (low, high) = paired_ratio(ours, theirs, self.effort.seed)
-        if ratio > 1:  # the other one is faster in shared rounds
-            return others[0], RunnerUp(best, 1 / ratio, (1 / high, 1 / low))
-        return best, RunnerUp(others[0], ratio, (low, high))
+    def _compare_best(self) -> None:
+        """Measure the best plan, and those that may be as fast (at least one), in shared rounds until they have ``final_rounds``, and
+        further until the best one is known well enough or the time is over."""
+        while self._left_s(final=True) >= 0 and len(times := self._times()) > 1:
+            best, *others = sorted(times, key=times.__getitem__)
+            finalists = [best, *(self._contenders(others)[: FINALISTS - 1] or others[:1])]
+            shared = min(len(self.log.rounds_of(best, other)) for other in finalists[1:])
+            if shared >= self.effort.final_rounds and self._regret(best, finalists[1:]) < REGRET:
+                return
+            self._measure(finalists, 1, final=True)
+
+    def _regret(self, best: str, others: Sequence[str]) -> float:
+        """Return by how much the step of the best plan is expected to be longer than that of another one, given what is known of both."""
+        normal = statistics.NormalDist()
+        regrets = []
+        for other in others:
+            log_ratio, error = self._estimate().ratio(best, other)
+            regrets.append(log_ratio * normal.cdf(log_ratio / error) + error * normal.pdf(log_ratio / error))
+        return max(regrets)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
     def _measure(self, names: Sequence[str], rounds: int, final: bool = False) -> None:
-        """Run ``rounds`` in which each plan takes a turn in random order. A plan that fails, or is hopeless, has no further turns."""
+        """Run ``rounds`` in which each plan takes a turn in random order. A plan that fails, or is clearly slower than the best one, has no
+        further turns; one plan that is left needs none."""
         live = [name for name in dict.fromkeys(names) if name not in self.log.failures]
         for number in range(rounds):
-            if self._left_s(final) < 0 and self._times():
+            if not live:
                 return
             report(self.progress, "run", f"{' and '.join(live)}, round {number + 1} of {rounds}")
-            found = {name: step_s for name in self._random.sample(live, len(live)) if (step_s := self._turn(name))}
-            if not (found := {name: step_s for name, step_s in found.items() if self._has_right_loss(name)}):
+            found = self._round(live, final)
+            if not found:
                 return
-            peaks = {name: peak for name in found if (peak := self.session.peak_bytes[name])}
-            self.log.add_round(Round(found, self.effort.steps, peaks))
-            fastest_s = min(self._times().values())
-            live = [name for name in found if final or self._times()[name] <= HOPELESS * fastest_s]
-            if not final and len(live) == 1 and live[0] not in names[:1]:
-                return  # the new plan is hopeless
+            live = self._contenders(found)
+            if len(live) == 1 < len(names):
+                return
+
+    def _round(self, names: Sequence[str], final: bool) -> dict[str, float]:
+        """Give each plan a turn, in random order, until the time is over; record and return their step times, even if the workers end."""
+        found: dict[str, float] = {}
+        try:
+            for name in self._random.sample(names, len(names)):
+                if self._left_s(final) < 0 and (found or self._times()):
+                    break
+                if step_s := self._turn(name):
+                    found[name] = step_s
+        finally:
+            found = {name: step_s for name, step_s in found.items() if self._has_right_loss(name)}
+            if found:
+                peaks = {name: peak for name in found if (peak := self.session.peak_bytes[name])}
+                self.log.add_round(Round(found, self.effort.steps, peaks))
+        return found
 
     def _turn(self, name: str) -> float | None:
-        """Return the measured step time of a plan, opened if it isn't, or record why it fails."""
+        """Return the measured step time of a plan, opened if it isn't, or record why it fails; one that ran before is opened once more."""
         plan, others = self.log.plans[name], [other for other in self.session.remaining if other != name]
         try:
             if name not in self.session.rounds:
@@ -288,7 +347,9 @@ class Tuning:
             if name not in self.session.errors and (step_s := self.session.measure(name, self._timeout_s(name))):
                 return step_s
             error = self.session.errors[name]
-            if error.cause == OUT_OF_MEMORY and others:  # it may run if no other program is in memory
+            may_run = name in self._times() and name not in self._retried  # whatever failed may not be the program
+            if may_run or (error.cause == OUT_OF_MEMORY and others):  # no other program is in memory then
+                self._retried.add(name)
                 self.session.retry(name)
                 if step_s := self.session.measure(name, self._timeout_s(name)):
                     return step_s
@@ -337,79 +398,67 @@ class Tuning:
         done = {program_of(self.log.plans[name]) for name in tried}
         return [plan for key, plan in {program_of(plan): plan for plan in self._pool}.items() if key not in done]
 
+    def _estimate(self) -> StepTimes:
+        """Return the step times of the plans that run."""
+        if self._known[0] != (state := (len(self.log.rounds), len(self.log.failures))):
+            found = estimate([one.seconds for one in self.log.rounds])
+            self._known = state, found.of([name for name in found.names if name not in self.log.failures])
+        return self._known[1]
+
     def _times(self) -> dict[str, float]:
-        """Return the median step time of each plan that runs."""
-        names = dict.fromkeys(name for one in self.log.rounds for name in one.seconds)
-        medians = {name: float(np.median(self.log.rounds_of(name))) for name in names}
-        return {name: step_s for name, step_s in medians.items() if name not in self.log.failures}
+        """Return the step time of each plan that runs."""
+        return self._estimate().seconds
+
+    def _contenders(self, names: Iterable[str]) -> list[str]:
+        """Return the plans that run and are not clearly slower than the best one."""
+        best, times = self._best(), self._estimate()
+        ratios = {name: times.ratio(name, best) for name in names if name in times.names}
+        return [name for name, (log_ratio, error) in ratios.items() if log_ratio <= CLEARLY * error]
 
     def _best(self) -> str:
         times = self._times()
         return min(times, key=times.__getitem__)
 
-    def _errors(self) -> dict[str, float]:
-        """Return the relative standard error of each plan's median; rounds of all plans are assumed to vary alike."""
-        logs = [np.log(self.log.rounds_of(name)) for name in self._times()]
-        freedom = sum(len(own) - 1 for own in logs)
-        squares = float(sum(((own - own.mean()) ** 2).sum() for own in logs))
-        # the prior deviation counts as one more observation
-        deviation = math.sqrt((squares + ROUND_SD.value**2) / (freedom + 1))
-        return {
-            name: MEDIAN_ERROR * deviation / math.sqrt(len(own)) for name, own in zip(self._times(), logs, strict=True)
-        }
-
     def _margin(self) -> float:
         """Return by how much a plan must promise to be faster than the best one, to be measured."""
-        return min(self._noise(), WORTHWHILE)
-
-    def _noise(self) -> float:
-        """Return the relative standard error of the best plan's step time."""
-        return self._errors()[self._best()]
+        return min(self._estimate().error(self._best()), WORTHWHILE)
 
     def _fit(self) -> Posterior:
-        times, errors = self._times(), self._errors()
-        measured = [Measured(self.log.plans[name], times[name], errors[name]) for name in times]
-        return fit(self.prices.log_prices, self.prices.groups, measured)
+        times = self._estimate()
+        plans = [self.log.plans[name] for name in times.names]
+        return fit(self.prices.log_prices, self.prices.groups, plans, times.logs, times.covariance)
 
     def _memory(self) -> dict[str, float]:
         """Return the factor of memory, if anything is known of it."""
         factor = memory_factor(self.log)
         return {} if factor is None else {MEMORY: factor}
 
-    def _search_s(self) -> float:
-        return max(1.0, SEARCH_SHARE * self.effort.seconds)
-
     def _left_s(self, final: bool = False) -> float:
         share = 1.0 if final else 1 - FINAL_SHARE
         return share * self.effort.seconds - (time.monotonic() - self._start_s)
 
-    def _none_runs(self) -> LaunchError:
-        name, failure = next(iter(self.log.failures.items()))
-        return LaunchError(
-            f"all {len(self.log.failures)} plans failed to run: {name}: {failure.error}",
-            "`autopar doctor` checks what programs need; `autopar run` runs one plan",
-        )
-
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def _result(self, winner: str, runner_up: RunnerUp | None, bound_s: float, stopped: str) -> TuneResult:
-        posterior = self._fit()
+    def _result(self, stopped: str) -> TuneResult:
+        posterior, times = self._fit(), self._estimate()
         factors, steps = posterior.factors | self._memory(), self.log.measured_steps
-        found = self._trials(posterior)
-        trials = sorted(found, key=lambda trial: (trial.name != winner, trial.measured_s or math.inf))
+        if self._bound_s is None:
+            self._search_best(factors)
+        trials = sorted(self._trials(posterior), key=lambda trial: trial.measured_s or math.inf)
         best = trials[0].plan
         priced = self.prices.repriced([best], factors)[0]
         step_s = priced.prediction.step_time_s
+        bound_s = min(self._bound_s or 0.0, step_s)
         note = (
-            f"measured: {seconds(trials[0].measured_s or 0.0)} a step, the best of {len(self._times())} plans; the prediction is by "
-            f"prices corrected by {steps} measured steps"
+            f"measured: {seconds(times.seconds[trials[0].name])} a step, the best of {len(times.names)} plans; the prediction is by prices "
+            f"corrected by {steps} measured steps"
         )
         best = dataclasses.replace(
             best,
             prediction=priced.prediction,
             stages=priced.stages,
-            bound_s=min(bound_s, step_s),
-            gap=1 - min(bound_s, step_s) / step_s,
+            bound_s=bound_s,
+            gap=1 - bound_s / step_s,
             notes=(*best.notes, note),
             sensitivity=None,  # of other prices
             alternatives=(),
@@ -419,23 +468,31 @@ class Tuning:
             trials=tuple(trials),
             corrections=tuple(_corrections(posterior)),
             calibration=self.prices.calibration_with(factors, steps),
-            runner_up=runner_up,
+            runner_up=self._runner_up(trials),
             bound_s=bound_s,
             measured_steps=steps,
             stopped=stopped,
             took_s=time.monotonic() - self._start_s,
         )
 
+    def _runner_up(self, trials: Sequence[Trial]) -> RunnerUp | None:
+        best, *others = [trial.name for trial in trials if trial.measured_s is not None]
+        if not others:
+            return None
+        log_ratio, error = self._estimate().ratio(best, others[0])
+        interval = math.exp(log_ratio - NORMAL_95 * error), math.exp(log_ratio + NORMAL_95 * error)
+        return RunnerUp(others[0], math.exp(log_ratio), interval)
+
     def _trials(self, posterior: Posterior) -> Iterator[Trial]:
-        names = [name for name in self.log.plans if name in self._times() or name in self.log.failures]
+        known = {*self._times(), *self.log.failures}
+        names = [name for name in self.log.plans if name in known]
         plans = [self.log.plans[name] for name in names]
         before = self.prices.repriced(plans, {})
         after = self.prices.repriced(plans, posterior.factors)
         for name, plan, predicted, corrected in zip(names, plans, before, after, strict=True):
             rounds_s = tuple(step_s for (step_s,) in self.log.rounds_of(name))
             failure = self.log.failures.get(name)
-            has_time = rounds_s and failure is None
-            measured_s, interval_s = median_interval(rounds_s, self.effort.seed) if has_time else (None, None)
+            has_time = name in self._times()
             yield Trial(
                 name,
                 plan,
@@ -443,8 +500,8 @@ class Tuning:
                 corrected.prediction.step_time_s,
                 posterior.predict(plan)[0],
                 rounds_s,
-                measured_s,
-                interval_s,
+                self._times()[name] if has_time else None,
+                self._estimate().interval(name) if has_time else None,
                 failure,
             )
 

@@ -108,16 +108,18 @@ def test_a_pinned_server_is_searched_with_replicas_that_are_whole() -> None:
     assert again.prediction.step_time_s == pytest.approx(plan.prediction.step_time_s) and again.sync == plan.sync
 
 
-def test_local_steps_need_a_number_of_replicas_and_leave_to_be_inexact() -> None:
+def test_inexact_synchronization_needs_a_number_of_replicas_and_permission() -> None:
     pricer = Pricer(GRAPH, CLUSTER, "bfloat16", solve_mlp)
     apart = {"sync": "local-steps:4", "allow": ("local_steps",), "time_limit_s": 60}
     with pytest.raises(UsageError, match="is not exact"):
         SearchOptions(sync="local-steps:4")
     with pytest.raises(
         UsageError,
-        match="(?s)the result depends on the number of replicas, which must be pinned.*degrees are any.*leave sync out",
+        match="(?s)the result depends on the number of replicas, so the data degree must be pinned.*degrees are any.*leave sync out",
     ):
         search(GRAPH, CLUSTER, pricer, SearchOptions(**apart))
+    with pytest.raises(UsageError, match="late only in layers that have replicas, so the data degree must be pinned"):
+        search(GRAPH, CLUSTER, pricer, SearchOptions(sync="stale:1", allow=("stale_gradients",), time_limit_s=60))
     options = SearchOptions(**apart, data=16)
     plan = search(GRAPH, CLUSTER, pricer, options)
     assert (plan.sync, plan.allow) == ("local-steps:4", ("local_steps",))

@@ -311,7 +311,7 @@ def long_sequences() -> Page:
         if way.name in ("1D with sequence (Megatron-SP)", "Ulysses", "ring attention")
     }
     return Page(
-        {"sequences": table(" way | activations | memory of a device | sent by a device | step ", lines)},
+        {"sequences": table(" parallelism | activations | memory per device | sent per device | step ", lines)},
         {"long-sequences.svg": functools.partial(pictures.sequences, degrees, volumes)},
     )
 
@@ -353,7 +353,7 @@ def pipeline() -> Page:
             end = max(span.stop_s for span in spans_of(schedule))
             waits.append(f"{1 - 3 * m / end:.1%}")
         more.append(f"{m} | {' | '.join(waits)}")
-    head = " schedule | stages on a device | step | waiting | microbatches in flight, at most | backward pass "
+    head = " schedule | stages per device | step | waiting | microbatches in flight, at most | backward pass "
     return Page(
         {
             "schedules": table(head, lines),
@@ -393,7 +393,7 @@ def offload() -> Page:
         f"{name} | {size(fullest(p).total)} | {size(p.stages[0].host_bytes)} | {size(p.stages[0].nvme_bytes)} | {step(p)}"
         for name, p in plans.items()
     ]
-    head = " elsewhere | memory of a device | host memory of a device | NVMe of a device | step "
+    head = " offloaded | memory per device | host memory per device | NVMe per device | step "
     return Page({"offload": table(head, lines)}, page.pictures)
 
 
@@ -410,7 +410,7 @@ def mixed_precision() -> Page:
         master = 4 if p.master else 0
         found.append((name, (p.width, p.gradient, master, p.optimizer - master)))
     lines = [f"{name} | {' | '.join(map(str, b))} | {sum(b)}" for name, b in found]
-    head = " precision | parameter | gradient | master copy | Adam's moments | bytes of a parameter "
+    head = " precision | parameter | gradient | master copy | Adam's moments | bytes per parameter "
     return Page({"precision": table(head, lines)}, {"precision.svg": functools.partial(pictures.bytes_each, found)})
 
 

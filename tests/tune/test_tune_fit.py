@@ -16,21 +16,25 @@ from autopar.devices.calibration import MEMORY, from_json, read, this_machine
 from autopar.devices.corrections import ARITHMETIC, corrected, group_of
 from autopar.errors import HANG, OUT_OF_MEMORY
 from autopar.plan import Plan
-from autopar.tune.fit import MODEL_SD, PRIOR_SD, Measured, fit, similarity
+from autopar.tune.fit import MODEL_SD, PRIOR_SD, Posterior, fit, similarity
 from autopar.tune.log import Failure, Log, Request, Round
 from autopar.tune.memory import memory_factor
 
 WIRES = "collectives over 2"
 RUN = ("data 2, ZeRO 0", "data 2, ZeRO 3", "tensor 2", "pipeline 2, 4 microbatches", "data 2, ZeRO 1")
-REQUEST = Request("decoder", 2, "cpu", "float32", 16, 2048, {}, [])
+REQUEST = Request("decoder", "2 processes", 1, 2, 2**34, "cpu", "float32", 16, 2048, {}, [])
 
 
-def measured(names: tuple[str, ...], true: dict[str, float], errors: np.ndarray, noise: float) -> list[Measured]:
-    """The named plans as a machine would time them whose figures are ``true`` times those of the calibration."""
+def measured(names: tuple[str, ...], true: dict[str, float], errors: np.ndarray) -> tuple[list[Plan], np.ndarray]:
+    """The named plans, and the logarithms of their step times on a machine whose figures are ``true`` times those of the calibration."""
     plans = [tuned.plans()[name] for name in names]
     theta = np.log([true.get(group, 1.0) for group in tuned.prices().groups])
-    times = np.exp(tuned.prices().log_prices(plans, theta) + errors)
-    return [Measured(plan, float(step_s), noise) for plan, step_s in zip(plans, times, strict=True)]
+    return plans, tuned.prices().log_prices(plans, theta) + errors
+
+
+def fitted(seen: tuple[list[Plan], np.ndarray], noise: float) -> Posterior:
+    prices = tuned.prices()
+    return fit(prices.log_prices, prices.groups, *seen, noise**2 * np.eye(len(seen[0])))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def measured(names: tuple[str, ...], true: dict[str, float], errors: np.ndarray,
 )
 def test_planted_factors_are_found(true: dict[str, float]):
     prices = tuned.prices()
-    found = fit(prices.log_prices, prices.groups, measured(RUN, true, np.zeros(len(RUN)), 0.02))
+    found = fitted(measured(RUN, true, np.zeros(len(RUN))), 0.02)
     for group in prices.groups:
         miss = abs(math.log(found.factors[group] / true.get(group, 1.0)))
         assert miss <= 2 * found.deviations[group], (group, found.factors[group], found.deviations[group])
@@ -53,7 +57,7 @@ def test_the_uncertainty_is_neither_too_small_nor_too_large():
     for _ in range(6):
         true = dict(zip(prices.groups, np.exp(rng.normal(0, PRIOR_SD.value, len(prices.groups))).tolist(), strict=True))
         errors = rng.normal(0, MODEL_SD.value, len(RUN))
-        found = fit(prices.log_prices, prices.groups, measured(RUN, true, errors, 0.02))
+        found = fitted(measured(RUN, true, errors), 0.02)
         misses += [math.log(found.factors[g] / true[g]) / found.deviations[g] for g in prices.groups]
     assert 0.7 < float(np.std(misses)) < 1.3
     assert np.mean(np.abs(misses) < 1.96) > 0.88
@@ -65,20 +69,20 @@ def test_predictions_of_other_plans_have_the_stated_error():
     others = tuple(name for name in tuned.plans() if name not in RUN)[:6]
     for _ in range(4):
         true = dict(zip(prices.groups, np.exp(rng.normal(0, PRIOR_SD.value, len(prices.groups))).tolist(), strict=True))
-        seen = measured(RUN, true, rng.normal(0, MODEL_SD.value, len(RUN)), 0.005)
-        found = fit(prices.log_prices, prices.groups, seen)
-        for one in measured(others, true, rng.normal(0, MODEL_SD.value, len(others)), 0.0):
-            expected_s, deviation = found.predict(one.plan)
-            if all(similarity(one.plan, other.plan) == 0 for other in seen):
-                misses.append(math.log(one.seconds / expected_s) / deviation)
-        expected_s, deviation = found.predict(seen[0].plan)
-        assert expected_s == pytest.approx(seen[0].seconds, rel=0.02) and deviation < 0.02
+        plans, logs = seen = measured(RUN, true, rng.normal(0, MODEL_SD.value, len(RUN)))
+        found = fitted(seen, 0.005)
+        for plan, log_s in zip(*measured(others, true, rng.normal(0, MODEL_SD.value, len(others))), strict=True):
+            expected_s, deviation = found.predict(plan)
+            if all(similarity(plan, other) == 0 for other in plans):
+                misses.append((log_s - math.log(expected_s)) / deviation)
+        expected_s, deviation = found.predict(plans[0])
+        assert expected_s == pytest.approx(math.exp(logs[0]), rel=0.02) and deviation < 0.02
     assert len(misses) > 10 and 0.6 < float(np.std(misses)) < 1.4
 
 
 def test_without_measurements_the_posterior_is_the_prior():
     prices = tuned.prices()
-    found = fit(prices.log_prices, prices.groups, [])
+    found = fitted(([], np.zeros(0)), 0.0)
     assert set(found.factors.values()) == {1.0} and set(found.deviations.values()) == {PRIOR_SD.value}
     plan = tuned.plans()["tensor 2"]
     expected_s, deviation = found.predict(plan)
@@ -114,11 +118,9 @@ def test_a_corrected_calibration_is_a_calibration(tmp_path: Path):
 
 def log_of(plan: Plan, share: float) -> Log:
     """A log with a plan whose predicted peak is this share of the limit."""
-    stages = tuple(
-        dataclasses.replace(stage, memory_limit_bytes=int(stage.memory.total / share)) for stage in plan.stages
-    )
-    log = Log(None, REQUEST)
-    log.add_plan(dataclasses.replace(plan, stages=stages))
+    limit = int(max(stage.memory.total for stage in plan.stages) / share)
+    log = Log(None, dataclasses.replace(REQUEST, memory_limit_bytes=limit))
+    log.add_plan(plan)
     return log
 
 
@@ -133,9 +135,11 @@ def test_memory_is_learned_from_peaks_and_from_plans_that_ran_out_of_it():
     assert memory_factor(log) == pytest.approx(1.02, rel=1e-3)
     log.failures.clear()
     log.add_failure("plan-1", Failure(OUT_OF_MEMORY, "it is full"))
-    assert (factor := memory_factor(log)) is not None and factor * peak > log.plans["plan-1"].stages[
-        0
-    ].memory_limit_bytes
+    assert (factor := memory_factor(log)) is not None and factor * peak > log.request.memory_limit_bytes
+    corrected = (dataclasses.replace(stage, memory_limit_bytes=int(peak / 0.99)) for stage in plan.stages)
+    log.add_plan(dataclasses.replace(plan, stages=tuple(corrected)))  # it was to take 99 % of a corrected limit
+    log.add_failure("plan-2", Failure(OUT_OF_MEMORY, "it is full"))
+    assert memory_factor(log) == factor
     log = log_of(plan, 0.2)  # far below the limit: no lesson about prices
     log.add_failure("plan-1", Failure(OUT_OF_MEMORY, "it is full"))
     assert memory_factor(log) is None

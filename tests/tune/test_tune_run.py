@@ -17,8 +17,8 @@ from autopar.tune import Effort, TuneResult, tune
 from autopar.tune.fit import program_of
 from autopar.tune.log import WRONG_LOSS, Failure, Log, Request, Round
 
-REQUEST = Request("decoder", 2, "cpu", "float32", 16, 2048, {}, [])
-QUICK = Effort(seconds=8, steps=1, rounds=1, final_rounds=2, first_plans=6, floor_s=2)
+REQUEST = Request("decoder", "2 processes", 1, 2, 2**34, "cpu", "float32", 16, 2048, {}, [])
+QUICK = Effort(seconds=16, steps=1, rounds=1, final_rounds=2, first_plans=6, floor_s=2)
 FAULT = """
 
 def _with_fault(cls):
@@ -64,7 +64,7 @@ def run(log: Path | None, effort: Effort = QUICK) -> TuneResult:
 @pytest.mark.timeout(300)
 def test_failures_cost_their_turn_and_the_log_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_faults(monkeypatch, FAULTS)
-    monkeypatch.setattr("autopar.tune.run.FAMILIES_SHARE", 1.0)  # on a busy machine, too, there are four plans
+    monkeypatch.setattr("autopar.tune.run.FAMILIES_SHARE", 0.5)  # on a busy machine, too, there are four plans
     path = tmp_path / "tune.jsonl"
     found = run(path)
     outcome = {trial.name: trial.failure for trial in found.trials}
@@ -120,8 +120,8 @@ def change(key: str, value: object) -> Callable[[dict[str, object]], None]:
 BROKEN = [
     (0, change("kind", "round"), "line 1: the first line is not a request"),
     (0, lambda line: line.pop("pins"), "line 1: the request lacks, or should not have, 'pins'"),
-    (0, change("devices", 4), "another request: its devices is 4, not 2"),
-    (0, change("version", 9), "another request: its version is 9, not 1"),
+    (0, change("nodes", 4), "another request: its nodes is 4, not 1"),
+    (0, change("version", 9), "another request: its version is 9, not 2"),
     (1, change("calibration", {}), "line 2: it is not a JSON object of version 1"),
     (2, change("name", "plan-7"), "line 3: the plan's name is 'plan-7', not plan-1"),
     (2, change("plan", {"mesh": 3}), "line 3: "),
