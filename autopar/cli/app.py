@@ -383,7 +383,9 @@ command(
     model_options,
     pin_options,
     option("--minutes", "M", "About how long to measure and plan.", type=click.FloatRange(0), default=5.0),
-    count_option("--rounds", 3, "How many times each plan is measured, at most; the best ones are measured more often."),
+    count_option(
+        "--rounds", 3, "How many times each plan is measured, at most; the best ones are measured more often."
+    ),
     count_option("--steps", 3, "Timed steps in each round."),
     count_option("--seed", 0, "Random seed of the order in which plans run.", least=0),
     option("--log", "FILE", "The log, from which a later call continues.", default="tune.jsonl"),
