@@ -314,7 +314,8 @@ class Tuning:
         for number in range(rounds):
             if not live:
                 return
-            report(self.progress, "run", f"{' and '.join(live)}, round {number + 1} of {rounds}")
+            which = "final comparison" if final else f"round {number + 1} of {rounds}"
+            report(self.progress, "run", f"{' and '.join(live)}, {which}")
             found = self._round(live, final)
             if not found:
                 return
