@@ -18,7 +18,7 @@ from autopar.plan import Plan
 from autopar.planning import find_plan
 from autopar.precision import name_of
 from autopar.price import Pricer
-from autopar.schedules import INTERLEAVED, NO_PIPELINE, SCHEDULES
+from autopar.schedules import NO_PIPELINE, SCHEDULES
 from autopar.search import SearchOptions, reprice
 from autopar.tune.fit import Floats
 
@@ -74,15 +74,15 @@ class CorrectedPrices:
         return [*alone, *(pins for _, _, pins in known)]
 
     def neighbours(self, plan: Plan) -> list[dict[str, Any]]:
-        """Return the pins of pipelines like that of ``plan``: with twice or half the microbatches, with other numbers of stages per device,
-        and with other schedules. Few of them differ by more in price than prices err."""
+        """Return the pins of pipelines similar to that of ``plan``: with twice or half the microbatches, with other numbers of stages per
+        device, and with other schedules. Their prices often differ by less than prices err."""
         own: dict[str, Any] = {"pipeline": plan.pipeline, "schedule": plan.schedule}
         own |= {"chunks": plan.chunks, "microbatches": plan.microbatches}
         counts = {2 * plan.microbatches, plan.microbatches // 2} - {0}
         found = [own | {"microbatches": count} for count in sorted(counts)]
         if plan.pipeline > 1:
-            chunks = sorted({plan.chunks + 1, plan.chunks - 1, 2 * plan.chunks} - {0, 1})
-            found += [own | {"schedule": INTERLEAVED, "chunks": count} for count in chunks]
+            more = {1, plan.chunks - 1, plan.chunks + 1, 2 * plan.chunks} - {0, plan.chunks}
+            found += [own | {"chunks": count} for count in sorted(more)]
             alike = {name: own[name] for name in ("pipeline", "microbatches")}
             found += [alike | {"schedule": name} for name in SCHEDULES if name not in (plan.schedule, NO_PIPELINE)]
         return found

@@ -10,6 +10,7 @@ import pytest
 import tuned
 
 from autopar.errors import HANG, LaunchError
+from autopar.explain.families import satisfies
 from autopar.plan import Plan
 from autopar.tune.log import Log
 from autopar.tune.run import Effort, Tuning, _request
@@ -131,3 +132,14 @@ def test_what_was_measured_is_not_lost_when_programs_can_no_longer_be_started() 
     at_once, first = tuning({(f"plan-{k}", 1): broken for k in range(1, 9)})
     with pytest.raises(LaunchError, match="the node is gone"):
         at_once.run(first)
+
+
+def test_neighbours_of_a_pipeline_are_pipelines_with_what_their_pins_say() -> None:
+    prices = tuned.prices()
+    plan = prices.best_with({"pipeline": 2}, {}, 5.0)
+    assert plan is not None
+    found = [(pins, other) for pins in prices.neighbours(plan) if (other := prices.best_with(pins, {}, 5.0))]
+    assert len(found) > 3 and all(satisfies(other, pins) for pins, other in found)
+    assert len({(other.schedule, other.chunks, other.microbatches) for _, other in found}) > 3
+    whole = prices.best_with({"pipeline": 1}, {}, 5.0)
+    assert whole is not None and {pins["pipeline"] for pins in prices.neighbours(whole)} == {1}
