@@ -67,19 +67,19 @@ class Posterior:
         drawn = rng.multivariate_normal(self.theta, self.covariance)
         return dict(zip(self.groups, np.exp(drawn).tolist(), strict=True))
 
-    def predict(self, plan: Plan) -> tuple[float, float]:
-        """Return the expected step time of a plan in seconds, and the standard deviation of its logarithm."""
-        price = float(self._log_prices([plan], self.theta)[0])
-        slope = jacobian(self._log_prices, [plan], self.theta)[0]
-        variance = MODEL_SD.value**2
-        if self._plans:
-            shared = MODEL_SD.value**2 * np.array([similarity(plan, other) for other in self._plans])
-            weights = self._precision @ shared
-            price += float(weights @ self._residual)
-            variance -= float(shared @ weights)
-            slope = slope - self._jacobian.T @ weights
-        variance += float(slope @ self.covariance @ slope)
-        return float(np.exp(price)), float(np.sqrt(max(variance, 0.0)))
+    def predict(self, plans: Sequence[Plan]) -> list[tuple[float, float]]:
+        """Return the expected step time of each plan in seconds, and the standard deviation of its logarithm."""
+        if not plans:
+            return []
+        shares = [[similarity(plan, other) for other in self._plans] for plan in plans]
+        shared = MODEL_SD.value**2 * np.array(shares).reshape(len(plans), len(self._plans))
+        weights = shared @ self._precision
+        logs = self._log_prices(plans, self.theta) + weights @ self._residual
+        slopes = jacobian(self._log_prices, plans, self.theta) - weights @ self._jacobian
+        variances = MODEL_SD.value**2 - (shared * weights).sum(axis=1)
+        variances = variances + ((slopes @ self.covariance) * slopes).sum(axis=1)
+        deviations = np.sqrt(np.maximum(variances, 0.0))
+        return list(zip(np.exp(logs).tolist(), deviations.tolist(), strict=True))
 
 
 def fit(

@@ -162,10 +162,8 @@ class Tuning:
         self._families = collections.deque(prices.families())  # those that were searched least recently first
         self._varied: set[str] = set()  # the plans whose neighbours were searched
         self._retried: set[str] = set()  # plans that ran, failed, and were opened again
-        self._known: tuple[tuple[int, int], StepTimes] = (
-            (0, 0),
-            estimate([]),
-        )  # the estimate after so many rounds and failures
+        # the estimate after so many rounds and failures
+        self._known: tuple[tuple[int, int], StepTimes] = (0, 0), estimate([])
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -179,6 +177,8 @@ class Tuning:
             if not self._times():
                 raise
             return self._result(f"programs can no longer be started: {error.message}")
+        if not self._times():  # those that ran failed later
+            raise self._none_runs()
         return self._result(f"the time of {seconds(self.effort.seconds)} is over" if is_time_over else self._why_none())
 
     def _explore(self, first: Plan) -> bool:
@@ -190,11 +190,7 @@ class Tuning:
                 if (untried := self._untried()) and self._left_s() > 0:
                     self._measure([self._name(untried[0])], self.effort.rounds)
                     continue
-                name, failure = next(iter(self.log.failures.items()))
-                raise LaunchError(
-                    f"all {len(self.log.failures)} plans failed to run: {name}: {failure.error}",
-                    "`autopar doctor` checks what programs need; `autopar run` runs one plan",
-                )
+                raise self._none_runs()
             if self._left_s() < 0:
                 return False
             posterior = self._fit()
@@ -239,8 +235,8 @@ class Tuning:
     def _search_best(self, factors: dict[str, float]) -> None:
         """Search for the best plan under corrected prices, or under those of time alone if no plan fits, and keep its bound."""
         without = {name: factor for name, factor in factors.items() if name != MEMORY}
-        plan = self._plan(factors) or (self._plan(without) if MEMORY in factors else None)
-        self._bound_s = None if plan is None else plan.bound_s
+        if plan := self._plan(factors) or (self._plan(without) if MEMORY in factors else None):
+            self._bound_s = plan.bound_s
 
     def _search_families(self, factors: dict[str, float]) -> None:
         """Search for the best plans of families, as many as a share of the time allows."""
@@ -252,8 +248,9 @@ class Tuning:
                 return
 
     def _plan(self, factors: dict[str, float], pins: Mapping[str, Any] = MappingProxyType({})) -> Plan | None:
-        """Search for the best plan with these pins and keep it; ``None`` if there is none, or if the time to measure it is over."""
-        if self._left_s() < 0 and self._times():
+        """Search for the best plan with these pins and keep it; ``None`` if there is none. When the time to measure plans is over, search
+        only as long as no bound is known."""
+        if self._left_s() < 0 and self._times() and self._bound_s is not None:
             return None
         plan = self.prices.best_with(pins, factors, max(1.0, SEARCH_SHARE * self.effort.seconds))
         if plan is not None:
@@ -263,15 +260,11 @@ class Tuning:
     def _most_promising(self, posterior: Posterior) -> list[Plan]:
         """Return plans of different kinds that could be faster than the best measured one by more than the margin, one standard deviation
         below their expected times; the fastest first."""
-        limit_s, hoped_s = self._times()[self._best()] * (1 - self._margin()), {}
-        plans = self._untried()
-        for k, plan in enumerate(plans):
-            expected_s, deviation = posterior.predict(plan)
-            hoped_s[k] = expected_s * math.exp(-deviation)
+        limit_s, plans = self._times()[self._best()] * (1 - self._margin()), self._untried()
+        hoped_s = [expected_s * math.exp(-deviation) for expected_s, deviation in posterior.predict(plans)]
         chosen: dict[object, Plan] = {}
-        for k in sorted(hoped_s, key=hoped_s.__getitem__):
-            if hoped_s[k] < limit_s:
-                plan = plans[k]
+        for hope_s, plan in sorted(zip(hoped_s, plans, strict=True), key=lambda one: one[0]):
+            if hope_s < limit_s:
                 chosen.setdefault((_kind(plan), plan.chunks, plan.microbatches), plan)
         return list(chosen.values())[:AT_ONCE]
 
@@ -438,6 +431,13 @@ class Tuning:
         share = 1.0 if final else 1 - FINAL_SHARE
         return share * self.effort.seconds - (time.monotonic() - self._start_s)
 
+    def _none_runs(self) -> LaunchError:
+        name, failure = next(iter(self.log.failures.items()))
+        return LaunchError(
+            f"all {len(self.log.failures)} plans failed to run: {name}: {failure.error}",
+            "`autopar doctor` checks what programs need; `autopar run` runs one plan",
+        )
+
     # -- the result ---------------------------------------------------------------------------------------------------
 
     def _result(self, stopped: str) -> TuneResult:
@@ -490,7 +490,10 @@ class Tuning:
         plans = [self.log.plans[name] for name in names]
         before = self.prices.repriced(plans, {})
         after = self.prices.repriced(plans, posterior.factors)
-        for name, plan, predicted, corrected in zip(names, plans, before, after, strict=True):
+        expected = posterior.predict(plans)
+        for name, plan, predicted, corrected, (expected_s, _) in zip(
+            names, plans, before, after, expected, strict=True
+        ):
             rounds_s = tuple(step_s for (step_s,) in self.log.rounds_of(name))
             failure = self.log.failures.get(name)
             has_time = name in self._times()
@@ -499,7 +502,7 @@ class Tuning:
                 plan,
                 predicted.prediction.step_time_s,
                 corrected.prediction.step_time_s,
-                posterior.predict(plan)[0],
+                expected_s,
                 rounds_s,
                 self._times()[name] if has_time else None,
                 self._estimate().interval(name) if has_time else None,

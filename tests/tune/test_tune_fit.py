@@ -71,11 +71,11 @@ def test_predictions_of_other_plans_have_the_stated_error():
         true = dict(zip(prices.groups, np.exp(rng.normal(0, PRIOR_SD.value, len(prices.groups))).tolist(), strict=True))
         plans, logs = seen = measured(RUN, true, rng.normal(0, MODEL_SD.value, len(RUN)))
         found = fitted(seen, 0.005)
-        for plan, log_s in zip(*measured(others, true, rng.normal(0, MODEL_SD.value, len(others))), strict=True):
-            expected_s, deviation = found.predict(plan)
+        unseen, logs_s = measured(others, true, rng.normal(0, MODEL_SD.value, len(others)))
+        for plan, log_s, (expected_s, deviation) in zip(unseen, logs_s, found.predict(unseen), strict=True):
             if all(similarity(plan, other) == 0 for other in plans):
                 misses.append((log_s - math.log(expected_s)) / deviation)
-        expected_s, deviation = found.predict(plans[0])
+        ((expected_s, deviation),) = found.predict(plans[:1])
         assert expected_s == pytest.approx(math.exp(logs[0]), rel=0.02) and deviation < 0.02
     assert len(misses) > 10 and 0.6 < float(np.std(misses)) < 1.4
 
@@ -85,7 +85,7 @@ def test_without_measurements_the_posterior_is_the_prior():
     found = fitted(([], np.zeros(0)), 0.0)
     assert set(found.factors.values()) == {1.0} and set(found.deviations.values()) == {PRIOR_SD.value}
     plan = tuned.plans()["tensor 2"]
-    expected_s, deviation = found.predict(plan)
+    ((expected_s, deviation),) = found.predict([plan])
     assert expected_s == pytest.approx(prices.repriced([plan], {})[0].prediction.step_time_s)
     assert deviation > MODEL_SD.value
 

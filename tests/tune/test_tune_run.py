@@ -16,9 +16,10 @@ from autopar.timing import TimingSession
 from autopar.tune import Effort, TuneResult, tune
 from autopar.tune.fit import program_of
 from autopar.tune.log import WRONG_LOSS, Failure, Log, Request, Round
+from autopar.tune.prices import CorrectedPrices
 
 REQUEST = Request("decoder", "2 processes", 1, 2, 2**34, "cpu", "float32", 16, 2048, {}, [])
-QUICK = Effort(seconds=16, steps=1, rounds=1, final_rounds=2, first_plans=6, floor_s=2)
+QUICK = Effort(seconds=90, steps=1, rounds=1, final_rounds=2, first_plans=6, floor_s=2)
 FAULT = """
 
 def _with_fault(cls):
@@ -64,7 +65,11 @@ def run(log: Path | None, effort: Effort = QUICK) -> TuneResult:
 @pytest.mark.timeout(300)
 def test_failures_cost_their_turn_and_the_log_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_faults(monkeypatch, FAULTS)
-    monkeypatch.setattr("autopar.tune.run.FAMILIES_SHARE", 0.5)  # on a busy machine, too, there are four plans
+    one = [{"pipeline": 2, "schedule": name} for name in ("1f1b", "gpipe")]
+    few = [*one, {"tensor": 2}, {"zero": 3}, {"zero": 1}]  # so that the time suffices on a busy machine, too
+    monkeypatch.setattr(CorrectedPrices, "families", lambda self: few)
+    monkeypatch.setattr(CorrectedPrices, "neighbours", lambda self, plan: [])
+    monkeypatch.setattr("autopar.tune.run.SPREAD", 100.0)
     path = tmp_path / "tune.jsonl"
     found = run(path)
     outcome = {trial.name: trial.failure for trial in found.trials}
