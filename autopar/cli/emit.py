@@ -28,9 +28,8 @@ def emit_command(request: PlanRequest, output: str, as_json: bool) -> None:
     folder = folder_for_program(output)
     torch.manual_seed(0)
     init = init_of(request)
-    weights = (
-        _weights(Path(init)) if init and is_path(init) and Path(init).exists() else None
-    )  # before the search, which may take minutes
+    # read before the search, which may take minutes
+    weights = _weights(Path(init)) if init and is_path(init) and Path(init).exists() else None
     workload, cluster, graph, plan = make_plan(request, device="meta" if init else None)
     with Messages() as messages:
         state = None if init else workload.model.state_dict()

@@ -4,6 +4,6 @@
 """
 
 from autopar.timing.session import TimingSession
-from autopar.timing.statistics import median_interval, paired_ratio
+from autopar.timing.statistics import paired_ratio
 
-__all__ = ["TimingSession", "median_interval", "paired_ratio"]
+__all__ = ["TimingSession", "paired_ratio"]

@@ -1,7 +1,7 @@
 """Measures the best few plans on this machine's devices, corrects the prices by what was measured, and plans again.
 
-``run`` has the loop, ``fit`` what is learned from measurements, ``prices`` the prices of a graph under corrected calibrations, ``log`` the
-file from which a tuning resumes.
+``run`` has the loop, ``times`` what rounds say of step times, ``fit`` what these say of prices, ``prices`` the prices of a graph under
+corrected calibrations, ``log`` the file from which a tuning resumes.
 """
 
 from autopar.tune.log import Log, Request

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.plan import Plan
+from autopar.tune.times import Floats
 from autopar.units import Constant
 
-Floats = NDArray[np.float64]
 LogPrices = Callable[[Sequence[Plan], Floats], Floats]
 """The logarithms of plans' predicted step times in seconds, with these logarithms of the factors."""
 

@@ -20,7 +20,7 @@ from autopar.precision import name_of
 from autopar.price import Pricer
 from autopar.schedules import NO_PIPELINE, SCHEDULES
 from autopar.search import SearchOptions, reprice
-from autopar.tune.fit import Floats
+from autopar.tune.times import Floats
 
 _RATES = {
     ARITHMETIC: "arithmetic",

@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 ROUND_SD = Constant(
     0.056,
     "log of a step time",
-    "measured: docs/evidence/tune.jsonl, robust deviation of a program's rounds after those of all programs, median over contests",
+    "measured: docs/evidence/tune.jsonl, robust deviation of a program's rounds from all, median over contests but llama on 4 nodes",
 )
 LEVEL_SD = Constant(
     0.2,

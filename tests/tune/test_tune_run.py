@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,9 @@ def test_failures_cost_their_turn_and_the_log_resumes(tmp_path: Path, monkeypatc
     assert [trial.rounds_s for trial in again.trials] == [trial.rounds_s for trial in found.trials]
     assert again.stopped == "the time of 0 us is over" and again.measured_steps == found.measured_steps
     assert again.calibration.figures == found.calibration.figures
+    other = dataclasses.replace(tuned.base(), measured_at="another time")
+    with pytest.raises(UsageError, match="was started with another calibration"):
+        tune(tuned.workload(), tuned.cluster(), tuned.OPTIONS, Effort(seconds=0), base=other, log=path)
 
 
 @pytest.mark.timeout(120)
